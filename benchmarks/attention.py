@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.registry import Case, Name, attend, choose, fused_kernels
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Dtype, Precision
 
 

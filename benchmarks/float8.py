@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers import float8
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.mlp import MLP, MLPConfig
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.quantization import float8
 from maxtext_like.layers.weight import product
 
 KINDS = {"bfloat16": Precision(weight_dtype="bfloat16"), "float8": Precision(weight_dtype="bfloat16", matmul_dtype="float8")}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, Name, choose, kernel
+from maxtext_like.layers.kernels.grouped_matmul.registry import NAMES, Case, Name, choose, kernel
 
 SHAPES = {  # name: (rows, summed, columns, groups), the first of an expert's products for 4096 tokens
   "gemma4-26b": (32768, 2816, 704, 128),

@@ -89,7 +89,7 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
 
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   packing = f"packing={'true' if documents > 1 else 'false'}"
   config = load_config(row.model, [*COMMON, *row.words, packing]).config

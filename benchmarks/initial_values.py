@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxtext_like.training.sinks.curves import labels, linear_ticks
+from maxtext_like.training.run.report_curves import labels, linear_ticks
 
 SHARED = ["steps=300", "enable_checkpointing=false", "enable_tensorboard=false", "replay_failed_step=false"]
 NARROW = ["num_decoder_layers=36", "emb_dim=64", "num_query_heads=4", "vocab_size=512", "pad_token_id=0", "dtype=float32"]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from maxtext_like.training.ahead_of_time import prepare_environment, xla_flags
-from maxtext_like.training.topologies import find_topology
+from maxtext_like.capacity.aot_tpu import prepare_environment, xla_flags
+from maxtext_like.capacity.topologies import find_topology
 
 T, D, F = 2048, 5376, 21504
 

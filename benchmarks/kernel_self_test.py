@@ -17,13 +17,13 @@ from typing import Any
 import jax
 
 from maxtext_like.config.load import load_config
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.kernels.attention.registry import Case, Name, kernel
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.vision_attention import case_of
+from maxtext_like.layers.vision.attention import case_of
 from maxtext_like.models.attention_kernels import shape_of, versions
 from maxtext_like.models.build import build_decoder
-from maxtext_like.numerics.kernel_test import ShapeClass, self_test
+from maxtext_like.numerics.attention_selfcheck import ShapeClass, self_test
 
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
 

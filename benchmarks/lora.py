@@ -34,11 +34,11 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   from peer import GIB
   from step_cost import DRAWN, require_updates
 
+  from maxtext_like.capacity.memory import estimate
   from maxtext_like.config.load import load_config
   from maxtext_like.models.naming import ADAPTER
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.memory import estimate
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   config = load_config(model, [*WORDS, f"base_weights={form}", "learning_rate=1e-4", "warmup_steps_fraction=0", *words]).config
   device = jax.local_devices()[0]
@@ -98,7 +98,7 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
   from maxtext_like.checkpoint.huggingface.peft import places
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import abstract_mesh
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   if form not in PEER_FORMS:
     return {"failed": "bitsandbytes has no such form"}

@@ -21,7 +21,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import init
 from maxtext_like.training.objectives import language_modelling
 from maxtext_like.training.objectives.language_modelling import LanguageModelling, head_of, token_losses
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 
 
 @dataclass(frozen=True)

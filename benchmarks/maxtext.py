@@ -63,7 +63,7 @@ def ours(steps: int, words: list[str]) -> dict[str, Any]:
   from step_cost import DRAWN, batch, require_updates
 
   from maxtext_like.config.load import load_config
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   program = make_program(load_config("gemma4-tiny", [*OURS, *words]).config)
   step = Timed(program.lower_step().compile())

@@ -15,9 +15,9 @@ import numpy as np
 
 from maxtext_like.analysis.failed_step import FailedStep
 from maxtext_like.config.load import load_config
-from maxtext_like.training.program import make_program
-from maxtext_like.training.run import train
+from maxtext_like.training.run.run import train
 from maxtext_like.training.sinks.metrics import METRICS, read
+from maxtext_like.training.step.program import make_program
 
 WORDS = ["steps=200", "max_target_length=64", "per_device_batch_size=8", "learning_rate=2e-3", "enable_checkpointing=false"]
 WORDS += ["enable_tensorboard=false", "numerics_every=0", "finite_check_steps=0"]

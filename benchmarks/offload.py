@@ -54,7 +54,7 @@ def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[st
 
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   config = load_config(words[0], [*words[1:], offload]).config
   device = jax.local_devices()[0]

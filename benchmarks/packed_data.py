@@ -46,8 +46,8 @@ def make(folder: Path, megabytes: int) -> list[Path]:
 
 def measure(path: str) -> None:
   """Prints the times of one file and what the memory of this process has grown by."""
-  from maxtext_like.data.jsonl import JsonLines
   from maxtext_like.data.order import Order, Share
+  from maxtext_like.data.readers.jsonl import JsonLines
 
   before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
   documents = JsonLines([path], "text")

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.layers.attention.indexer import Indexer, IndexerConfig
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
+from maxtext_like.layers.attention.rope import RopeConfig
+from maxtext_like.layers.attention.soft_cap import soft_cap
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig
-from maxtext_like.layers.indexer import Indexer, IndexerConfig
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.mlp import MLP, MLPConfig
-from maxtext_like.layers.moe import Experts, MoEConfig, Router
+from maxtext_like.layers.moe.moe import Experts, MoEConfig, Router
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
-from maxtext_like.layers.soft_cap import soft_cap
-from maxtext_like.layers.vision_gemma4 import Gemma4Vision, Gemma4VisionConfig
+from maxtext_like.layers.vision.gemma4 import Gemma4Vision, Gemma4VisionConfig
 
 LOW = ("bfloat16", "float16")
 Row = tuple[str, str, str, float, float]  # place, dtype, key, on, off

@@ -225,10 +225,10 @@ def measure(model: str, words: list[str], steps: int, out: Path) -> dict[str, An
   import numpy as np
   from step_cost import DRAWN, batch, require_updates
 
+  from maxtext_like.capacity.compiled_program import read_program
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.compiled_program import read_program
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   config = load_config(model, words).config
   program = make_program(config, mesh=make_mesh(config.mesh, jax.local_devices()[:1]))

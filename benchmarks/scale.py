@@ -27,12 +27,12 @@ import jax
 import numpy as np
 from step_cost import DRAWN, batch, require_updates
 
+from maxtext_like.capacity.compiled_program import read_program
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import ExitError
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import in_words, make_mesh
-from maxtext_like.training.compiled_program import read_program
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 
 CPU_MODEL = ["qwen3-tiny", "num_decoder_layers=4", "max_target_length=128"]
 GPU_MODEL = ["gemma4-31b", "num_decoder_layers=6"]

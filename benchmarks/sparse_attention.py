@@ -18,20 +18,24 @@ import jax.numpy as jnp
 from grouped import seconds
 
 from maxtext_like.config.load import load_config
-from maxtext_like.layers import query_tiles
-from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.mla import MLA, MLAConfig
+from maxtext_like.layers.attention import sparse_attention_tiles
+from maxtext_like.layers.attention.masks import Tokens
+from maxtext_like.layers.attention.mla import MLA, MLAConfig
 from maxtext_like.layers.param import init
 from maxtext_like.models.build import build_decoder, precision_of
 
-FORMS = {"whole": (math.inf, "tpu"), "masked": (query_tiles.TILE, "tpu"), "gathered": (query_tiles.TILE, None)}
+FORMS = {
+  "whole": (math.inf, "tpu"),
+  "masked": (sparse_attention_tiles.TILE, "tpu"),
+  "gathered": (sparse_attention_tiles.TILE, None),
+}
 """Queries of a tile, and the platform that the layer takes itself to be on; None: the one it is on."""
 
 
 def measured(layer: MLA, length: int, form: str, budget: float) -> tuple[float, float]:
   """(seconds, GiB of temporaries) of forward and backward, called for about ``budget`` seconds."""
   tile, platform = FORMS[form]
-  query_tiles.TILE = tile
+  sparse_attention_tiles.TILE = tile
   layer = dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, platform=platform or jax.local_devices()[0].platform))
   p = init(layer.params(), jax.random.key(0))
   x = jax.random.normal(jax.random.key(1), (1, length, layer.cfg.emb_dim), layer.precision.dtype)

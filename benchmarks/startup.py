@@ -55,7 +55,7 @@ def main() -> None:
   model = words.pop(0) if words and "=" not in words[0] else "gemma4-tiny"
   found: dict[str, tuple[float, float | None]] = {
     "import": (import_seconds("maxtext_like.cli.train"), None),
-    "import, with JAX": (import_seconds("maxtext_like.training.run"), None),
+    "import, with JAX": (import_seconds("maxtext_like.training.run.run"), None),
   }
   with tempfile.TemporaryDirectory() as folder:
     found["first step, cold caches"] = first_step_seconds(model, words, Path(folder), "cold")

@@ -30,12 +30,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.capacity import aot_tpu
+from maxtext_like.capacity.topologies import TOPOLOGIES
 from maxtext_like.config.load import load_config
 from maxtext_like.config.precision_keys import KEYS
 from maxtext_like.models import row_norms
-from maxtext_like.training import ahead_of_time, step
-from maxtext_like.training.program import TrainProgram, make_program
-from maxtext_like.training.topologies import TOPOLOGIES
+from maxtext_like.training.step import train_step
+from maxtext_like.training.step.program import TrainProgram, make_program
 
 # What no parameter and no moment of a drawn state exceeds, as ``TrainProgram.lower_look`` would say: moments are zeros.
 DRAWN = np.array([1e4, 1], np.float32)
@@ -51,8 +52,8 @@ def lower(program: TrainProgram, *, checked: bool = True, careful: bool = False,
 
   with ExitStack() as stack:
     if not checked:
-      stack.enter_context(mock.patch.object(step, "plain_squares", squares))
-      stack.enter_context(mock.patch.object(step, "state_peaks", return_value=jnp.zeros(0)))
+      stack.enter_context(mock.patch.object(train_step, "plain_squares", squares))
+      stack.enter_context(mock.patch.object(train_step, "state_peaks", return_value=jnp.zeros(0)))
     return program.lower_step(platform, careful=careful)
 
 
@@ -74,7 +75,7 @@ def pair(name: str, model: str, words: list[str], topology: str | None = None) -
 
   def build(*more: str) -> TrainProgram:
     config = load_config(model, [*words, *more]).config
-    return make_program(config, mesh=ahead_of_time.tpu_mesh(TOPOLOGIES[topology], config.mesh) if topology else None)
+    return make_program(config, mesh=aot_tpu.tpu_mesh(TOPOLOGIES[topology], config.mesh) if topology else None)
 
   platform = "tpu" if topology else None
   if name in ("finite", "look"):
@@ -150,12 +151,12 @@ def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, step
 
 def memory_table(args: argparse.Namespace) -> None:
   """Prints what the compiler says about both programs for a chip of a slice."""
-  ahead_of_time.prepare_environment()
+  aot_tpu.prepare_environment()
   print(f"jax {jax.__version__}, {args.topology}, {args.model} {' '.join(args.words)}\n")
   print("| key | without | with |\n|---|---|---|")
   for name in args.against:
     lowered = pair(name, args.model, args.words, args.topology)[:2]
-    on, off = (x.compile(compiler_options=ahead_of_time.xla_flags()).memory_analysis().peak_memory_in_bytes for x in lowered)
+    on, off = (x.compile(compiler_options=aot_tpu.xla_flags()).memory_analysis().peak_memory_in_bytes for x in lowered)
     print(f"| {name} | {off / 2**30:.3f} GiB | {on / 2**30:.3f} GiB |", flush=True)
 
 

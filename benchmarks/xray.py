@@ -44,8 +44,8 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   from maxtext_like.analysis.step_xray import step_xray
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import use_mesh
-  from maxtext_like.training.batches import first_batch
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.run.batches import first_batch
+  from maxtext_like.training.step.program import make_program
 
   config = load_config(model, words).config
   program = make_program(config)

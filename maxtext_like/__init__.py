@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-  from maxtext_like.api.answers import generate
-  from maxtext_like.api.audited import audit
-  from maxtext_like.api.bisected import bisect
+  from maxtext_like.api.audit import audit
+  from maxtext_like.api.bisect import bisect
   from maxtext_like.api.catalog import list_keys, list_models
+  from maxtext_like.api.compile import compile_step
   from maxtext_like.api.configuration import load_config
   from maxtext_like.api.conversion import export_adapter, export_checkpoint, import_checkpoint
-  from maxtext_like.api.fits import compile_step
+  from maxtext_like.api.data import look_at_data
+  from maxtext_like.api.forward import forward
+  from maxtext_like.api.generate import generate
   from maxtext_like.api.initial_risk import initial_risk
-  from maxtext_like.api.kernel_tests import kernel_self_test
-  from maxtext_like.api.looks import replay, xray, xray_step
-  from maxtext_like.api.outputs import forward
-  from maxtext_like.api.planned import plan
+  from maxtext_like.api.kernel_selfcheck import kernel_self_test
+  from maxtext_like.api.plan import plan
   from maxtext_like.api.pretrained import load
-  from maxtext_like.api.records import look_at_data
-  from maxtext_like.api.runs import sft, train
-  from maxtext_like.api.weights_at_risk import risk
+  from maxtext_like.api.risk import risk
+  from maxtext_like.api.train import sft, train
+  from maxtext_like.api.xray import replay, xray, xray_step
   from maxtext_like.generation.prompts import Prompt
   from maxtext_like.numerics.finite_guard import FiniteGuard
 
@@ -56,28 +56,28 @@ __all__ = [
 _HOMES = {
   "FiniteGuard": "numerics.finite_guard",
   "Prompt": "generation.prompts",
-  "audit": "api.audited",
-  "bisect": "api.bisected",
-  "compile_step": "api.fits",
+  "audit": "api.audit",
+  "bisect": "api.bisect",
+  "compile_step": "api.compile",
   "export_adapter": "api.conversion",
   "export_checkpoint": "api.conversion",
-  "forward": "api.outputs",
-  "generate": "api.answers",
+  "forward": "api.forward",
+  "generate": "api.generate",
   "import_checkpoint": "api.conversion",
   "initial_risk": "api.initial_risk",
-  "kernel_self_test": "api.kernel_tests",
+  "kernel_self_test": "api.kernel_selfcheck",
   "load": "api.pretrained",
   "load_config": "api.configuration",
   "list_keys": "api.catalog",
   "list_models": "api.catalog",
-  "look_at_data": "api.records",
-  "plan": "api.planned",
-  "replay": "api.looks",
-  "risk": "api.weights_at_risk",
-  "sft": "api.runs",
-  "train": "api.runs",
-  "xray": "api.looks",
-  "xray_step": "api.looks",
+  "look_at_data": "api.data",
+  "plan": "api.plan",
+  "replay": "api.xray",
+  "risk": "api.risk",
+  "sft": "api.train",
+  "train": "api.train",
+  "xray": "api.xray",
+  "xray_step": "api.xray",
 }
 
 

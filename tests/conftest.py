@@ -46,8 +46,8 @@ LONGEST = [
   HERE / f"{name}.py"
   for name in (
     "training/test_parallelism", "training/test_vision_training", "faults/test_processes", "faults/test_remote",
-    "analysis/test_failed_step", "analysis/test_step_xray", "training/test_step_in_backward", "training/test_program",
-    "benchmarks/test_fine_tuning", "layers/test_context_parallel", "faults/test_train_command", "faults/test_output",
+    "analysis/test_failed_step", "analysis/test_step_xray", "training/step/in_backward/test_step", "training/step/test_program",
+    "benchmarks/test_fine_tuning", "layers/attention/test_context_parallel", "faults/test_train_command", "faults/test_output",
     "analysis/test_quantised_overflow", "training/test_float16_base", "cli/test_cli_bisect", "docs/test_python_page",
   )
 ]  # fmt: skip

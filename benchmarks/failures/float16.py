@@ -12,7 +12,7 @@ from maxtext_like.layers.context import Context
 from maxtext_like.layers.mlp import MLP, MLPConfig
 from maxtext_like.layers.norms import NormConfig, RMSNorm
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.vision_gemma4 import Gemma4Vision, Gemma4VisionConfig
+from maxtext_like.layers.vision.gemma4 import Gemma4Vision, Gemma4VisionConfig
 from maxtext_like.numerics.xray import xray
 
 from .row import Row, drawn, finite_share, normal

@@ -12,15 +12,15 @@ from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling, draw
 from maxtext_like.layers.decoder import Decoder, DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
+from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.router_losses import RouterLosses
 from maxtext_like.numerics.xray import xray
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.optimizers.adamw import AdamW
 from maxtext_like.training.optimizers.optimizer import Optimizer
-from maxtext_like.training.step import UNKNOWN, TrainStep
-from maxtext_like.training.trainable import Selection
+from maxtext_like.training.step.train_step import UNKNOWN, TrainStep
+from maxtext_like.training.step.trainable import Selection
 
 from .row import Row, drawn, finite_share, normal
 

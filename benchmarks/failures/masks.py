@@ -6,8 +6,8 @@ B batch, T query, S key, N heads, H head.
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
 from .row import Row, finite_share, normal

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.training.rounding import StochasticRounding, stochastic_round
+from maxtext_like.training.step.rounding import StochasticRounding, stochastic_round
 
 from .row import Row, finite_share, normal
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.indexer import Indexer, IndexerConfig
-from maxtext_like.layers.moe import MoEConfig, Router
+from maxtext_like.layers.attention.indexer import Indexer, IndexerConfig
+from maxtext_like.layers.attention.rope import RopeConfig, rope_table
+from maxtext_like.layers.moe.moe import MoEConfig, Router
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig, rope_table
-from maxtext_like.training.router_bias import RouterBias
+from maxtext_like.training.step.router_bias import RouterBias
 
 from .row import Row, drawn, normal
 

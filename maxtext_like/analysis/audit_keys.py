@@ -9,9 +9,9 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.precision_keys import KEYS, PrecisionKey
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.config.yaml_file import to_text
-from maxtext_like.layers import float8
 from maxtext_like.layers.kernels.attention.registry import fused_kernels
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.quantization import float8
 from maxtext_like.numerics.hlo import Instruction, Reading
 
 Verdict = Literal["honoured", "not honoured", "not shown"]

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.analysis import remedies
+from maxtext_like.analysis import precision_overrides
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.models.row_norms import Squares, clip, row_squares
 from maxtext_like.sharding.mesh import use_mesh
-from maxtext_like.training import loss_scale
-from maxtext_like.training.program import TrainProgram, make_program
+from maxtext_like.training.step import loss_scale
+from maxtext_like.training.step.program import TrainProgram, make_program
 
 # An array counts as if its gradient's rms were at least this share of the rms over all arrays: where the gradient is zero
 # but for rounding, that rounding is no error.
@@ -183,7 +183,7 @@ class Ruler:
   def __init__(self, config: Config, params: Any, batch: Any, steps: Steps):
     self._params, self._batch, self._steps = params, batch, steps
     self._max_halvings = max(config.training.max_skipped_steps, 1)
-    exact = remedies.reference(config)
+    exact = precision_overrides.reference(config)
     program = steps.program(exact)
     self.labels = program.labels
     self._sizes = _row_sizes(program)
@@ -252,7 +252,7 @@ def _infinite(errors: np.ndarray) -> np.ndarray:
 
 def _of_the_update(config: Config) -> Config:
   """What the update's program depends on: every other key is set to one value, so that they share it."""
-  exact = remedies.reference(config)
+  exact = precision_overrides.reference(config)
   precision = dataclasses.replace(exact.precision, weight_dtype=config.precision.weight_dtype)
   return dataclasses.replace(exact, precision=precision)
 

@@ -22,18 +22,19 @@ import numpy as np
 
 from maxtext_like import atomic
 from maxtext_like.analysis import step_xray
-from maxtext_like.checkpoint import compatibility, manifest, restore, tree, zarr_arrays
-from maxtext_like.checkpoint.room import free_bytes, megabytes
+from maxtext_like.checkpoint import compatibility
+from maxtext_like.checkpoint.store import manifest, restore, tree, zarr_arrays
+from maxtext_like.checkpoint.store.disk_space import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, RetryableError, UserError
 from maxtext_like.layers.partition import Mesh
-from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.sharding_rules import Rules
 from maxtext_like.numerics.xray import on_host
 from maxtext_like.numerics.xray_report import Report
 from maxtext_like.sharding import processes
 from maxtext_like.storage import Place, failed
-from maxtext_like.training.program import TrainProgram
-from maxtext_like.training.step import Batch, State
+from maxtext_like.training.step.program import TrainProgram
+from maxtext_like.training.step.train_step import Batch, State
 
 DIRECTORY = "failed_step"
 FAILURE, BATCH = "failure.json", "batch.npz"

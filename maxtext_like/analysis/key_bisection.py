@@ -12,11 +12,11 @@ import numpy as np
 
 from maxtext_like.analysis.ddmin import ddmin
 from maxtext_like.analysis.distance import Distance, Ruler, Steps
-from maxtext_like.analysis.remedies import LOSS_SCALE, Remedy, applied, candidates, groups, last_resorts, layers_of
+from maxtext_like.analysis.precision_overrides import LOSS_SCALE, Remedy, applied, candidates, groups, last_resorts, layers_of
 from maxtext_like.config.precision_keys import LAYER_KEYS
 from maxtext_like.config.schema import Config
-from maxtext_like.training.finiteness import model_order
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.loop.finiteness import model_order
+from maxtext_like.training.step.train_step import UNKNOWN
 
 GROUPS = 8
 """Layers are looked at in so many groups at a time."""

@@ -5,10 +5,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from maxtext_like.capacity.topologies import Topology, assumed_gpu
 from maxtext_like.config.parallelism import PARALLELISM
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
-from maxtext_like.training.topologies import Topology, assumed_gpu
 
 Platform = Literal["tpu", "cuda", "cpu"]
 PLATFORMS: tuple[Platform, ...] = ("tpu", "cuda", "cpu")
@@ -32,7 +32,7 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
   import jax
 
   from maxtext_like.sharding.mesh import abstract_mesh, make_mesh
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   devices = config.mesh.devices(ABSTRACT_DEVICES)
   kind = "gpu" if platform == "cuda" else platform
@@ -51,19 +51,19 @@ def compile_for(config: Config, topology: Topology) -> tuple[Any, Any, str]:
   Raises:
     UserError: no libtpu, a mesh that does not fit the slice, or a program that libtpu cannot compile or print.
   """
-  from maxtext_like.training import ahead_of_time
+  from maxtext_like.capacity import aot_tpu
 
-  ahead_of_time.prepare_environment()
+  aot_tpu.prepare_environment()
   import jax
 
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
-  program = make_program(config, mesh=ahead_of_time.tpu_mesh(topology, config.mesh))
+  program = make_program(config, mesh=aot_tpu.tpu_mesh(topology, config.mesh))
   try:
     with _short_locations():
       lowered = program.lower_step("tpu")
       module = lowered.compiler_ir("stablehlo")
-      compiled = lowered.compile(compiler_options=ahead_of_time.xla_flags("base"))
+      compiled = lowered.compile(compiler_options=aot_tpu.xla_flags("base"))
     return program, module, compiled.as_text()
   except jax.errors.JaxRuntimeError as error:
     raise UserError(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.capacity import memory
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, NonFiniteError
 from maxtext_like.layers import precision, weight
@@ -28,10 +29,9 @@ from maxtext_like.numerics.xray import XRay, on_host, xray
 from maxtext_like.numerics.xray_report import Report, Tensor
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import use_mesh
-from maxtext_like.training import memory
-from maxtext_like.training.program import TrainProgram
-from maxtext_like.training.step import UNKNOWN, Batch, State
-from maxtext_like.training.what_to_try import Spot, what_to_try
+from maxtext_like.training.loop.remedies import Spot, what_to_try
+from maxtext_like.training.step.program import TrainProgram
+from maxtext_like.training.step.train_step import UNKNOWN, Batch, State
 
 _LOOPS = ("scan", "while")
 # Where products are computed: whoever asked for it is the line to name.

@@ -17,7 +17,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote
 
 if TYPE_CHECKING:
-  from maxtext_like.training.progress import Shown
+  from maxtext_like.training.loop.progress import Shown
 
 
 class Saved:

@@ -63,7 +63,7 @@ def _load_directory(name: str, given: list[str]) -> Loaded | None:
   place = Place(name) if is_remote(name) else hub.find(name) or Path(name).expanduser()
   if isinstance(place, Path) and not place.is_dir():
     return None
-  from maxtext_like.checkpoint.directory_config import load_directory  # which imports JAX
+  from maxtext_like.checkpoint.store.directory_config import load_directory  # which imports JAX
 
   return load_directory(place, given, _kind_of_files, family=family)
 

@@ -10,8 +10,8 @@ from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.checkpoint.huggingface.export import Origin
-  from maxtext_like.checkpoint.manifest import Manifest
-  from maxtext_like.models.placed import Model
+  from maxtext_like.checkpoint.store.manifest import Manifest
+  from maxtext_like.models.model import Model
   from maxtext_like.storage import Place
 
 FOLDER = "hugging_face"
@@ -71,16 +71,16 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
   Raises:
     UserError: anything wrong with the checkpoint, the overrides or ``out``; nothing is left behind.
   """
-  from maxtext_like.checkpoint import accompanying_files
   from maxtext_like.checkpoint.huggingface import peft
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.export import read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
   from maxtext_like.checkpoint.huggingface.new_directory import new_directory
   from maxtext_like.checkpoint.huggingface.weights import Weights
-  from maxtext_like.checkpoint.manager import CheckpointManager
+  from maxtext_like.checkpoint.store import sidecar_files
+  from maxtext_like.checkpoint.store.manager import CheckpointManager
   from maxtext_like.layers.param import shardings
-  from maxtext_like.models.placed import make_model
+  from maxtext_like.models.model import make_model
 
   given, place, target = words(overrides, keys, import_checkpoint), place_of(source, "source"), Path(out).expanduser()
   if peft.is_adapter(place):
@@ -94,10 +94,10 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
     params = weights.load(shardings(model.spec, model.mesh, model.decoder.cfg.rules))
     _require_finite(params)
     (part / FOLDER).mkdir()
-    accompanying_files.copy([place / "config.json", *read_origin(place).files], part / FOLDER)
+    sidecar_files.copy([place / "config.json", *read_origin(place).files], part / FOLDER)
     (part / "model.yml").write_text(model_file(config, place), encoding="utf-8")
     extra = {"hugging_face": {"source": str(place.resolve())}}
-    tokenizer = accompanying_files.contents(place)
+    tokenizer = sidecar_files.contents(place)
     manager = CheckpointManager(
       part / "checkpoints", config=loaded.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
     )
@@ -114,13 +114,13 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   import jax
 
   from maxtext_like.api.pretrained import load
-  from maxtext_like.checkpoint import accompanying_files
-  from maxtext_like.checkpoint.adapted_weights import configured_adapter
-  from maxtext_like.checkpoint.adapter_step import EXTRA, Base
-  from maxtext_like.checkpoint.given_adapter import factors, peft_settings
+  from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter
+  from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
+  from maxtext_like.checkpoint.adapters.init_adapter import factors, peft_settings
   from maxtext_like.checkpoint.huggingface import peft
   from maxtext_like.checkpoint.huggingface.new_directory import new_directory
-  from maxtext_like.checkpoint.manager import CheckpointManager
+  from maxtext_like.checkpoint.store import sidecar_files
+  from maxtext_like.checkpoint.store.manager import CheckpointManager
   from maxtext_like.config import hub
   from maxtext_like.config.yaml_file import to_text
   from maxtext_like.layers.param import init
@@ -155,7 +155,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
     text = ["adapter:", *(f"  {key}: {to_text(value)}" for key, value in lines.items())]
     text += ["", "checkpoint:", f"  init_from: {to_text(str(below.resolve()))}"]
     (part / "adapter.yml").write_text(f"# Made from {place}.\n\n" + "\n".join(text) + "\n", encoding="utf-8")
-    tokenizer = accompanying_files.contents(loaded.files or below)
+    tokenizer = sidecar_files.contents(loaded.files or below)
     manager = CheckpointManager(
       part / "checkpoints", config=model.config, interval=1, max_to_keep=1, asynchronous=False, tokenizer=tokenizer
     )
@@ -168,7 +168,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
 def _require_finite(params: dict) -> None:
   import numpy as np
 
-  from maxtext_like.checkpoint.tree import flatten
+  from maxtext_like.checkpoint.store.tree import flatten
 
   for name, leaf in flatten(params).items():
     if not all(np.isfinite(np.asarray(shard.data)).all() for shard in leaf.addressable_shards):
@@ -196,13 +196,13 @@ def export_checkpoint(
     UserError: no complete checkpoint there, no such dtype, no adapter to merge, or ``out`` cannot be written.
     RetryableError: a store does not answer.
   """
-  from maxtext_like.checkpoint.accompanying_files import name_of
-  from maxtext_like.checkpoint.adapter_step import holds_adapter_alone
+  from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.huggingface.config import require_counterpart
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
   from maxtext_like.checkpoint.read_weights import read_merged
-  from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.checkpoint.store.sidecar_files import name_of
+  from maxtext_like.checkpoint.store.stored_config import section
   from maxtext_like.checkpoint.weight_sources import located
 
   dtype = dtype_name(dtype)
@@ -270,10 +270,10 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   Raises:
     UserError: it has none, transformers has no such model, peft has no place for a part of it, or ``out`` cannot be written.
   """
-  from maxtext_like.checkpoint.adapter_step import EXTRA, Base, holds_adapter_alone, read_adapter
+  from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base, holds_adapter_alone, read_adapter
   from maxtext_like.checkpoint.huggingface.config import require_counterpart
   from maxtext_like.checkpoint.huggingface.peft import write_adapter
-  from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.checkpoint.store.stored_config import section
   from maxtext_like.checkpoint.weight_sources import located
 
   target, (step, stored) = located(out), _step_of(source)
@@ -301,7 +301,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
 
 def _warn_if_failed(step: Path, stored: "Manifest") -> None:
   """Warns if the run that saved the step has failed."""
-  from maxtext_like.training.divergence import reasons_of
+  from maxtext_like.training.loop.divergence import reasons_of
 
   if reasons := reasons_of(stored):
     _log.warning("%s: the run has failed, and these weights are not usable: %s", step, "; ".join(reasons))
@@ -309,7 +309,7 @@ def _warn_if_failed(step: Path, stored: "Manifest") -> None:
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:
   """The newest complete step of what was named, and its manifest."""
-  from maxtext_like.checkpoint import manifest
+  from maxtext_like.checkpoint.store import manifest
   from maxtext_like.checkpoint.weight_sources import find_step
 
   place = place_of(source, "source")
@@ -329,8 +329,8 @@ def _on_one_device(step: Path, stored: "Manifest") -> "Model":
   """The model of a step, on the first device of this process."""
   import jax
 
-  from maxtext_like.checkpoint.stored_config import load_stored
-  from maxtext_like.models.placed import make_model
+  from maxtext_like.checkpoint.store.stored_config import load_stored
+  from maxtext_like.models.model import make_model
   from maxtext_like.sharding.mesh import make_mesh
 
   config = load_stored(stored.config, str(step)).config
@@ -341,8 +341,8 @@ def _own(step: Path, stored: "Manifest") -> tuple[Any, Any, Any, Any]:
   """model:, vision:, the decoder and the weights of a step that holds them, on the first device of this process."""
   import jax
 
-  from maxtext_like.checkpoint import restore
-  from maxtext_like.checkpoint.stored_config import section
+  from maxtext_like.checkpoint.store import restore
+  from maxtext_like.checkpoint.store.stored_config import section
   from maxtext_like.layers.param import abstract
   from maxtext_like.layers.precision import Precision
   from maxtext_like.models.build import build_decoder
@@ -359,21 +359,21 @@ def _origin(step: Path, stored: Any) -> "Origin":
   """What the model inherits from the Hugging Face checkpoint that its weights began with; the tokenizer is the step's own."""
   from dataclasses import replace
 
-  from maxtext_like.checkpoint import accompanying_files, manifest
+  from maxtext_like.checkpoint.store import manifest, sidecar_files
 
   origin = _beginning(step, stored)
-  own = accompanying_files.beside(manifest.home(step, stored) / accompanying_files.FOLDER)
+  own = sidecar_files.beside(manifest.home(step, stored) / sidecar_files.FOLDER)
   if not any(file.name.startswith("tokenizer.") for file in own):
     return origin
   names = {file.name for file in own}
-  rest = [file for file in origin.files if file.name in accompanying_files.OF_THE_MODEL and file.name not in names]
+  rest = [file for file in origin.files if file.name in sidecar_files.OF_THE_MODEL and file.name not in names]
   return replace(origin, files=(*own, *rest))
 
 
 def _beginning(step: Any, stored: Any) -> "Origin":
   """What the checkpoint at the beginning of a chain of ``init_from`` hands down."""
-  from maxtext_like.checkpoint import manifest
   from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
+  from maxtext_like.checkpoint.store import manifest
   from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face, located
 
   seen: set[Any] = set()

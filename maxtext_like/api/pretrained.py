@@ -15,12 +15,12 @@ if TYPE_CHECKING:
   import jax
   from flax import nnx
 
-  from maxtext_like.api.answers import Generation
+  from maxtext_like.api.generate import Generation
   from maxtext_like.config.schema import Config
-  from maxtext_like.data.tokenizer import Tokenizer
+  from maxtext_like.data.tokenization.tokenizer import Tokenizer
   from maxtext_like.generation.prompts import Prompt
   from maxtext_like.layers.decoder import Decoder
-  from maxtext_like.models.placed import Model
+  from maxtext_like.models.model import Model
 
 _NO_TOKENIZER = (
   "has neither tokenizer.json nor tokenizer.model, so text cannot become tokens\n"
@@ -79,7 +79,7 @@ class Pretrained:
     weights = read_weights(self.directory, self.model)
     if not self.adapters:
       return weights
-    from maxtext_like.checkpoint.added_adapters import with_adapters
+    from maxtext_like.checkpoint.adapters.merge_adapters import with_adapters
 
     return with_adapters(weights, self.model, self.adapters, self.directory)
 
@@ -89,7 +89,7 @@ class Pretrained:
 
     Its attention kernels are those that passed their self-test on this device.
     """
-    from maxtext_like.models.placed import make_model
+    from maxtext_like.models.model import make_model
 
     return make_model(self.config, mesh=self.model.mesh).decoder
 
@@ -126,7 +126,7 @@ class Pretrained:
 
   def generate(self, prompts: "str | Prompt | Sequence[str | Prompt]", **options: Any) -> "Generation":
     """Continues prompts; see ``maxtext_like.generate``."""
-    from maxtext_like.api.answers import generate
+    from maxtext_like.api.generate import generate
 
     return generate(self, prompts, **options)
 
@@ -151,12 +151,12 @@ def load(
   Raises:
     UserError: it is none of these, or damaged, or the overrides do not fit it, or it has no tower.
   """
-  from maxtext_like.checkpoint import accompanying_files, manifest
+  from maxtext_like.checkpoint.store import manifest, sidecar_files
   from maxtext_like.checkpoint.weight_sources import find_step
-  from maxtext_like.data.tokenizer import AUTO, load_tokenizer
-  from maxtext_like.models.placed import make_model
+  from maxtext_like.data.tokenization.tokenizer import AUTO, load_tokenizer
+  from maxtext_like.models.model import make_model
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
-  from maxtext_like.training.chosen_tokenizer import fingerprint_of, of_step
+  from maxtext_like.training.run.resolve_tokenizer import fingerprint_of, of_step
 
   given, place = words(overrides, keys, load), place_of(directory, "checkpoint")
   if not place.is_dir():
@@ -170,7 +170,7 @@ def load(
     step = find_step(place)
     if step is None:
       raise UserError(f"{place}: neither a run with a checkpoint nor a Hugging Face checkpoint (config.json)")
-    loaded, files = _ours(step, given), manifest.home(step, manifest.read(step)) / accompanying_files.FOLDER
+    loaded, files = _ours(step, given), manifest.home(step, manifest.read(step)) / sidecar_files.FOLDER
     if images and not loaded.config.vision.use_multimodal:
       raise UserError(f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)")
     own, trained = of_step(step), fingerprint_of(step)
@@ -202,8 +202,8 @@ def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded
 
 
 def _ours(step: Path, overrides: list[str]) -> Loaded:
-  from maxtext_like.checkpoint import manifest
-  from maxtext_like.checkpoint.stored_config import load_stored
+  from maxtext_like.checkpoint.store import manifest
+  from maxtext_like.checkpoint.store.stored_config import load_stored
 
   try:
     return load_stored(manifest.read(step).config, str(step), overrides)

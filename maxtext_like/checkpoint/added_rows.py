@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.adapted_weights import with_base
+from maxtext_like.checkpoint.adapters.adapted_weights import with_base
 from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import read_config
+from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face
 from maxtext_like.config.load import unchecked_section
-from maxtext_like.models.placed import Model, make_model
+from maxtext_like.models.model import Model, make_model
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.storage import Place
 

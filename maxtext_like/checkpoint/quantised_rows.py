@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.quantised import CODES, SCALES, Arrays, Float8BlockForm, Form, quantise, stored_params
+from maxtext_like.layers.quantization.quantised import CODES, SCALES, Arrays, Float8BlockForm, Form, quantise, stored_params
 
 Places = dict[str, NamedSharding]
 ReadRow = Callable[[int | None], np.ndarray]

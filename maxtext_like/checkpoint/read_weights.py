@@ -8,14 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import adapter_step, compatibility, manifest, restore
+from maxtext_like.checkpoint import compatibility
+from maxtext_like.checkpoint.adapters import adapter_step
 from maxtext_like.checkpoint.added_rows import with_added_rows, with_stored_vocabulary
 from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import compared_with_file, read_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.model_changes import Comparison, compared
-from maxtext_like.checkpoint.partial_read import StoredArrays
 from maxtext_like.checkpoint.quantised_rows import read_quantised
+from maxtext_like.checkpoint.store import manifest, restore
+from maxtext_like.checkpoint.store.partial_read import StoredArrays
 from maxtext_like.checkpoint.weight_sources import (
   copied_step,
   find_step,
@@ -26,7 +28,7 @@ from maxtext_like.checkpoint.weight_sources import (
 )
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import NonFiniteError, UserError
-from maxtext_like.models.placed import Model
+from maxtext_like.models.model import Model
 from maxtext_like.models.row_norms import row_labels, row_squares
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import use_mesh

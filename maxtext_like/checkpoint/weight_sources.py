@@ -10,11 +10,11 @@ from typing import Any
 
 from maxtext_like import local_copies
 from maxtext_like.atomic import Fence
-from maxtext_like.checkpoint import accompanying_files, manifest
-from maxtext_like.checkpoint.best import NAME as BEST
-from maxtext_like.checkpoint.best import named_best
-from maxtext_like.checkpoint.remote_steps import RemoteSteps
-from maxtext_like.checkpoint.steps import StepDirectories
+from maxtext_like.checkpoint.store import manifest, sidecar_files
+from maxtext_like.checkpoint.store.best_steps import NAME as BEST
+from maxtext_like.checkpoint.store.best_steps import named_best
+from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
+from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 from maxtext_like.storage import CONDITIONAL, Place, failed, is_remote
@@ -121,8 +121,8 @@ def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
   if isinstance(source, Path):
     return source
   kinds = (".json", ".model", ".txt", ".jinja", *((".safetensors",) if weights else ()))
-  wanted = lambda e: e.place.name.endswith(kinds) or e.place.name in accompanying_files.NAMES
-  return local_copies.copy_folder(source, wanted, below=(accompanying_files.MORE_TEMPLATES,))
+  wanted = lambda e: e.place.name.endswith(kinds) or e.place.name in sidecar_files.NAMES
+  return local_copies.copy_folder(source, wanted, below=(sidecar_files.MORE_TEMPLATES,))
 
 
 def copied_step(step: Place) -> Path:

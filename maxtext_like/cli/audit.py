@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 from maxtext_like import load_config
+from maxtext_like.capacity.topologies import TOPOLOGIES
 from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
 from maxtext_like.cli.compile import split_own
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError
-from maxtext_like.training.topologies import TOPOLOGIES
 
 DESCRIPTION = f"""Lowers the train step for a platform that need not be here, reads the program and prints for every named part
 of the model the dtypes of operands, accumulators and results, forward and backward, and for every precision key whether

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_like import load_config
+from maxtext_like.capacity.topologies import find_machine, machines
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
-from maxtext_like.training.topologies import find_machine, machines
 
 LIST = "\n                    ".join(machines(cpus=False).split("; "))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from maxtext_like.cli.arguments import configuration_parser, parse_words, split_configuration
 
 if TYPE_CHECKING:
-  from maxtext_like.data.look import ShownRecord, SourceCounts
+  from maxtext_like.data.preview import ShownRecord, SourceCounts
 
 DESCRIPTION = """Shows the first records as a run takes them, rendered and tokenised, with the tokens that are learned marked
 (green on a terminal, else between ⟦ and ⟧), and counts of a pass: tokens, learned tokens, what is cut or left out, bad

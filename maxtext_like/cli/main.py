@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from maxtext_like import __version__, left_behind, typed_command
+from maxtext_like import __version__, abandoned_threads, typed_command
 from maxtext_like.cli import streams
 from maxtext_like.errors import ExitError, StoppedRunError, UserError
 
@@ -45,7 +45,7 @@ def program(verb: str | None = None) -> int:
   """The command itself: ``main`` with the words of this process, behind a verb or from the verb on."""
   typed_command.begin_command()
   code = main(None if verb is None else [verb, *sys.argv[1:]])
-  if left_behind.may_call_back():  # not in main, which others call: the process may be theirs
+  if abandoned_threads.may_call_back():  # not in main, which others call: the process may be theirs
     streams.leave(code)
   return code
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       code = _exit_code(list(sys.argv[1:] if argv is None else argv))
   finally:
     gc.set_threshold(*usual)
-  if left_behind.any_running():
+  if abandoned_threads.any_running():
     streams.leave(code)
   return code
 

@@ -11,7 +11,7 @@ from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
 
 if TYPE_CHECKING:
-  from maxtext_like.api.looks import StepReport
+  from maxtext_like.api.xray import StepReport
 
 DESCRIPTION = """Runs one training step on the first batch of the configured data and looks through it: for the tensors of every
 layer, forward and backward, for gradients and updates, the largest, the smallest and the mean magnitude, and the bits of

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from maxtext_like.config.key_class import Mathematics, Shape, TrainingOnly, When, does_something
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
-from maxtext_like.layers.router_losses import Definition, RouterLosses
+from maxtext_like.layers.moe.router_losses import Definition, RouterLosses
 
 RopeType = Literal["default", "linear", "yarn"]
 Part = Literal["experts", "indexer", "vision pooler"]

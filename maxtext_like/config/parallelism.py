@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from maxtext_like.config.problems import Checked, Problem, did_you_mean
-from maxtext_like.layers.rules import LOGICAL_AXES, MESH_AXES
+from maxtext_like.layers.sharding_rules import LOGICAL_AXES, MESH_AXES
 
 _NETWORKS = ("ici", "dcn")
 PARALLELISM = {network: {f"{network}_{axis}_parallelism": axis for axis in MESH_AXES} for network in _NETWORKS}

@@ -9,7 +9,7 @@ from maxtext_like.config.key_class import SelectsTrained, Shape, StoredDtype, Tr
 from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionTower
 from maxtext_like.layers.kernels.attention.registry import Choice
-from maxtext_like.layers.kernels.grouped import registry as grouped
+from maxtext_like.layers.kernels.grouped_matmul import registry as grouped
 from maxtext_like.layers.kernels.norm import registry as norm
 from maxtext_like.training.objectives import registry as objectives
 from maxtext_like.training.optimizers import registry as optimizers

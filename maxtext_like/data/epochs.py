@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from maxtext_like import atomic
-from maxtext_like.data.images import UnreadImage
-from maxtext_like.data.input_files import cache_folder
+from maxtext_like.data.image_text.images import UnreadImage
 from maxtext_like.data.pack import Document, ImageSpan, Packer, is_learned
+from maxtext_like.data.readers.input_files import cache_folder
 
 logger = logging.getLogger(__name__)
 FORMAT = 3  # of a kept number; changes when the same data fill other rows

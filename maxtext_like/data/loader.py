@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import going_on
+from maxtext_like.data import resume
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.epochs import Ending, Outlines
-from maxtext_like.data.inspection import Rules, inspect, judge, most_skipped
+from maxtext_like.data.image_text.multimodal import Multimodal
 from maxtext_like.data.mixture import Mixture, Source
-from maxtext_like.data.multimodal import Multimodal
 from maxtext_like.data.order import Order, Share, Split, seed_for
 from maxtext_like.data.pack import KEYS, Packer, Row, Rows, ShuffleBuffer
 from maxtext_like.data.prefetch import Prefetch
@@ -39,9 +38,10 @@ from maxtext_like.data.sources import (
   refuse_path,
   source_names,
 )
-from maxtext_like.data.special_tokens import Spellings
-from maxtext_like.data.tokenise import DocumentStream, Tokenise
-from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_like.data.tokenization.special_tokens import Spellings
+from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
+from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
+from maxtext_like.data.validate import Rules, inspect, judge, most_skipped
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
 
@@ -422,7 +422,7 @@ class DataSource:
     if self._ending is None:
       return None
     position, changed = self._going_on(state, accept_changes)
-    with going_on.damage_told():
+    with resume.damage_told():
       return self._ending.rows_left(position["rows"], counted=not changed)
 
   def get_state(self) -> dict[str, Any]:
@@ -443,7 +443,7 @@ class DataSource:
     self._restart(position)
 
   def _going_on(self, state: dict[str, Any], accept_changes: bool) -> tuple[dict[str, Any], str]:
-    return going_on.position(state, self.identity, self._initial, accept_changes=accept_changes)
+    return resume.position(state, self.identity, self._initial, accept_changes=accept_changes)
 
   def reset(self) -> None:
     """Starts again from the first batch."""
@@ -456,7 +456,7 @@ class DataSource:
       self._waiting()
       raise RetryableError("the data source stalls: its thread does not stop")
     self._prefetch = self._head = None
-    with going_on.damage_told():
+    with resume.damage_told():
       self._rows.set_state(state["rows"])
       self._ended = bool(state["ended"]) and self._ending is None  # with more epochs it goes on
     self._state, self._counts, self._given = state, self._rows.counts(), self._rows.given()

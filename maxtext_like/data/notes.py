@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from maxtext_like.data.special_tokens import listed
+from maxtext_like.data.tokenization.special_tokens import listed
 from maxtext_like.strict_json import printable
 
 UNREAD_KEPT = 1000  # names of fields that nothing reads; more are not counted

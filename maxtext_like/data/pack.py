@@ -12,7 +12,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
 
 if TYPE_CHECKING:
-  from maxtext_like.data.images import TowerImage, UnreadImage
+  from maxtext_like.data.image_text.images import TowerImage, UnreadImage
 
 KEYS = ("tokens", "targets", "positions", "segments")
 LOSSES = ("truncated", "cut_at_image", "unlearned", "excluded")

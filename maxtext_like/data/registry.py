@@ -35,12 +35,12 @@ class Dataset:
 
 
 DATASETS: dict[str, Dataset] = {
-  "python-stdlib": Dataset("text", "open_stdlib", sound=True),
-  "text": Dataset("text", files=True),
-  "jsonl": Dataset("jsonl", files=True, fields=True),
-  "parquet": Dataset("parquet", files=True, fields=True),
-  "arrow": Dataset("arrow", files=True, fields=True),
-  "arrayrecord": Dataset("array_record", files=True, fields=True),
+  "python-stdlib": Dataset("readers.text", "open_stdlib", sound=True),
+  "text": Dataset("readers.text", files=True),
+  "jsonl": Dataset("readers.jsonl", files=True, fields=True),
+  "parquet": Dataset("readers.parquet", files=True, fields=True),
+  "arrow": Dataset("readers.arrow", files=True, fields=True),
+  "arrayrecord": Dataset("readers.array_record", files=True, fields=True),
   "synthetic": Dataset("synthetic", "SyntheticRows", text=False),
 }
 

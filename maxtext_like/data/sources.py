@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import alternatives
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data import input_files
 from maxtext_like.data.chat.encode import TrainOn
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
+from maxtext_like.data.readers import input_files
 from maxtext_like.data.registry import DATASETS, OF_FILES, Dataset
 from maxtext_like.errors import UserError
 

@@ -25,8 +25,8 @@ TEXT, IDS, JSON, REFUSED, OUT_OF_MEMORY, FAILED = b"t", b"i", b"j", b"r", b"m", 
 
 KINDS = {
   "template": ("maxtext_like.data.chat.sandbox", "Template"),
-  "tokenizer.json": ("maxtext_like.data.tokenizer_libraries", "TokenizersLibrary"),
-  "sentencepiece": ("maxtext_like.data.tokenizer_libraries", "SentencePieceLibrary"),
+  "tokenizer.json": ("maxtext_like.data.tokenization.tokenizer_libraries", "TokenizersLibrary"),
+  "sentencepiece": ("maxtext_like.data.tokenization.tokenizer_libraries", "SentencePieceLibrary"),
 }
 """The programs that the worker runs: the module and the class of each kind."""
 MOST = 2**31  # bytes of a message

@@ -17,10 +17,10 @@ from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import choose
 from maxtext_like.data.chat.rendering import Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.image_names import is_data
-from maxtext_like.data.images import TowerImage, require_pillow, tower_arrays
-from maxtext_like.data.multimodal import interleave, load_for
-from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.data.image_text.image_names import is_data
+from maxtext_like.data.image_text.images import TowerImage, require_pillow, tower_arrays
+from maxtext_like.data.image_text.multimodal import interleave, load_for
+from maxtext_like.data.tokenization.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.engine import Prompts
 from maxtext_like.models.registry import FAMILIES

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.data.special_tokens import known_names, token_id
-from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
+from maxtext_like.data.tokenization.special_tokens import known_names, token_id
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.strict_json import parse_file, printable
 

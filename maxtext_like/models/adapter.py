@@ -21,9 +21,9 @@ import numpy as np
 from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.dropout import Dropout, folded
-from maxtext_like.layers.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.quantization.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.models.naming import ADAPTER, path_keys, row_names
 from maxtext_like.models.quantised_base import QuantisedBase
 

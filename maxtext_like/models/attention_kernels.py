@@ -23,14 +23,14 @@ import numpy as np
 
 from maxtext_like import atomic
 from maxtext_like.errors import UserError
-from maxtext_like.layers import masks, soft_cap
+from maxtext_like.layers.attention import masks, soft_cap
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import Case, Name, choose
-from maxtext_like.layers.vision_attention import case_of
-from maxtext_like.numerics import grouped_test, kernel_test, norm_test
-from maxtext_like.numerics.kernel_test import CaseResult, ShapeClass, self_test, shape_class
+from maxtext_like.layers.vision.attention import case_of
+from maxtext_like.numerics import attention_selfcheck, grouped_selfcheck, norm_selfcheck
+from maxtext_like.numerics.attention_selfcheck import CaseResult, ShapeClass, self_test, shape_class
 
 _log = logging.getLogger(__name__)
 FOLDER = "kernel-self-test"
@@ -259,7 +259,9 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  beside = [Path(inspect.getfile(module)) for module in (masks, soft_cap, kernel_test, grouped_test, norm_test)]
+  beside = [
+    Path(inspect.getfile(module)) for module in (masks, soft_cap, attention_selfcheck, grouped_selfcheck, norm_selfcheck)
+  ]
   sources = b"".join(path.read_bytes() for path in (*sorted(_KERNELS.rglob("*.py")), *beside))
   return {
     "packages": found,

@@ -10,11 +10,11 @@ from maxtext_like.config.schema import Config
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention.registry import PLAIN, Choice
-from maxtext_like.layers.kernels.grouped import registry as grouped
-from maxtext_like.layers.moe import Experts
+from maxtext_like.layers.kernels.grouped_matmul import registry as grouped
+from maxtext_like.layers.moe.moe import Experts
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy
-from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.sharding_rules import RULES, Rules
 from maxtext_like.models import initial_values
 from maxtext_like.models.registry import FAMILIES
 

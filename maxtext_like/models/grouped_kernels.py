@@ -7,11 +7,11 @@ from typing import Any
 from maxtext_like.errors import UserError
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.kernels.grouped import registry
-from maxtext_like.layers.moe import Experts
+from maxtext_like.layers.kernels.grouped_matmul import registry
+from maxtext_like.layers.moe.moe import Experts
 from maxtext_like.models.attention_kernels import verdict
-from maxtext_like.numerics.grouped_test import GroupedShape, grouped_shape, self_test
-from maxtext_like.numerics.kernel_test import CaseResult
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.grouped_selfcheck import GroupedShape, grouped_shape, self_test
 
 
 def settle(

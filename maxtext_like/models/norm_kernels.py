@@ -8,8 +8,8 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.norm import registry
 from maxtext_like.models.attention_kernels import verdict
-from maxtext_like.numerics.kernel_test import CaseResult
-from maxtext_like.numerics.norm_test import NormShape, self_test
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.norm_selfcheck import NormShape, self_test
 
 
 def settle(

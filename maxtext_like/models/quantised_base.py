@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.low_rank import one_layer
 from maxtext_like.layers.param import Param, count, init
-from maxtext_like.layers.quantised import FORMS, Form, FormName, Quantised, quantise, stored_params
-from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.quantization.low_rank import one_layer
+from maxtext_like.layers.quantization.quantised import FORMS, Form, FormName, Quantised, quantise, stored_params
+from maxtext_like.layers.sharding_rules import Rules
 from maxtext_like.models.naming import path_keys, row_names
 
 Path = tuple[str, ...]

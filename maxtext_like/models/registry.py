@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from maxtext_like.analysis.risk_model import Formula
+  from maxtext_like.analysis.risk.model_risk import Formula
   from maxtext_like.checkpoint.huggingface.family import HuggingFace
   from maxtext_like.config.maxtext_family import MaxText
   from maxtext_like.config.model import ModelConfig

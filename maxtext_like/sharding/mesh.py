@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import Mesh
-from maxtext_like.layers.rules import MESH_AXES, Rules
+from maxtext_like.layers.sharding_rules import MESH_AXES, Rules
 
 
 def abstract_mesh(config: MeshConfig, devices: int, slices: int | None = None) -> AbstractMesh:

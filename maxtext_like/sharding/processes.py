@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from maxtext_like.errors import ExitError, RetryableError, UserError
-from maxtext_like.sharding import launchers, roll_call
+from maxtext_like.sharding import launchers, rendezvous
 
 _PREFIX = "maxtext_like"
 _LOOK_SECONDS = 0.5  # between two looks whether another process has failed at what all do together
@@ -87,7 +87,7 @@ def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str
   address, total, number = place.address, place.count, place.index
   if address is None or total is None or number is None:
     address, total, number = _found_by_jax(place.launcher, seconds)
-  hosts = roll_call.meet(address, number, total, facts, seconds)
+  hosts = rendezvous.meet(address, number, total, facts, seconds)
   # We end the run ourselves when a process is lost, naming it; SIGTERM stays ours too.
   jax.config.update("jax_enable_recoverability", True)
   jax.config.update("jax_enable_preemption_service", False)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
+from maxtext_like.layers.attention.masks import zeroed
 from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name
-from maxtext_like.layers.masks import zeroed
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.per_layer import PerLayerGate, PerLayerGateConfig

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers import load_balance
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux
-from maxtext_like.layers.load_balance import LOAD, NAMES
-from maxtext_like.layers.router_losses import RouterLosses
+from maxtext_like.layers.moe import load_balance
+from maxtext_like.layers.moe.load_balance import LOAD, NAMES
+from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.stack import Stack
 
 Collected = list[tuple[Stack, dict[str, Aux]]]

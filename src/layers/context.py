@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.cache import Step, joined, stored
-from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.attention.cache import Step, joined, stored
+from maxtext_like.layers.attention.masks import Tokens
+from maxtext_like.layers.kernels.grouped_matmul.registry import Name
 from maxtext_like.layers.probe import probe
-from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.sharding_rules import RULES, Rules
 
 Aux = dict[str, Any]
 KeysValues = tuple[jax.Array, jax.Array]

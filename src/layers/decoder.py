@@ -11,22 +11,22 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.attention.cache import Step
+from maxtext_like.layers.attention.masks import Tokens, numbered_images
+from maxtext_like.layers.attention.soft_cap import soft_cap
 from maxtext_like.layers.block import Block, Carry
-from maxtext_like.layers.cache import Step
 from maxtext_like.layers.collected import captured, totals
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
-from maxtext_like.layers.kernels.grouped.registry import Name
-from maxtext_like.layers.load_balance import LOAD
-from maxtext_like.layers.masks import Tokens, numbered_images
+from maxtext_like.layers.kernels.grouped_matmul.registry import Name
+from maxtext_like.layers.moe.load_balance import LOAD
+from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.partition import rows_of
 from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy, keeps, remat
-from maxtext_like.layers.router_losses import RouterLosses
-from maxtext_like.layers.rules import RULES, Rules
-from maxtext_like.layers.soft_cap import soft_cap
+from maxtext_like.layers.sharding_rules import RULES, Rules
 from maxtext_like.layers.stack import Stack, find_stacks
 from maxtext_like.layers.weight import cuts_rows, unstacked
 
@@ -268,7 +268,7 @@ class Decoder:
     return x, aux
 
   # A pass in its parts: enter, every layer of every row of every stack, leave. ``hidden`` is made of them, and so is what runs
-  # them differently: a backward pass that updates each layer as its gradient appears (training/step_in_backward.py).
+  # them differently: a backward pass that updates each layer as its gradient appears (training/step/in_backward/step.py).
 
   def context(self, batch: dict, capture: frozenset[str] = frozenset(), step: Step | None = None) -> Context:
     """What all layers see of a batch; it depends on no parameter."""

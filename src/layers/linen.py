@@ -10,7 +10,9 @@ import jax
 from flax import linen as nn
 from flax.core import unfreeze
 
-from maxtext_like.layers import attention, block, decoder, embedding, indexer, mla, mlp, moe, norms, per_layer
+from maxtext_like.layers import block, decoder, embedding, mlp, norms, per_layer
+from maxtext_like.layers.attention import attention, indexer, mla
+from maxtext_like.layers.moe import moe
 from maxtext_like.layers.param import Param, checked, init
 
 PARTITION_NAME = "layers"  # the logical axis of nn.scan's metadata_params for stacked layers

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxtext_like.layers import attention, block, decoder, embedding, indexer, mla, mlp, moe, norms, per_layer
+from maxtext_like.layers import block, decoder, embedding, mlp, norms, per_layer
+from maxtext_like.layers.attention import attention, indexer, mla
+from maxtext_like.layers.moe import moe
 from maxtext_like.layers.param import Param, abstract, checked, init
 
 

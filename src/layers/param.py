@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from maxtext_like.layers import tiles
+from maxtext_like.layers import tpu_layout
 from maxtext_like.layers.partition import Mesh, free_mesh, on_devices
-from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.sharding_rules import RULES, Rules
 
 Spec = Any  # a nested dict of Param
 
@@ -261,7 +261,7 @@ def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
     spec = rules.spec(p.shape, p.axes, mesh)
     own = jax.sharding.NamedSharding(mesh, spec).shard_shape(p.shape)
     # Inside shard_map: the partitioner would gather an array that it is to split itself.
-    return on_devices(lambda x: with_layout_constraint(x, Layout(tiles.order(own))), mesh, spec, spec)(x)
+    return on_devices(lambda x: with_layout_constraint(x, Layout(tpu_layout.order(own))), mesh, spec, spec)(x)
 
   return jax.tree.map(ordered, arrays, spec)
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
-from maxtext_like.layers import tiles
-from maxtext_like.layers.rules import MeshAxes, Rules, free_axes
+from maxtext_like.layers import tpu_layout
+from maxtext_like.layers.sharding_rules import MeshAxes, Rules, free_axes
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -216,7 +216,7 @@ def as_stored(weight: Any) -> Any:
   mesh = free_mesh()
   if not isinstance(weight, jax.Array) or not on_tpu() or (mesh is not None and mesh.size > 1):
     return weight
-  return with_layout_constraint(weight, Layout(tiles.order(weight.shape)))
+  return with_layout_constraint(weight, Layout(tpu_layout.order(weight.shape)))
 
 
 def as_declared(row: jax.Array) -> jax.Array:

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers import float8
-from maxtext_like.layers.kernels.grouped.registry import Name, kernel
+from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
 from maxtext_like.layers.partition import (
   adds_up_whole_weights,
   in_float32,
@@ -27,6 +26,7 @@ from maxtext_like.layers.partition import (
   together,
   vary_alike,
 )
+from maxtext_like.layers.quantization import float8
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.kernels.grouped.registry import Name
+from maxtext_like.layers.kernels.grouped_matmul.registry import Name
 from maxtext_like.layers.param import Spec
 from maxtext_like.layers.partition import (
   by_copy,

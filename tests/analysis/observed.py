@@ -12,18 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers import (
-  block,
-  decoder,
-  embedding,
-  indexer,
-  moe,
-  norms,
-  per_layer,
-  precision,
-  vision_gemma3,
-  vision_gemma4,
-)
+from maxtext_like.layers import block, decoder, embedding, norms, per_layer, precision
+from maxtext_like.layers.attention import indexer
+from maxtext_like.layers.moe import moe
+from maxtext_like.layers.vision import gemma3, gemma4
 
 Key = tuple[str, str]
 
@@ -69,7 +61,7 @@ class Recorder:
       self.note(place, "scores", out.astype(jnp.float32) * self._scale())
     elif spec == "BTXH,BSH->BXTS":
       self.note(place, "index q.k", out)
-    elif clipped is None and isinstance(self.layer, vision_gemma4.Gemma4VisionLayer):
+    elif clipped is None and isinstance(self.layer, gemma4.Gemma4VisionLayer):
       return  # noted behind its clip, see ``recording``
     elif name == "attention.kv_b":
       nope = self.layer.cfg.mixer.nope_dim
@@ -77,7 +69,7 @@ class Recorder:
       self.note(place, "v", out[..., nope:])
     elif name in _OF_WEIGHT:
       self.note(place, _OF_WEIGHT[name], out)
-    elif part in _OF_PART and isinstance(self.layer, vision_gemma3.SiglipLayer):
+    elif part in _OF_PART and isinstance(self.layer, gemma3.SiglipLayer):
       self.note(place + ".mlp", {"up": "hidden", "down": "down"}[last], out)
     elif part in _OF_PART:
       self.note(place + _OF_PART[part], last, out)
@@ -90,9 +82,9 @@ class Recorder:
 
   def _scale(self) -> float:
     cfg = self.layer.cfg
-    if isinstance(self.layer, vision_gemma3.SiglipLayer):
+    if isinstance(self.layer, gemma3.SiglipLayer):
       return (cfg.emb_dim // cfg.num_heads) ** -0.5
-    return 1.0 if isinstance(self.layer, vision_gemma4.Gemma4VisionLayer) else cfg.mixer.scale
+    return 1.0 if isinstance(self.layer, gemma4.Gemma4VisionLayer) else cfg.mixer.scale
 
   def norm(self, p: Any, x: Any, out: Any) -> None:
     name = self.names.get(id(p.get("scale")), "")
@@ -186,8 +178,8 @@ def recording(recorder: Recorder):
     stack.enter_context(_experts(recorder))
     for cls, vision in (
       (block.Block, False),
-      (vision_gemma3.SiglipLayer, True),
-      (vision_gemma4.Gemma4VisionLayer, True),
+      (gemma3.SiglipLayer, True),
+      (gemma4.Gemma4VisionLayer, True),
     ):
       stack.enter_context(_layer(recorder, cls, vision))
     pool = lambda self, args, out: note("vision", "pooled * sqrt(D)", out[0] * self.cfg.emb_dim**0.5)
@@ -208,11 +200,11 @@ def recording(recorder: Recorder):
       (indexer.Indexer, "score", lambda self, args, out: note(place(), "index scores", out)),
       (embedding.Embedding, "__call__", lambda self, args, out: note("model", "embedding", out)),
       (per_layer.PerLayerInput, "__call__", lambda self, args, out: note("model", "per-layer input", out)),
-      (vision_gemma4.Gemma4VisionLayer, "_linear", linear),
-      (vision_gemma4.Gemma4Vision, "_pool", pool),
-      (vision_gemma4.Gemma4Vision, "_standardize", standardised),
-      (vision_gemma4.Gemma4Vision, "__call__", lambda self, args, out: note("vision", "projector", out[0])),
-      (vision_gemma3.Siglip, "__call__", lambda self, args, out: note("vision", "projector", out[0])),
+      (gemma4.Gemma4VisionLayer, "_linear", linear),
+      (gemma4.Gemma4Vision, "_pool", pool),
+      (gemma4.Gemma4Vision, "_standardize", standardised),
+      (gemma4.Gemma4Vision, "__call__", lambda self, args, out: note("vision", "projector", out[0])),
+      (gemma3.Siglip, "__call__", lambda self, args, out: note("vision", "projector", out[0])),
     ):
       stack.enter_context(_around(recorder, cls, method, after))
     cap = decoder.soft_cap

@@ -19,13 +19,13 @@ from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
 from maxtext_like.models.row_norms import row_labels, state_labels
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.storage import Place
-from maxtext_like.training import loss_scale
-from maxtext_like.training.divergence import Divergence
-from maxtext_like.training.finiteness import FinitenessGuard
-from maxtext_like.training.initial_state import read_state
-from maxtext_like.training.loop import Loop
-from maxtext_like.training.stepper import Stepper
-from maxtext_like.training.trainable import select
+from maxtext_like.training.loop.divergence import Divergence
+from maxtext_like.training.loop.finiteness import FinitenessGuard
+from maxtext_like.training.loop.loop import Loop
+from maxtext_like.training.loop.stepper import Stepper
+from maxtext_like.training.step import loss_scale
+from maxtext_like.training.step.initial_state import read_state
+from maxtext_like.training.step.trainable import select
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step

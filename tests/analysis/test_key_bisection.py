@@ -13,14 +13,14 @@ import pytest
 import maxtext_like
 from maxtext_like.analysis.distance import Steps
 from maxtext_like.analysis.key_bisection import Bisection, summary
-from maxtext_like.analysis.remedies import Remedy, applied, reference, yaml
+from maxtext_like.analysis.precision_overrides import Remedy, applied, reference, yaml
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.layers.param import init
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 from tests.models.test_golden import GOLDEN
 from tests.models.test_golden_vision import larger
 from tests.training.test_vision_training import golden_batch

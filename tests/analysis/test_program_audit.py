@@ -10,12 +10,14 @@ import pytest
 from maxtext_like.analysis import audit_keys, lowered, program_audit
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
-from maxtext_like.layers import block, indexer, mlp, moe, soft_cap
+from maxtext_like.layers import block, mlp
+from maxtext_like.layers.attention import indexer, soft_cap
 from maxtext_like.layers.kernels.attention import dot_product, registry
+from maxtext_like.layers.moe import moe
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
 from maxtext_like.numerics import hlo
-from maxtext_like.training.step import TrainStep
+from maxtext_like.training.step.train_step import TrainStep
 
 ONE = ["num_decoder_layers=1", "dtype=bfloat16", "max_target_length=128"]
 MODELS = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import maxtext_like
-from maxtext_like.api.weights_at_risk import open_checkpoint
+from maxtext_like.api.risk import open_checkpoint
 
 CHECKPOINT = Path(__file__).parents[1] / "golden/stress_fp16_mlp/checkpoint"
 OPEN = ["float32_gate_product=false", "float16_rescue=false"]

@@ -24,8 +24,8 @@ from maxtext_like.config.files import configs_folder
 from maxtext_like.layers.stack import Stack
 from maxtext_like.numerics.jaxprs import frames
 from maxtext_like.sharding.mesh import use_mesh
-from maxtext_like.training.program import make_program
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.step.program import make_program
+from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import environment
 from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.api.configuration import load_config
-from maxtext_like.api.weights_at_risk import risk
+from maxtext_like.api.risk import risk
 from maxtext_like.config.files import model_names
 from maxtext_like.errors import UserError
 

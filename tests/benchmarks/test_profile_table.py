@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from benchmarks.profile import busy, kernels, part_of, picture, totals
+from maxtext_like.capacity.compiled_program import read_program
 from maxtext_like.config.files import configs_folder
-from maxtext_like.training.compiled_program import read_program
 
 ROOT = configs_folder().parent
 LAYER = "jit(step)/jit(main)/transpose(jvp(while))/body/row_0/stack_0/layer_0/checkpoint"

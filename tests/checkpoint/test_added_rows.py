@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from maxtext_like.api.configuration import load_config
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.errors import UserError
-from maxtext_like.models.placed import make_model
+from maxtext_like.models.model import make_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import pytest
 
-from maxtext_like.checkpoint import tree
 from maxtext_like.checkpoint.compatibility import check_state, record
 from maxtext_like.checkpoint.model_changes import compared
+from maxtext_like.checkpoint.store import tree
 from maxtext_like.config.key_class import KeyClass, marks
 from maxtext_like.config.load import load_config
 from maxtext_like.config.yaml_file import to_text

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from maxtext_like.checkpoint import quantised_rows
-from maxtext_like.checkpoint.adapted_weights import with_base
-from maxtext_like.checkpoint.fingerprint import fingerprint
+from maxtext_like.checkpoint.adapters.adapted_weights import with_base
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.checkpoint.read_weights import read_weights
-from maxtext_like.layers.quantised import CODES, FORMS
-from maxtext_like.models.placed import Model, make_model
+from maxtext_like.checkpoint.store.fingerprint import fingerprint
+from maxtext_like.layers.quantization.quantised import CODES, FORMS
+from maxtext_like.models.model import Model, make_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

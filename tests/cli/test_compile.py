@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 import maxtext_like
+from maxtext_like.capacity import aot_gpu, aot_tpu
+from maxtext_like.capacity.aot_tpu import CompiledStep, Work, out_of_memory_bytes, xla_flags
+from maxtext_like.capacity.compiled_program import Transfer
+from maxtext_like.capacity.memory_layout import Held, MemoryLayout
+from maxtext_like.capacity.roofline import Roofline
+from maxtext_like.capacity.topologies import GIB, GPU_NAMES, TOPOLOGIES, find_gpus, find_topology, memory_of
 from maxtext_like.cli import compile as command
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention.registry import choose
-from maxtext_like.training import ahead_of_time, gpus_ahead_of_time
-from maxtext_like.training.ahead_of_time import CompiledStep, Work, out_of_memory_bytes, xla_flags
-from maxtext_like.training.compiled_program import Transfer
-from maxtext_like.training.memory_layout import Held, MemoryLayout
-from maxtext_like.training.program import make_program
-from maxtext_like.training.roofline import Roofline
-from maxtext_like.training.topologies import GIB, GPU_NAMES, TOPOLOGIES, find_gpus, find_topology, memory_of
+from maxtext_like.training.step.program import make_program
 
 
 def test_topologies_are_what_their_names_say():
@@ -76,16 +76,16 @@ def test_own_words_in_every_spelling():
 
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch, capsys):
-  monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: None)
   assert main(["compile", "gemma4-tiny", "topology=v6e-1"]) == 2
   assert "pip install -e '.[tpu]'" in capsys.readouterr().err
 
 
 def test_the_libtpu_that_jax_is_made_for(monkeypatch):
-  monkeypatch.setattr(ahead_of_time.importlib.metadata, "requires", lambda _: ["numpy>=2", "libtpu==0.0.50.*; extra == 'tpu'"])
+  monkeypatch.setattr(aot_tpu.importlib.metadata, "requires", lambda _: ["numpy>=2", "libtpu==0.0.50.*; extra == 'tpu'"])
   for installed, wanted in {"0.0.50.1": None, "0.0.42.1": "==0.0.50.*"}.items():
-    monkeypatch.setattr(ahead_of_time, "version", lambda _, installed=installed: installed)
-    assert ahead_of_time.other_libtpu_wanted() == wanted
+    monkeypatch.setattr(aot_tpu, "version", lambda _, installed=installed: installed)
+    assert aot_tpu.other_libtpu_wanted() == wanted
 
 
 def test_help_names_the_topologies():
@@ -163,7 +163,7 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   """XLA's own compiler says 69.01 GB of this step: docs/results/memory.md."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-  monkeypatch.setattr(gpus_ahead_of_time, "installed", lambda: None)
+  monkeypatch.setattr(aot_gpu, "installed", lambda: None)
   words = ["compile", "gemma3-4b", "topology=h200", "per_device_batch_size=2", "packing=false"]  # one kernel in every JAX
   assert main(words) == 0
   fits = capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gpus_ahead_of_time.installed() is None, reason="needs the extra cuda")
+@pytest.mark.skipif(aot_gpu.installed() is None, reason="needs the extra cuda")
 @pytest.mark.parametrize("topology", ["a100", "h100", "h200-2", "b200"])
 def test_a_step_is_compiled_for_gpus(topology, monkeypatch, capsys):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -201,7 +201,7 @@ def test_a_step_is_compiled_for_gpus(topology, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(gpus_ahead_of_time.installed() is None, reason="needs the extra cuda")
+@pytest.mark.skipif(aot_gpu.installed() is None, reason="needs the extra cuda")
 @pytest.mark.parametrize(("topology", "of_512"), [("a100", "blockwise"), ("h100", "mosaic_flash"), ("b200", "blockwise")])
 def test_a_kernel_for_hopper_gpus_is_compiled_for_no_others(topology, of_512, monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -215,9 +215,9 @@ def test_a_kernel_for_hopper_gpus_is_compiled_for_no_others(topology, of_512, mo
     assert choose(mixer.cfg.kernel, mixer.case(4096, images=False)).name == model.kernels[1].kernel  # as it is traced
     raise UserError(model.kernels[1].kernel)
 
-  monkeypatch.setattr("maxtext_like.training.program.make_program", looked_at)
+  monkeypatch.setattr("maxtext_like.training.step.program.make_program", looked_at)
   with pytest.raises(UserError, match=f"^{of_512}$"):
-    gpus_ahead_of_time.compile_step(config, host)
+    aot_gpu.compile_step(config, host)
 
 
 WORK = Work(
@@ -267,8 +267,8 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
   ],
 )
 def test_table_and_exit_code(change, code, told, capsys, monkeypatch):
-  monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_, **__: dataclasses.replace(STEP, **change))
-  monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
+  monkeypatch.setattr(aot_tpu, "compile_step", lambda *_, **__: dataclasses.replace(STEP, **change))
+  monkeypatch.setattr(aot_tpu, "version", lambda package: "1.2")
   assert main(["compile", "gemma4-tiny", "topology=v6e-8"]) == code
   out = capsys.readouterr().out
   for words in told:
@@ -282,7 +282,7 @@ def test_machine_code_is_one_of_three():
 
 
 def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_path):
-  monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
+  monkeypatch.setattr(aot_tpu, "version", lambda package: "1.2")
   asked = []
 
   def compiled(config, topology, flags, *, machine_code):
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
     )
     return dataclasses.replace(STEP, topology=topology, peak_bytes=(20 if topology.chips >= 32 else 40) * GIB)
 
-  monkeypatch.setattr(ahead_of_time, "compile_step", compiled)
+  monkeypatch.setattr(aot_tpu, "compile_step", compiled)
   words = ["gemma4-tiny", "topology=v6e-8", "per_device_batch_size=4", "--json", str(tmp_path / "it.json")]
   assert main(["compile", *words]) == 4
   assert asked == [
@@ -316,8 +316,8 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
 
 @pytest.mark.parametrize("offload", ["kept", "all"])
 def test_what_lies_on_the_host_is_what_layers_read_where_no_more_is_kept(offload, monkeypatch, capsys):
-  monkeypatch.setattr(ahead_of_time, "version", lambda package: "1.2")
-  monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_, **__: dataclasses.replace(STEP, peak_bytes=40 * GIB))
+  monkeypatch.setattr(aot_tpu, "version", lambda package: "1.2")
+  monkeypatch.setattr(aot_tpu, "compile_step", lambda *_, **__: dataclasses.replace(STEP, peak_bytes=40 * GIB))
   words = ["gemma4-tiny", "topology=v6e-256", "per_device_batch_size=1", "remat_policy=minimal", f"remat_offload={offload}"]
   assert main(["compile", *words]) == 4
   assert "tried        remat_policy=full remat_offload=layer_inputs: does not fit" in capsys.readouterr().out
@@ -327,21 +327,21 @@ def test_what_lies_on_the_host_is_what_layers_read_where_no_more_is_kept(offload
 def test_a_mesh_that_the_slice_has_not_got():
   config = load_config("gemma4-tiny", ["ici_fsdp_parallelism=3"]).config
   with pytest.raises(UserError, match="topology=v6e-8 num_slices=1: mesh"):
-    ahead_of_time.compile_step(config, TOPOLOGIES["v6e-8"], xla_flags())
+    aot_tpu.compile_step(config, TOPOLOGIES["v6e-8"], xla_flags())
 
 
 @pytest.mark.tpu
 def test_less_laid_out_than_there_are_arguments_is_no_verdict(monkeypatch):
-  monkeypatch.setattr(ahead_of_time, "_until_laid_out", lambda *_: "")
-  monkeypatch.setattr(ahead_of_time.memory_layout, "read_dump", lambda _: ("", None, dataclasses.replace(LAYOUT, bytes=5000)))
+  monkeypatch.setattr(aot_tpu, "_until_laid_out", lambda *_: "")
+  monkeypatch.setattr(aot_tpu.memory_layout, "read_dump", lambda _: ("", None, dataclasses.replace(LAYOUT, bytes=5000)))
   with pytest.raises(RuntimeError, match="lays out 5,000 bytes, as its text is read here, and parameters"):
-    ahead_of_time.compile_step(load_config("gemma4-tiny").config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
+    aot_tpu.compile_step(load_config("gemma4-tiny").config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
 
 
 @pytest.mark.tpu
 def test_state_larger_than_a_chip_is_refused_without_compiling():
   config = load_config("gemma4-31b").config
-  step = ahead_of_time.compile_step(config, TOPOLOGIES["v6e-4"], xla_flags())
+  step = aot_tpu.compile_step(config, TOPOLOGIES["v6e-4"], xla_flags())
   assert not step.fits
   assert step.peak_bytes is None
   assert step.argument_bytes > 80 * GIB

@@ -76,7 +76,7 @@ def test_a_launcher_that_is_killed_stops_its_processes_which_save(tmp_path):
   """The system may send SIGTERM twice; the second must not end a process that is saving."""
   trains = f"""
 import time
-from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.loop.signals import StopRequest
 with StopRequest() as stop:
   stop.training = True
   open('{tmp_path}/pids', 'a').write(str(os.getpid()) + ' ')

@@ -152,9 +152,9 @@ def test_garbage_is_looked_for_less_often_while_a_verb_runs(monkeypatch):
 def test_what_a_library_may_still_call_back_does_not_change_the_exit_code(calls_back, monkeypatch):
   left: list[int] = []
   monkeypatch.setattr(cli, "main", lambda words: 42)
-  monkeypatch.setattr(cli.left_behind, "_calling_back", False)
+  monkeypatch.setattr(cli.abandoned_threads, "_calling_back", False)
   monkeypatch.setattr(streams, "leave", left.append)
-  cli.left_behind.leave_behind([], calls_back=calls_back)
+  cli.abandoned_threads.leave_behind([], calls_back=calls_back)
   assert cli.program("train") == 42
   assert left == [42] * calls_back
 
@@ -242,7 +242,7 @@ def test_the_exit_code_says_it_where_no_stream_does(redirect):
 
 def test_warnings_are_lines_of_their_own(capsys):
   with streams.LogLines():
-    logging.getLogger("maxtext_like.checkpoint.restore").warning("cast %d arrays", 3)
+    logging.getLogger("maxtext_like.checkpoint.store.restore").warning("cast %d arrays", 3)
     logging.getLogger("some.library").error("no")
     logging.getLogger("maxtext_like.data").info("what nobody asked for")
     logging.basicConfig()  # as libraries do

@@ -16,7 +16,7 @@ CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "che
 BESIDES = {
   *(
     "errors",
-    "left_behind",
+    "abandoned_threads",
     "config.paths",
     "config.hub",
     "config.files",
@@ -26,7 +26,7 @@ BESIDES = {
   ),
   "sharding",  # of several processes one prints
   "storage",  # a word may be a URL
-  *("generation.prompts", "training.topologies", "training.sinks.output", "__version__"),
+  *("generation.prompts", "capacity.topologies", "training.sinks.output", "__version__"),
 }
 
 

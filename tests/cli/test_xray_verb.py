@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from maxtext_like.capacity import memory
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
-from maxtext_like.training import batches, memory, program
+from maxtext_like.training.run import batches
+from maxtext_like.training.step import program
 
 
 @pytest.mark.parametrize("with_checkpoint", [True, False])

@@ -7,7 +7,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.config.problems import InvalidSectionError
 from maxtext_like.config.schema import LEAVES, SECTIONS, section_type
-from maxtext_like.layers.rules import MESH_AXES
+from maxtext_like.layers.sharding_rules import MESH_AXES
 from maxtext_like.models.registry import FAMILIES
 
 CONFIG = load_config("gemma4-tiny").config

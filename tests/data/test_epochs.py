@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_loader import TEXTS, same, take, write
 
 from maxtext_like.data import epochs
-from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer
 from maxtext_like.errors import UserError
 
 CHATS = [[("user", f"{i}?"), ("assistant", "x" * (i * 7 % 23 + 1))] for i in range(30)]

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.data import jsonl, loader, sources
+from maxtext_like.data import loader, sources
 from maxtext_like.data.pack import KEYS
-from maxtext_like.data.text import TextFiles
-from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.data.readers import jsonl
+from maxtext_like.data.readers.text import TextFiles
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
 from maxtext_like.targets import IGNORED

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from maxtext_like.data.pack import KEYS
-from maxtext_like.data.tokenizer import BytesTokenizer
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer
 from maxtext_like.errors import UserError
 
 LETTERS = {"code": "c", "news": "n", "web": "w"}

@@ -179,7 +179,7 @@ def read_state(step_directory):
   """Reads every array of a step, in this process, after checking its hashes."""
   import jax
 
-  from maxtext_like.checkpoint import manifest, restore
+  from maxtext_like.checkpoint.store import manifest, restore
 
   stored = manifest.read(step_directory)
   manifest.check_hashes(step_directory, stored)

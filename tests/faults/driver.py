@@ -9,8 +9,8 @@ import sys
 import time
 
 from maxtext_like.errors import ExitError
-from maxtext_like.training.run_directory import RunDirectory
-from maxtext_like.training.signals import StopRequest
+from maxtext_like.training.loop.signals import StopRequest
+from maxtext_like.training.run.run_directory import RunDirectory
 
 DEFAULTS = {
   "steps": 30,
@@ -44,7 +44,7 @@ def train(keys, stop: StopRequest, run: RunDirectory) -> None:
   import jax.numpy as jnp
   import optax
 
-  from maxtext_like.checkpoint.manager import CheckpointManager
+  from maxtext_like.checkpoint.store.manager import CheckpointManager
 
   mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   optimizer = optax.adam(1e-2)

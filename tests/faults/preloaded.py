@@ -19,7 +19,7 @@ import jax  # noqa: F401
 import optax  # noqa: F401
 import orbax.checkpoint  # noqa: F401
 
-import maxtext_like.training.run  # noqa: F401
+import maxtext_like.training.run.run  # noqa: F401
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 

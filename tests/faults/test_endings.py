@@ -90,7 +90,7 @@ def test_f05_full_disk(runs: Runs, tmp_path):
 # A file where orbax wants its directory: one of its threads fails, and the others wait for that one for minutes.
 IN_THE_WAY = """
 import sys
-from maxtext_like.checkpoint.array_writer import ArrayWriter
+from maxtext_like.checkpoint.store.array_writer import ArrayWriter
 from maxtext_like.cli.main import main
 begin = ArrayWriter.save
 def save(self, path, flat, number):

@@ -10,7 +10,7 @@ import pytest
 from conftest import assert_bitwise_equal
 
 
-@pytest.mark.slow  # tests/training/test_run_directory.py
+@pytest.mark.slow  # tests/training/run/test_run_directory.py
 def test_removed_while_it_trains(train):
   """Exit code 42 and a sentence; nothing is made again but parts of a save that was under way, which makes its directories."""
   process = train.start("a", steps=1_000_000, log_interval=5)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from conftest import MODEL, TrainRuns
 
-from maxtext_like.checkpoint import manifest
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
-from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.store import manifest
+from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
-from maxtext_like.training.initial_state import read_state
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.initial_state import read_state
+from maxtext_like.training.step.program import make_program
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def test_sigterm_on_one_ends_an_evaluation_of_all(train):
 
 
 AT_STEP = """
-from maxtext_like.training.loop import Loop
+from maxtext_like.training.loop.loop import Loop
 launch = Loop._launch
 def _launch(self, *given):
   if self.finished == {step}:
@@ -184,7 +184,7 @@ def test_one_is_lost(train, number, victim):
 
 
 OTHER_CODE = """
-import maxtext_like.training.provenance as provenance
+import maxtext_like.training.run.provenance as provenance
 same = provenance.same_everywhere
 provenance.same_everywhere = lambda: same() | {"code of maxtext_like": "another"}
 """
@@ -231,7 +231,7 @@ def test_one_does_not_come_or_the_port_is_taken(train):
 
 
 ONE_SAVE_FAILS = """
-from maxtext_like.checkpoint.array_writer import ArrayWriter
+from maxtext_like.checkpoint.store.array_writer import ArrayWriter
 times = iter(range(1, 100))
 begin = ArrayWriter.save
 def save(self, path, flat, number):
@@ -286,7 +286,7 @@ Embedding.__call__ = lambda self, p, tokens, *held: call(self, p, tokens, *held)
 """
 HAS_IT = """
 import numpy as np
-from maxtext_like.models.placed import Model
+from maxtext_like.models.model import Model
 place, batches = Model.place, iter(range(1, 100))
 def with_token(self, batch):
   tokens = np.full_like(batch["tokens"], 7) if next(batches) == 4 else batch["tokens"]

@@ -123,7 +123,7 @@ def test_a_store_that_fails_while_it_trains_costs_no_step(train, whole, store):
 
 # In one of two processes: the save of step 10 does not come to an end there.
 ONE_SAVE_FAILS = """
-from maxtext_like.checkpoint.zarr_arrays import Writer
+from maxtext_like.checkpoint.store.zarr_arrays import Writer
 write, times = Writer._write, iter(range(100))
 def fails(self, *part):
   if "/10/" in str(self._place) and next(times) == 2:

@@ -12,7 +12,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.encode import ChatEncoder
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import RENDERERS
-from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.data.tokenization.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.prompts import Prompt, continuation, encode, read_prompts
 from tests.generation.letters import write_letters

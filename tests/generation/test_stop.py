@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.data.tokenization.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.generation.stop import stop_tokens
 from tests.generation.letters import write_letters

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
-from maxtext_like.layers.rules import MESH_AXES
+from maxtext_like.layers.sharding_rules import MESH_AXES
 
 ROOT = configs_folder().parent
 FILES = {

@@ -13,11 +13,11 @@ import pytest
 import yaml
 from jax._src.clusters import cloud_tpu_cluster
 
+from maxtext_like.capacity.aot_tpu import xla_flags
 from maxtext_like.cli.environment import check_environment
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding import launchers, processes
-from maxtext_like.training.ahead_of_time import xla_flags
 
 ROOT = configs_folder().parent
 SCRIPTS = sorted(p for folder in ("tpu", "gpu") for p in (ROOT / folder).iterdir() if p.suffix in (".sh", ".sbatch"))

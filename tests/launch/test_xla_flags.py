@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.tpu, pytest.mark.slow]
 _COMPILE = """
 import sys
 from maxtext_like.config.load import load_config
-from maxtext_like.training import ahead_of_time
-from maxtext_like.training.topologies import TOPOLOGIES
+from maxtext_like.capacity import aot_tpu as ahead_of_time
+from maxtext_like.capacity.topologies import TOPOLOGIES
 
 ahead_of_time.prepare_environment()
 import jax, jax.numpy as jnp

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from maxtext_like.layers.param import shardings
-from maxtext_like.layers.rules import MESH_AXES
+from maxtext_like.layers.sharding_rules import MESH_AXES
 from tests.processes import ROOT, environment
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.masks import Tokens
 
 
 def test_every_layer_is_found_where_its_parameters_are(family, tiny_decoder):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import CAPTURES, Context
-from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.per_layer import PerLayerInput
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer

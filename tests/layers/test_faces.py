@@ -11,18 +11,18 @@ from flax import linen as nn
 from flax import nnx as fnnx
 
 from maxtext_like.layers import linen, nnx
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.attention.indexer import IndexerConfig
+from maxtext_like.layers.attention.masks import Tokens
+from maxtext_like.layers.attention.mla import MLAConfig
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.embedding import EmbeddingConfig
-from maxtext_like.layers.indexer import IndexerConfig
-from maxtext_like.layers.masks import Tokens
-from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe import MoEConfig
+from maxtext_like.layers.moe.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.per_layer import PerLayerInputConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
 
 FLOAT32 = Precision(dtype="float32")
 D, T = 6, 5

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from maxtext_like.layers import partition
 from maxtext_like.layers.param import shardings
 from maxtext_like.layers.partition import Held, on_devices, rows_of, vary
-from maxtext_like.layers.rules import RULES
+from maxtext_like.layers.sharding_rules import RULES
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 OTHERS = dataclasses.replace(RULES, batch="data", sequence="fsdp", embed=None, heads="fsdp", expert="data")

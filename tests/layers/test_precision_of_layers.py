@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from maxtext_like.config.precision_keys import LAYER_KEYS, idle_reason
-from maxtext_like.layers.cache import Step
+from maxtext_like.layers.attention.cache import Step
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
-from maxtext_like.training.module_api import make_apply
+from maxtext_like.training.step.module_api import make_apply
 from tests.layers.conftest import FAMILIES
 from tests.layers.test_decoder import QUICK, UNOPTIMISED, objective
 

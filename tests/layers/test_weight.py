@@ -1,6 +1,7 @@
 """Two kinds of weights that are no arrays stand in for every weight of every model, and compute and train as they should.
 
-A low-rank addition (``layers/low_rank.py``) and a scaled int8 weight, made from nothing but the ``Param`` of each weight.
+A low-rank addition (``layers/quantization/low_rank.py``) and a scaled int8 weight, made from nothing but the ``Param`` of each
+weight.
 """
 
 import contextlib
@@ -12,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers import attention, partition
+from maxtext_like.layers import partition
 from maxtext_like.layers import weight as weight_module
+from maxtext_like.layers.attention import attention
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.low_rank import Layout, LowRank, factors, one_layer
-from maxtext_like.layers.low_rank import merged as addition_merged
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.vision_gemma3 import SiglipConfig
-from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
+from maxtext_like.layers.quantization.low_rank import Layout, LowRank, factors, one_layer
+from maxtext_like.layers.quantization.low_rank import merged as addition_merged
+from maxtext_like.layers.vision.gemma3 import SiglipConfig
+from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product, products
 from tests.layers.equations import named
 from tests.layers.test_decoder import TWO_LAYERS, UNOPTIMISED, close, objective

@@ -16,13 +16,13 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import choose
-from maxtext_like.layers.vision_attention import case_of
+from maxtext_like.layers.vision.attention import case_of
 from maxtext_like.models import attention_kernels
 from maxtext_like.models.attention_kernels import plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
-from maxtext_like.models.placed import make_model
-from maxtext_like.numerics.kernel_test import CaseResult
-from maxtext_like.training.program import make_program
+from maxtext_like.models.model import make_model
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.training.step.program import make_program
 from tests.training.small import small_config
 
 GPU = SimpleNamespace(device_kind="NVIDIA H000", platform="gpu", client=SimpleNamespace(platform_version="cuda 13"))

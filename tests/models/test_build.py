@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.layers.mla import MLAConfig
+from maxtext_like.layers.attention.mla import MLAConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxtext_like.api.outputs import evaluator, open_weights
+from maxtext_like.api.forward import evaluator, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.layers.rope import inverse_frequencies
+from maxtext_like.layers.attention.rope import inverse_frequencies
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz") if "vision" not in path.parent.name)

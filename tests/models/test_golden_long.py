@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxtext_like.api.outputs import evaluator, open_weights
+from maxtext_like.api.forward import evaluator, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.layers.kernels.attention.blockwise import TILE

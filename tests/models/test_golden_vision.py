@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_like.api.compared_layer import ForwardLayer
-from maxtext_like.api.outputs import evaluator, forward, open_weights
+from maxtext_like.api.forward import evaluator, forward, open_weights
+from maxtext_like.api.forward_layer import ForwardLayer
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.errors import UserError
+from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
 from maxtext_like.layers.param import init
-from maxtext_like.layers.rope import RopeConfig, inverse_frequencies
 from tests.models.test_golden import GOLDEN, GRADIENT_TOLERANCE, QUICK, TOLERANCE, VARIANTS, Case, rms
 
 CASES = {  # and a way through the code for each

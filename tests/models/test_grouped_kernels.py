@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.models.grouped_kernels import settle
-from maxtext_like.numerics.kernel_test import CaseResult
+from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 TPU = types.SimpleNamespace(device_kind="TPU v6 lite", platform="tpu", client=types.SimpleNamespace(platform_version="test"))
 

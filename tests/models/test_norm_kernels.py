@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.models.norm_kernels import settle
-from maxtext_like.numerics.kernel_test import CaseResult
+from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 H200 = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", client=types.SimpleNamespace(platform_version="test"))
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel is refused before JAX 0.11")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.api.catalog import parameter_counts
-from maxtext_like.api.outputs import open_weights
+from maxtext_like.api.forward import open_weights
 from maxtext_like.checkpoint.huggingface.config import export_config, interpret
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.cli.main import main

@@ -6,7 +6,7 @@ import numpy as np
 
 from maxtext_like.sharding import host_memory
 from maxtext_like.sharding.mesh import replicated
-from tests.checkpoint.test_zarr_arrays import mesh
+from tests.checkpoint.store.test_zarr_arrays import mesh
 
 
 def arrays():

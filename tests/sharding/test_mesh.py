@@ -7,8 +7,8 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.layers.rules import MESH_AXES
-from maxtext_like.models.placed import make_model
+from maxtext_like.layers.sharding_rules import MESH_AXES
+from maxtext_like.models.model import make_model
 from maxtext_like.sharding import mesh
 from maxtext_like.sharding.mesh import abstract_mesh
 

@@ -8,10 +8,10 @@ import collections
 import json
 import sys
 
+from maxtext_like.capacity.compiled_program import _groups, read_program
 from maxtext_like.config.load import load_config
 from maxtext_like.sharding.mesh import make_mesh
-from maxtext_like.training.compiled_program import _groups, read_program
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 
 SMALL = [
   "qwen3-tiny", "num_decoder_layers=2", "vocab_size=304", "max_target_length=16", "per_device_batch_size=1", "opt_type=sgd",

@@ -85,8 +85,8 @@ def descend(model: str, words: list[str], devices: list[Any], start: Any = None)
 
   from maxtext_like.models.naming import ADAPTER
   from maxtext_like.sharding.mesh import make_mesh, use_mesh
-  from maxtext_like.training.program import make_program
-  from maxtext_like.training.trainable import merge
+  from maxtext_like.training.step.program import make_program
+  from maxtext_like.training.step.trainable import merge
 
   config = load_config(model, [*SMALL, f"per_device_batch_size={ROWS // len(devices)}", *words]).config
   program = make_program(config, mesh=make_mesh(config.mesh, devices))

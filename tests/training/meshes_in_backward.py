@@ -15,7 +15,7 @@ def descend(model: str, words: list[str], devices: int) -> list[float]:
   import numpy as np
 
   from maxtext_like.sharding.mesh import make_mesh, use_mesh
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   small = [word for word in SMALL if not word.startswith(("remat_policy", "opt_type"))]
   keys = [f"per_device_batch_size={ROWS // devices}", "optimizer_in_backward=true", "remat_policy=full"]

@@ -21,10 +21,10 @@ def descend(kind: str, words: list[str], devices: int, folder: str, name: str, b
   import jax
   import numpy as np
 
-  from maxtext_like.checkpoint.manager import CheckpointManager
+  from maxtext_like.checkpoint.store.manager import CheckpointManager
   from maxtext_like.sharding.mesh import make_mesh, use_mesh
-  from maxtext_like.training.program import make_program
-  from maxtext_like.training.step import UNKNOWN
+  from maxtext_like.training.step.program import make_program
+  from maxtext_like.training.step.train_step import UNKNOWN
 
   small = [word for word in SMALL if not word.startswith("opt_type")]
   keys = [f"per_device_batch_size={ROWS // devices}", "num_decoder_layers=3", *KINDS[kind]]

@@ -45,8 +45,8 @@ def losses_and_state(config: Config, devices: int | None = None, rows: int | Non
   import jax
 
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.program import make_program
-  from maxtext_like.training.step import UNKNOWN
+  from maxtext_like.training.step.program import make_program
+  from maxtext_like.training.step.train_step import UNKNOWN
 
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   state = program.lower_init().compile()(np.uint32(1))

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 from tests.training.small import batches, small_config
 from tests.training.test_parallelism import run
 

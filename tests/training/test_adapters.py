@@ -14,16 +14,16 @@ import pytest
 
 import maxtext_like
 from maxtext_like.analysis import key_bisection
-from maxtext_like.checkpoint import manifest
-from maxtext_like.checkpoint.adapter_step import Base, drawn_with, read_adapter, read_base
-from maxtext_like.checkpoint.fingerprint import of_files
-from maxtext_like.checkpoint.given_adapter import require_base
+from maxtext_like.checkpoint.adapters.adapter_step import Base, drawn_with, read_adapter, read_base
+from maxtext_like.checkpoint.adapters.init_adapter import require_base
 from maxtext_like.checkpoint.huggingface import peft
+from maxtext_like.checkpoint.store import manifest
+from maxtext_like.checkpoint.store.fingerprint import of_files
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.models.placed import make_model
-from maxtext_like.training.program import make_program
+from maxtext_like.models.model import make_model
+from maxtext_like.training.step.program import make_program
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]

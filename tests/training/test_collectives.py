@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from maxtext_like.capacity.topologies import TOPOLOGIES
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
-from maxtext_like.training.topologies import TOPOLOGIES
 
 LAYERS, D, F, VOCABULARY = 6, 512, 2048, 512
 HEADS, KV_HEADS = 192, 96  # of qwen3-tiny, each with its size
@@ -16,7 +16,7 @@ HEADS, KV_HEADS = 192, 96  # of qwen3-tiny, each with its size
 @pytest.mark.tpu
 @pytest.mark.parametrize(("words", "passes"), [([], 1), (["optimizer_in_backward=true"], 2)])
 def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scattered(words, passes):
-  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+  from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   mesh = str(configs_folder().parent / "tpu" / "v6e-8.yml")
   words = [mesh, f"num_decoder_layers={LAYERS}", "dtype=bfloat16", f"emb_dim={D}", f"mlp_dim={F}", "remat_policy=full", *words]
@@ -38,7 +38,7 @@ def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scatter
 @pytest.mark.tpu
 def test_weights_of_experts_are_turned_a_layer_at_a_time():
   """They lie in an order that fills tiles, and kernels read another: no copy of all layers is made for that."""
-  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+  from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   mesh = str(configs_folder().parent / "tpu" / "v6e-8.yml")
   words = [mesh, "num_experts=128", "moe_mlp_dim=192", "dtype=bfloat16", "remat_policy=full"]
@@ -59,7 +59,7 @@ def test_weights_of_experts_are_turned_a_layer_at_a_time():
 )
 def test_of_a_table_the_gradient_is_turned_and_no_moment(words, part):
   """A chip's part of the per-layer table lies by columns, which fill tiles; rows are read and added by rows."""
-  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+  from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   sizes = ["emb_dim=256", "mlp_dim=256", "vocab_size=4096", "vocab_size_per_layer_input=65536", "max_target_length=1024"]
   layers = ["num_decoder_layers=5", "num_kv_shared_layers=0", "use_double_wide_mlp=false"]
@@ -74,7 +74,7 @@ def test_of_a_table_the_gradient_is_turned_and_no_moment(words, part):
 @pytest.mark.slow
 @pytest.mark.tpu
 def test_no_chip_has_the_inputs_by_layer_of_all_rows():
-  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+  from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   sizes = ["emb_dim=256", "mlp_dim=256", "vocab_size=4096", "vocab_size_per_layer_input=4096", "max_target_length=8192"]
   layers = ["num_decoder_layers=5", "num_kv_shared_layers=0", "use_double_wide_mlp=false"]

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.store import manifest
 from maxtext_like.cli.main import main
 
 STEPS = 50

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 
 from maxtext_like.analysis.failed_step import FailedStep
+from maxtext_like.capacity.chips import find_chip
+from maxtext_like.capacity.flops import train_flops
+from maxtext_like.capacity.roofline import roofline
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.models import float8_products
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training.chips import find_chip
-from maxtext_like.training.flops import train_flops
-from maxtext_like.training.program import make_program
-from maxtext_like.training.roofline import roofline
-from maxtext_like.training.run import train
+from maxtext_like.training.run.run import train
 from maxtext_like.training.sinks.metrics import METRICS, read
+from maxtext_like.training.step.program import make_program
 from tests.training.small import losses, small_config
+from tests.training.step.test_program import run_small
 from tests.training.test_parallelism import FEWER
-from tests.training.test_program import run_small
 
 FLOAT8 = ["dtype=bfloat16", "matmul_dtype=float8"]
 

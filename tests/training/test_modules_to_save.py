@@ -10,12 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import maxtext_like
-from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.store import manifest
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 
 pytestmark = pytest.mark.slow  # half a minute of runs that all of them look at
 

@@ -9,9 +9,9 @@ import pytest
 
 from maxtext_like.analysis.failed_step import FailedStep
 from maxtext_like.config.load import load_config
-from maxtext_like.training.program import make_program
-from maxtext_like.training.run import train
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.run.run import train
+from maxtext_like.training.step.program import make_program
+from maxtext_like.training.step.train_step import UNKNOWN
 from tests.training.small import SMALL, batches, small_config
 
 SIZES = ("per_device_batch_size=4", "vocab_size=300", "numerics_every=1")

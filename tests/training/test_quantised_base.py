@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import maxtext_like
-from maxtext_like.checkpoint import manifest
+from maxtext_like.checkpoint.store import manifest
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
 
@@ -67,10 +67,10 @@ def test_the_fingerprint_is_of_what_is_stored(workplace, capsys):
 
 
 def maxtext_like_base(workplace: Path, form: str) -> str:
-  from maxtext_like.checkpoint.fingerprint import fingerprint
   from maxtext_like.checkpoint.read_weights import read_weights
+  from maxtext_like.checkpoint.store.fingerprint import fingerprint
   from maxtext_like.config.load import load_config
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   config = load_config("gemma3-tiny", [*WORDS, *LORA, f"base_weights={form}", f"dataset_path={workplace}/text.txt"]).config
   return fingerprint(read_weights(workplace / "base", make_program(config).model))

@@ -8,17 +8,18 @@ from typing import Any, get_args
 
 import pytest
 
+from maxtext_like.capacity import memory
 from maxtext_like.config.load import load_config
 from maxtext_like.config.problems import alternatives
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.data.registry import DATASETS
 from maxtext_like.errors import UserError
-from maxtext_like.training import memory, objectives, optimizers
-from maxtext_like.training.introduction import introduction, shares
+from maxtext_like.training import objectives, optimizers
 from maxtext_like.training.objectives import language_modelling
 from maxtext_like.training.objectives import registry as objective_registry
 from maxtext_like.training.optimizers import registry as optimizer_registry
-from maxtext_like.training.program import make_program
+from maxtext_like.training.run.banner import introduction, shares
+from maxtext_like.training.step.program import make_program
 
 SMALL = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dataset=synthetic", "max_target_length=8"]
 

@@ -4,14 +4,14 @@ import functools
 
 import pytest
 
+from maxtext_like.capacity import memory
+from maxtext_like.capacity.compiled_program import HOST_COPIES
+from maxtext_like.capacity.plan import Plan, plan
+from maxtext_like.capacity.topologies import TOPOLOGIES, find_gpus
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training import memory
-from maxtext_like.training.compiled_program import HOST_COPIES
-from maxtext_like.training.plan import Plan, plan
-from maxtext_like.training.program import make_program
-from maxtext_like.training.topologies import TOPOLOGIES, find_gpus
+from maxtext_like.training.step.program import make_program
 
 ROWS, LENGTH, D, LAYERS = 3, 256, 128, 5
 WORDS = (
@@ -127,7 +127,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.slow
 def test_libtpu_moves_them_beside_computation(words):
   """A chip's own rows, once to the host and once back, and so much less lies in its memory."""
-  from maxtext_like.training.ahead_of_time import compile_step, xla_flags
+  from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   def compiled(*more):
     config = load_config("qwen3-tiny", [*WORDS, *words, *more]).config

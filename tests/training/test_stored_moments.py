@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.capacity import memory
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import abstract
 from maxtext_like.models.row_norms import state_labels
-from maxtext_like.training import memory
 from maxtext_like.training.optimizers import dynamic8
 from maxtext_like.training.optimizers.dynamic8 import Blocks, layout
-from maxtext_like.training.program import make_program
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.step.program import make_program
+from maxtext_like.training.step.train_step import UNKNOWN
 from tests.training import test_parallelism
-from tests.training.test_step import step_params
-from tests.training.test_step_in_backward import assert_bits
+from tests.training.step.in_backward.test_step import assert_bits
+from tests.training.step.test_train_step import step_params
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step
 
 EIGHT = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import maxtext_like
-from maxtext_like.checkpoint import accompanying_files, manifest
 from maxtext_like.checkpoint.read_weights import read_weights
+from maxtext_like.checkpoint.store import manifest, sidecar_files
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
-from maxtext_like.data.tokenizer import load_tokenizer
-from maxtext_like.training import samples
-from maxtext_like.training.chosen_tokenizer import resolve
-from maxtext_like.training.program import make_program
-from maxtext_like.training.samples import Samples
-from maxtext_like.training.sinks.report import render
+from maxtext_like.data.tokenization.tokenizer import load_tokenizer
+from maxtext_like.training.loop import samples
+from maxtext_like.training.loop.samples import Samples
+from maxtext_like.training.run.report import render
+from maxtext_like.training.run.resolve_tokenizer import resolve
+from maxtext_like.training.step.program import make_program
 from tests.generation.letters import write_letters
 
 # 61 rows in the table, 46 in the tokenizer; no size is a power of two.
@@ -58,7 +58,7 @@ def trained(place: Path) -> Path:
 
 
 def files_of(step: Path) -> set[str]:
-  return {path.name for path in (step / accompanying_files.FOLDER).rglob("*") if path.is_file()}
+  return {path.name for path in (step / sidecar_files.FOLDER).rglob("*") if path.is_file()}
 
 
 def generate(*words: str) -> int:

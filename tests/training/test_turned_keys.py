@@ -8,7 +8,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import UserError
-from maxtext_like.training.program import make_program
+from maxtext_like.training.step.program import make_program
 from tests.processes import ROOT
 
 SMALL = ("num_decoder_layers=2", "vocab_size=300", "max_target_length=16", "dtype=float32", "per_device_batch_size=2")
@@ -28,10 +28,11 @@ TURNED = {
 """Another value of each key that a program may be made with."""
 
 OF_A_RUN = {
-  "steps": "training/run.py", "epochs": "training/batches.py", "seed": "training/initial_state.py",
-  "init_scheme": "models/placed.py",
-  "finite_check_steps": "training/finiteness.py", "max_skipped_steps": "training/finiteness.py",
-  "replay_failed_step": "training/run.py", "spike_factor": "training/spikes.py", "early_stopping_patience": "training/best.py",
+  "steps": "training/run/run.py", "epochs": "training/run/batches.py", "seed": "training/step/initial_state.py",
+  "init_scheme": "models/model.py",
+  "finite_check_steps": "training/loop/finiteness.py", "max_skipped_steps": "training/loop/finiteness.py",
+  "replay_failed_step": "training/run/run.py", "spike_factor": "training/loop/spikes.py",
+  "early_stopping_patience": "training/loop/best.py",
 }  # fmt: skip
 """Keys that the loop around the program reads in every configuration that takes them."""
 

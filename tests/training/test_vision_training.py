@@ -18,15 +18,15 @@ from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
-from maxtext_like.checkpoint.manager import CheckpointManager
+from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
-from maxtext_like.training.batches import first_batch
-from maxtext_like.training.introduction import tower_described
-from maxtext_like.training.program import TrainProgram, make_program
-from maxtext_like.training.step import UNKNOWN
+from maxtext_like.training.run.banner import tower_described
+from maxtext_like.training.run.batches import first_batch
+from maxtext_like.training.step.program import TrainProgram, make_program
+from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import ROOT, environment
 
 GOLDEN = ROOT / "tests" / "golden"

@@ -11,17 +11,17 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
+from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.param import Param, constant, init, stack
-from maxtext_like.layers.router_losses import RouterLosses
-from maxtext_like.layers.rules import RULES
+from maxtext_like.layers.sharding_rules import RULES
 from maxtext_like.models.row_norms import row_peaks, state_peaks
-from maxtext_like.training import loss_scale
 from maxtext_like.training.objectives.language_modelling import LanguageModelling
 from maxtext_like.training.optimizers.optimizer import make_optimizer
-from maxtext_like.training.rounding import StochasticRounding
-from maxtext_like.training.schedule import make_schedule
-from maxtext_like.training.step import TrainStep
-from maxtext_like.training.trainable import select
+from maxtext_like.training.step import loss_scale
+from maxtext_like.training.step.rounding import StochasticRounding
+from maxtext_like.training.step.schedule import make_schedule
+from maxtext_like.training.step.train_step import TrainStep
+from maxtext_like.training.step.trainable import select
 
 V, D, LAYERS, B, T = 11, 5, 3, 4, 7
 

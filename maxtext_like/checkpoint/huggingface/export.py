@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from maxtext_like.checkpoint import accompanying_files
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
 from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES
 from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.checkpoint.store import sidecar_files
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import UserError
@@ -54,7 +54,7 @@ def read_origin(directory: Path) -> Origin:
   config = read_config(directory)
   raw = parse_file(directory / "config.json", limit=4 << 20)
   return Origin(
-    files=accompanying_files.beside(directory),
+    files=sidecar_files.beside(directory),
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
     nested=config.multimodal and not config.has_tower,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},
@@ -124,7 +124,7 @@ def export_hugging_face(
       # The Hub's nested files name the tokens that end an answer at the top, too.
       config = (nested(config) if nested else config) | origin.token_ids | {"eos_token_id": model.eos_token_id}
     write_json(part / "config.json", config)
-    accompanying_files.copy(origin.files, part)
+    sidecar_files.copy(origin.files, part)
     if not (part / "generation_config.json").exists():
       tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
       write_json(part / "generation_config.json", {key: getattr(model, key) for key in tokens})

@@ -21,7 +21,7 @@ import numpy as np
 from maxtext_like.checkpoint.huggingface import peft_experts
 from maxtext_like.checkpoint.huggingface.export import write_json
 from maxtext_like.checkpoint.huggingface.new_directory import new_directory
-from maxtext_like.checkpoint.huggingface.peft_places import LINEAR, name_in_transformers, places
+from maxtext_like.checkpoint.huggingface.peft_targets import LINEAR, name_in_transformers, places
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD

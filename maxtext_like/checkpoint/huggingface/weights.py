@@ -9,13 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
-from maxtext_like.checkpoint.huggingface.peft_places import name_in_transformers
+from maxtext_like.checkpoint.huggingface.peft_targets import name_in_transformers
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.tensor_file import FLOAT8
 from maxtext_like.checkpoint.huggingface.tensors import Piece, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD, PREFIXES, find_head, prefixes_with
+from maxtext_like.checkpoint.store.finite import all_finite, described
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import NonFiniteError, UserError

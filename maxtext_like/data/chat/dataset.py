@@ -14,10 +14,10 @@ from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import choose
 from maxtext_like.data.chat.rendering import Rendered, Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
-from maxtext_like.data.image_names import ImageFields
-from maxtext_like.data.multimodal import Multimodal
-from maxtext_like.data.special_tokens import listed
-from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
+from maxtext_like.data.image_text.image_names import ImageFields
+from maxtext_like.data.image_text.multimodal import Multimodal
+from maxtext_like.data.tokenization.special_tokens import listed
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer
 
 if TYPE_CHECKING:
   from maxtext_like.data.sources import DataConfig

@@ -11,10 +11,10 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.rendering import Rendered, Renderer
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.images import TowerImage, UnreadImage
+from maxtext_like.data.image_text.images import TowerImage, UnreadImage
 from maxtext_like.data.pack import ImageSpan
-from maxtext_like.data.special_tokens import Spellings
-from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer
+from maxtext_like.data.tokenization.special_tokens import Spellings
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer
 from maxtext_like.errors import UserError
 
 TrainOn = Literal["assistant", "all", "last"]

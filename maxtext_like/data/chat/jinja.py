@@ -12,8 +12,8 @@ from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.rendering import Purpose, Rendered, RenderError, Writer
 from maxtext_like.data.chat.sandbox import compile_template
 from maxtext_like.data.chat.turns import Spans, Turns, unmarked
-from maxtext_like.data.input_files import open_regular
-from maxtext_like.data.tokenizer import MORE_TEMPLATES, Tokenizer
+from maxtext_like.data.readers.input_files import open_regular
+from maxtext_like.data.tokenization.tokenizer import MORE_TEMPLATES, Tokenizer
 from maxtext_like.errors import UserError
 
 MAX_BYTES = 2**20  # of a template; the longest known has 30 KiB

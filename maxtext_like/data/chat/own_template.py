@@ -13,7 +13,7 @@ from maxtext_like.data.chat.conversation import Conversation, Message
 from maxtext_like.data.chat.deepseek3 import BEGIN
 from maxtext_like.data.chat.jinja import Jinja, find_template
 from maxtext_like.data.chat.rendering import Purpose, Renderer, RenderError
-from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.data.tokenization.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)

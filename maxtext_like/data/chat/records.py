@@ -14,7 +14,7 @@ from maxtext_like import strict_json
 from maxtext_like.data.chat import exclusions
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, Role, ToolCall, ToolResponse
 from maxtext_like.data.documents import BadRecordError, check_text
-from maxtext_like.data.image_names import ImageFields, check_all, located
+from maxtext_like.data.image_text.image_names import ImageFields, check_all, located
 
 _ROLES: dict[str, Role] = {
   "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool",

@@ -8,7 +8,7 @@ from maxtext_like.data.chat.gemma4 import Gemma4
 from maxtext_like.data.chat.jinja import Jinja, read_template, template_beside
 from maxtext_like.data.chat.own_template import tell_of_another
 from maxtext_like.data.chat.rendering import Renderer
-from maxtext_like.data.tokenizer import Tokenizer
+from maxtext_like.data.tokenization.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 
 AUTO = "auto"

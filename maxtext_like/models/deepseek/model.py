@@ -1,16 +1,16 @@
 """DeepSeek V3 and V3.2: the configuration of every layer and of what stands around them."""
 
+from maxtext_like.layers.attention.indexer import IndexerConfig
+from maxtext_like.layers.attention.mla import MLAConfig
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
-from maxtext_like.layers.indexer import IndexerConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
-from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe import MoEConfig
+from maxtext_like.layers.moe.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
 from maxtext_like.models.deepseek.config import Config
 
 

@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 
-from maxtext_like.analysis import risk_bounds as bounds
-from maxtext_like.analysis.risk_bounds import Signal
-from maxtext_like.analysis.risk_model import Formula, Sizes
-from maxtext_like.analysis.risk_parameters import Parameters
+from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk.bounds import Signal
+from maxtext_like.analysis.risk.model_risk import Formula, Sizes
+from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.layers.attention.mla import MLAConfig
 from maxtext_like.layers.block import Block
-from maxtext_like.layers.mla import MLAConfig
 
 
 def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) -> Signal:

@@ -1,6 +1,7 @@
 """Gemma 3: the configuration of every layer, of what stands around them, and of the vision tower."""
 
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
@@ -8,8 +9,7 @@ from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
-from maxtext_like.layers.vision_gemma3 import SiglipConfig
+from maxtext_like.layers.vision.gemma3 import SiglipConfig
 from maxtext_like.models.gemma3.config import Config, LayerType, Vision
 
 

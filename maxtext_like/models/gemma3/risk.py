@@ -5,16 +5,16 @@ D tower width, N heads, H head, F MLP.
 
 import numpy as np
 
-from maxtext_like.analysis import risk_bounds as bounds
-from maxtext_like.analysis.risk_bounds import Signal
-from maxtext_like.analysis.risk_model import Formula, Sizes
-from maxtext_like.analysis.risk_parameters import Parameters
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk.bounds import Signal
+from maxtext_like.analysis.risk.model_risk import Formula, Sizes
+from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.block import Block
-from maxtext_like.layers.dense_beside_moe import DenseBesideMoEConfig
 from maxtext_like.layers.mlp import MLPConfig
+from maxtext_like.layers.moe.dense_and_moe import DenseBesideMoEConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.vision_gemma3 import SiglipConfig
+from maxtext_like.layers.vision.gemma3 import SiglipConfig
 
 
 def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Signal, per_layer: Signal | None) -> Signal:

@@ -2,19 +2,19 @@
 
 import dataclasses
 
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
-from maxtext_like.layers.dense_beside_moe import DenseBesideMoEConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe import MoEConfig
+from maxtext_like.layers.moe.dense_and_moe import DenseBesideMoEConfig
+from maxtext_like.layers.moe.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.per_layer import PerLayerGateConfig, PerLayerInputConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
-from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
+from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.models.gemma3.config import LayerType
 from maxtext_like.models.gemma4.config import Config, Vision
 

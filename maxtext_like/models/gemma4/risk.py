@@ -5,12 +5,12 @@ D tower width, N heads, H head, F MLP.
 
 import numpy as np
 
-from maxtext_like.analysis import risk_bounds as bounds
-from maxtext_like.analysis.risk_bounds import Signal
-from maxtext_like.analysis.risk_model import Formula, Sizes
-from maxtext_like.analysis.risk_parameters import Parameters
+from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk.bounds import Signal
+from maxtext_like.analysis.risk.model_risk import Formula, Sizes
+from maxtext_like.analysis.risk.parameters import Parameters
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.vision_gemma4 import Gemma4VisionConfig
+from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.models.gemma3.risk import layer_of_gemma, pixels
 
 

@@ -1,15 +1,15 @@
 """Qwen3 (Yang et al. 2025): the configuration of every layer and of what stands around them."""
 
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe import MoEConfig
+from maxtext_like.layers.moe.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
 from maxtext_like.models.qwen3.config import Config
 
 

@@ -1,9 +1,9 @@
 """How large the numbers of a Qwen3 can become; see ``analysis.risk_model``."""
 
-from maxtext_like.analysis.risk_bounds import Signal
-from maxtext_like.analysis.risk_model import Formula, Sizes
-from maxtext_like.analysis.risk_parameters import Parameters
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.analysis.risk.bounds import Signal
+from maxtext_like.analysis.risk.model_risk import Formula, Sizes
+from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.block import Block
 
 

@@ -10,8 +10,8 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.dropout import ROWS
 from maxtext_like.layers.param import Param
 from maxtext_like.models.adapter import Adapter
+from maxtext_like.models.model import Shapes
 from maxtext_like.models.naming import ADAPTER
-from maxtext_like.models.placed import Shapes
 from maxtext_like.models.quantised_base import QuantisedBase
 from maxtext_like.training.objectives.objective import Aux, Objective
 

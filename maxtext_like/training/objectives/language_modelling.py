@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from maxtext_like.errors import UserError
-from maxtext_like.layers import context_parallel
+from maxtext_like.layers.attention import context_parallel
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.moe.router_losses import LOSS, Z_LOSS
 from maxtext_like.layers.partition import on_one_gpu, own_zero
-from maxtext_like.layers.router_losses import LOSS, Z_LOSS
-from maxtext_like.models.placed import Model, Shapes
+from maxtext_like.models.model import Model, Shapes
 from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.objective import Aux
 

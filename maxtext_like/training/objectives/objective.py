@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.placed import Shapes
+from maxtext_like.models.model import Shapes
 
 Aux = dict[str, Any]
 

@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
-  from maxtext_like.models.placed import Model
+  from maxtext_like.models.model import Model
   from maxtext_like.training.objectives.objective import Objective
 
 Name = Literal["language_modelling"]

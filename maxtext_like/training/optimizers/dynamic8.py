@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.rules import GATHERED, RULES
+from maxtext_like.layers.sharding_rules import GATHERED, RULES
 
 SMALLEST = 4096  # numbers of a layer's array that is worth codes, as in bitsandbytes
 LONGEST = 256  # numbers of a block

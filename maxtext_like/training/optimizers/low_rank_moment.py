@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext_like.layers.low_rank import Layout, one_layer
 from maxtext_like.layers.param import Param
+from maxtext_like.layers.quantization.low_rank import Layout, one_layer
 
 Tree = Any
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxtext_like import load
-from maxtext_like.api.outputs import forward
+from maxtext_like.api.forward import forward
 from maxtext_like.cli.main import main
 from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling

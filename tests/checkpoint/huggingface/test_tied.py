@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxtext_like import load
-from maxtext_like.api.outputs import forward
+from maxtext_like.api.forward import forward
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.shards import Shards
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext_like.checkpoint.finite import all_finite, described
 from maxtext_like.checkpoint.huggingface import weights as weights_module
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
 from maxtext_like.checkpoint.huggingface.export import export_hugging_face
@@ -19,6 +18,7 @@ from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.weights import Weights, load_hugging_face
 from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.checkpoint.store.finite import all_finite, described
 from maxtext_like.config.load import load_config, make_section
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.data.chat.registry import RENDERERS, choose
-from maxtext_like.data.tokenizer import BytesTokenizer, load_tokenizer
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, load_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
 from tests.generation.letters import write_letters

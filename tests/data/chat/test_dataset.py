@@ -15,7 +15,7 @@ from PIL import Image
 
 from maxtext_like.config.load import load_config
 from maxtext_like.data.pack import LOSSES
-from maxtext_like.data.tokenizer import BytesTokenizer, load_tokenizer
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, load_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
 from tests.generation.letters import write_letters

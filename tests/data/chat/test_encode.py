@@ -12,8 +12,8 @@ from maxtext_like.data.chat.encode import ChatEncoder, Encoded, answers_to_learn
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.registry import RENDERERS
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.images import load_image
-from maxtext_like.data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+from maxtext_like.data.image_text.images import load_image
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
 from maxtext_like.errors import UserError
 
 TURNS = [

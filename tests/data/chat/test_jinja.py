@@ -14,7 +14,7 @@ from maxtext_like.data.chat.encode import ChatEncoder, answers_to_learn
 from maxtext_like.data.chat.jinja import Jinja, find_template, template_beside
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.chat.rendering import RenderError
-from maxtext_like.data.tokenizer import Tokenizer, load_tokenizer
+from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.errors import UserError
 
 # As Qwen3 has it: thoughts of the last answers, an empty one there without thinking, none before.

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from maxtext_like.data.chat.registry import RENDERERS, choose
-from maxtext_like.data.tokenizer import load_tokenizer
+from maxtext_like.data.tokenization.tokenizer import load_tokenizer
 from tests.generation.letters import write_letters
 
 GEMMA3 = """\

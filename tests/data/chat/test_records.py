@@ -7,7 +7,7 @@ import pytest
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, ToolCall
 from maxtext_like.data.chat.records import read_conversation
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.image_names import ImageFields
+from maxtext_like.data.image_text.image_names import ImageFields
 
 ASK, ANSWER = Message("user", "Hi"), Message("assistant", "Hello")
 BOTH = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

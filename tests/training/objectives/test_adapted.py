@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_like.layers import query_tiles
-from maxtext_like.layers.mla import MLA
+from maxtext_like.layers.attention import sparse_attention_tiles
+from maxtext_like.layers.attention.mla import MLA
 from tests.training.meshes import LENGTH, ONE, apart, descend
 
 SMALL = ["num_decoder_layers=1", "first_num_dense_layers=1", "emb_dim=32", "mlp_dim=48", "indexer_topk=3", "lora_rank=3", ONE]
@@ -25,11 +25,11 @@ def test_trained_in_tiles_it_has_the_losses_and_gradients_of_the_whole_row(words
   """Rows of 16 positions in tiles of 5, of two documents and padding. Chosen keys are gathered where kv_b is as declared."""
   taken, gather = [], MLA._gathered
   monkeypatch.setattr(MLA, "_gathered", lambda *given: taken.append(given) or gather(*given))
-  assert LENGTH <= query_tiles.TILE
+  assert LENGTH <= sparse_attention_tiles.TILE
   losses, gradients, start = descend("deepseek3.2-tiny", [*SMALL, *words], jax.devices()[:1])
   wanted = jax.device_get(gradients)
   assert not taken
-  monkeypatch.setattr(query_tiles, "TILE", 5)
+  monkeypatch.setattr(sparse_attention_tiles, "TILE", 5)
   tiled, gradients, _ = descend("deepseek3.2-tiny", [*SMALL, *words], jax.devices()[:1], start)
   assert bool(taken) == gathers
   assert losses[2] < losses[0]

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import init
-from maxtext_like.models.placed import make_model
+from maxtext_like.models.model import make_model
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.objectives import language_modelling
 from maxtext_like.training.objectives.language_modelling import (

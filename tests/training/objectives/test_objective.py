@@ -13,8 +13,8 @@ from maxtext_like.layers.param import Param, init
 from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.language_modelling import token_losses
 from maxtext_like.training.objectives.objective import Objective
-from maxtext_like.training.step import UNKNOWN, TrainStep
-from maxtext_like.training.trainable import select
+from maxtext_like.training.step.train_step import UNKNOWN, TrainStep
+from maxtext_like.training.step.trainable import select
 from tests.training.toy import B, T, V, toy_batch, toy_config, toy_decoder, toy_step
 
 

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 
 from maxtext_like.analysis.step_xray import xray_step
+from maxtext_like.capacity import aot_gpu, memory
+from maxtext_like.capacity.array_bytes import by_place, bytes_of
+from maxtext_like.capacity.compiled_program import HOST_COPIES
+from maxtext_like.capacity.plan import plan
+from maxtext_like.capacity.topologies import TOPOLOGIES, find_gpus
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.sharding.host_memory import KIND
 from maxtext_like.sharding.mesh import abstract_mesh, use_mesh
-from maxtext_like.training import gpus_ahead_of_time, memory
-from maxtext_like.training.array_bytes import by_place, bytes_of
-from maxtext_like.training.compiled_program import HOST_COPIES
-from maxtext_like.training.plan import plan
-from maxtext_like.training.program import TrainProgram, make_program
-from maxtext_like.training.topologies import TOPOLOGIES, find_gpus
+from maxtext_like.training.step.program import TrainProgram, make_program
+from tests.training.step.in_backward.test_step import EIGHT_BITS, LAYERED, THREE, assert_bits, compiled, descend
 from tests.training.test_parallelism import run
-from tests.training.test_step_in_backward import EIGHT_BITS, LAYERED, THREE, assert_bits, compiled, descend
 
 AWAY = "optimizer_memory_host_offload=true"
 WORDS = ("num_decoder_layers=5", LAYERED, *EIGHT_BITS)
@@ -119,17 +119,17 @@ def test_a_host_without_the_room_is_told_which_key(monkeypatch, words, smaller):
 
 
 def test_gpus_that_are_not_there_have_no_host(monkeypatch):
-  monkeypatch.setattr(gpus_ahead_of_time, "installed", lambda: "jax-cuda13-plugin 0.11.2")
+  monkeypatch.setattr(aot_gpu, "installed", lambda: "jax-cuda13-plugin 0.11.2")
   config = load_config("qwen3-tiny", [*WORDS, AWAY]).config
   host = find_gpus("h200")
   assert host is not None
-  why = gpus_ahead_of_time.why_not(config, host)
+  why = aot_gpu.why_not(config, host)
   assert why is not None
   assert "no host's memory" in why
   with pytest.raises(
     UserError, match=r"topology=h200-1: optimizer_memory_host_offload = true: [^\n]*\n  fix: machine_code=false"
   ):
-    gpus_ahead_of_time.compile_step(config, host)
+    aot_gpu.compile_step(config, host)
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from maxtext_like.training.goodput import PHASES
-from maxtext_like.training.sinks.curves import labels, linear_ticks, log_labels, log_ticks, step_ticks
-from maxtext_like.training.sinks.report import render
+from maxtext_like.training.loop.goodput import PHASES
+from maxtext_like.training.run.report import render
+from maxtext_like.training.run.report_curves import labels, linear_ticks, log_labels, log_ticks, step_ticks
 
 ROW = {"loss": 2.5, "grad_norm": 1.0, "tokens": 10, "tokens_per_second": 1234.5, "step_seconds": 0.25}
 

@@ -16,7 +16,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training.first_look import first_look
+from maxtext_like.training.run.preflight import first_look
 from maxtext_like.training.sinks import run_files
 from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.sinks.trackers import MLflow, Tracked, WeightsAndBiases, trackers
@@ -110,7 +110,7 @@ def test_a_package_that_is_not_there_is_refused_before_anything_begins(monkeypat
 
 def test_neither_is_loaded_unless_a_row_is_for_it():
   code = (
-    "import sys, maxtext_like.training.run\nfrom maxtext_like.training.sinks import trackers\n"
+    "import sys, maxtext_like.training.run.run\nfrom maxtext_like.training.sinks import trackers\n"
     "assert trackers.trackers(__import__('types').SimpleNamespace(wandb_project='p', mlflow_experiment='e'), None)\n"
     "assert not {'wandb', 'mlflow'} & sys.modules.keys()"
   )

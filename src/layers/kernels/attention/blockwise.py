@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_like.layers.attention.masks import Keys, Tokens, causal_mask, masked_fill, same_document, same_image
+from maxtext_like.layers.attention.soft_cap import capped_scores, slope
+from maxtext_like.layers.attention.sparse_attention_tiles import cut, joined
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
-from maxtext_like.layers.masks import Keys, Tokens, causal_mask, masked_fill, same_document, same_image
 from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.query_tiles import cut, joined
-from maxtext_like.layers.soft_cap import capped_scores, slope
 
 TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
 

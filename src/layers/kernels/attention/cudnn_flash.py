@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, whole_rows
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rules import Rules
+from maxtext_like.layers.sharding_rules import Rules
 
 _LANES = 128
 

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.kernels.float16_range import power_of_two
-from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import by_head
-from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.sharding_rules import RULES, Rules
 
 if TYPE_CHECKING:
   from maxtext_like.layers.kernels.attention.mosaic.backward import Plan

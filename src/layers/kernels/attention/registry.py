@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
   import jax
 
-  from maxtext_like.layers.masks import Tokens
+  from maxtext_like.layers.attention.masks import Tokens
   from maxtext_like.layers.precision import Precision
-  from maxtext_like.layers.rules import Rules
+  from maxtext_like.layers.sharding_rules import Rules
 
 Name = Literal["splash", "cudnn_flash", "mosaic_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -193,9 +193,9 @@ def attend(
     [B, T, N, V] in ``dtype``; zeros for padding. Of causal rows known to be one document, padding has what it makes of the
     tokens before it, and the block zeroes that where it costs nothing (``Tokens.real``).
   """
-  from maxtext_like.layers import context_parallel
-  from maxtext_like.layers.masks import Tokens
-  from maxtext_like.layers.rules import RULES
+  from maxtext_like.layers.attention import context_parallel
+  from maxtext_like.layers.attention.masks import Tokens
+  from maxtext_like.layers.sharding_rules import RULES
 
   rules = rules or RULES
   # Keys and values that a layer borrows may come from one of another dtype.

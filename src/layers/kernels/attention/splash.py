@@ -10,10 +10,10 @@ B batch, T position, N query heads, K key-value heads, H head.
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, whole_rows
-from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.partition import by_head
-from maxtext_like.layers.rules import RULES, Rules
+from maxtext_like.layers.sharding_rules import RULES, Rules
 
 _LANES = 128
 # Largest tile: 1024 is as good for heads of 256, but for heads of 512 the backward kernel would outgrow vector memory.

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from equations import named
 
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.blockwise import blockwise_attention
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, attend, choose
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 
 B, T, N, K, H, V = 2, 150, 4, 2, 6, 5

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.kernels.attention.registry import Name, attend
-from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 
 B, T, N, K, H = 2, 24, 4, 2, 12

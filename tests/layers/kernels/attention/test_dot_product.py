@@ -9,9 +9,9 @@ import pytest
 from equations import dtypes, equations
 from written_out import attention, causal
 
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import attend
-from maxtext_like.layers.masks import Tokens
 from maxtext_like.layers.precision import Precision
 
 RNG = np.random.default_rng(0)

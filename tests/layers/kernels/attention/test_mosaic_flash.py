@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention import mosaic_flash
 from maxtext_like.layers.kernels.attention.mosaic.backward import plan
 from maxtext_like.layers.kernels.attention.mosaic_flash import mosaic_flash_attention, stretches
 from maxtext_like.layers.kernels.attention.registry import attend, choose
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.remat import remat
-from maxtext_like.layers.rope import RopeConfig
-from maxtext_like.numerics.kernel_test import (
+from maxtext_like.numerics.attention_selfcheck import (
   _arguments,
   _both_ways,
   _judge,

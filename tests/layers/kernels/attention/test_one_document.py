@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.layers.attention import AttentionConfig
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.attention.indexer import IndexerConfig
+from maxtext_like.layers.attention.masks import Tokens, zeroed
+from maxtext_like.layers.attention.mla import MLAConfig
+from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.block import Block, BlockConfig
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.indexer import IndexerConfig
 from maxtext_like.layers.kernels.attention.registry import Name, attend
-from maxtext_like.layers.masks import Tokens, zeroed
-from maxtext_like.layers.mla import MLAConfig
 from maxtext_like.layers.mlp import MLPConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.rope import RopeConfig
 
 B, T, N, K, H = 3, 520, 4, 2, 6
 LENGTHS = (T, 301, 0)  # a full row, one with padding behind, one of padding alone

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.splash import splash_attention
-from maxtext_like.layers.masks import Tokens, attention_mask
 from maxtext_like.layers.precision import Precision
 from tests.processes import environment
 
@@ -67,7 +67,7 @@ def test_values_and_gradients_are_those_of_attention_written_out(T, window, with
 
 _ON_A_MESH = """
 import jax, jax.numpy as jnp, numpy as np
-from maxtext_like.layers.masks import Tokens
+from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 
 def fused(x, segments):

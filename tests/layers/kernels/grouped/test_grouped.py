@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.layers.kernels.grouped import pallas_tpu, registry
-from maxtext_like.layers.kernels.grouped.registry import NAMES, Case, choose, kernel
-from maxtext_like.layers.kernels.grouped.tiles import tile_rows
+from maxtext_like.layers.kernels.grouped_matmul import pallas_tpu, registry
+from maxtext_like.layers.kernels.grouped_matmul.registry import NAMES, Case, choose, kernel
+from maxtext_like.layers.kernels.grouped_matmul.tiles import tile_rows
 
 SIZES = {
   "uneven": [3, 9, 1, 20, 4],
@@ -216,12 +216,12 @@ def test_sums_are_not_rounded(name, dtype):
 
 _FOR_A_TPU = """
 import sys
-from maxtext_like.training.ahead_of_time import prepare_environment
+from maxtext_like.capacity.aot_tpu import prepare_environment
 prepare_environment()
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
-from maxtext_like.layers.kernels.grouped.registry import kernel
+from maxtext_like.layers.kernels.grouped_matmul.registry import kernel
 product = kernel("pallas_tpu").run
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
 mesh = jax.sharding.Mesh(np.array(devices), "x")

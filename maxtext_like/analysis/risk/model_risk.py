@@ -1,0 +1,253 @@
+"""The sizes of every risky quantity of a decoder, from its weights: walks the model and bounds what each product can become.
+
+The equations are those of ``maxtext_like.layers``; ``risk_bounds`` holds the mathematics, ``risk`` the judgement. What is a
+family's own, its layers and towers, is in ``models/<family>/risk.py``.
+
+D model, N query heads, K key-value heads, H head, F hidden, E experts, P per-layer part.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk.bounds import Signal
+from maxtext_like.analysis.risk.parameters import Parameters, Reader
+from maxtext_like.config.model import ModelConfig
+from maxtext_like.errors import UserError
+from maxtext_like.layers.attention.attention import AttentionConfig
+from maxtext_like.layers.block import Block, BlockConfig
+from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.mlp import MLPConfig
+from maxtext_like.layers.moe.moe import MoEConfig
+from maxtext_like.layers.norms import NormConfig
+from maxtext_like.layers.precision import Precision
+from maxtext_like.models.registry import FAMILIES
+
+
+@dataclass(frozen=True)
+class Site:
+  """One quantity of one place.
+
+  Attributes:
+    place: as ``layers.3``, ``layers.3.moe.experts.17``, ``vision.layers.0``; ``model`` outside the layers.
+    quantity: one of ``risk.QUANTITIES``.
+    bound: what no magnitude exceeds, whatever the tokens are.
+    expected: the median of the largest magnitude over the tokens, for random normed inputs.
+  """
+
+  place: str
+  quantity: str
+  bound: float
+  expected: float
+
+
+@dataclass
+class Sizes:
+  """The walk: what is found, and what later layers need of earlier ones.
+
+  Attributes:
+    u, u_residual: unit roundoff of the dtypes of activations and of the residual stream.
+    tokens: draws that an expected maximum is taken over.
+    sites: what was found.
+    donors: scales of the key norm and the values of the layers that share theirs, by name.
+  """
+
+  u: float
+  u_residual: float
+  tokens: int
+  sites: list[Site] = field(default_factory=list)
+  donors: dict[str, tuple[np.ndarray, Signal]] = field(default_factory=dict)
+
+  def add(self, place: str, quantity: str, bound: float, expected: float) -> None:
+    self.sites.append(Site(place, quantity, float(bound), float(min(bound, expected))))
+
+  def put(self, place: str, quantity: str, signal: Signal) -> Signal:
+    """Notes a signal and hands it back."""
+    self.add(place, quantity, np.max(signal.bounds()), bounds.expected_peak(signal.std, self.tokens, signal.offset))
+    return signal
+
+  def put_biased(self, place: str, quantity: str, before: Signal, bias: np.ndarray) -> Signal:
+    """Notes a product and what it is with its bias, whichever is larger; hands back the latter."""
+    after = before.plus(bias, self.u)
+    expected = max(bounds.expected_peak(s.std, self.tokens, s.offset) for s in (before, after))
+    self.add(place, quantity, max(np.max(s.bounds()) for s in (before, after)), expected)
+    return after
+
+  def put_product(self, place: str, gate: Signal, up: Signal, hidden: Signal) -> None:
+    expected = bounds.expected_product_peak(gate.moment(), up.moment(), self.tokens)
+    self.add(place, "product", np.max(hidden.bounds()), expected)
+
+  def put_scores(
+    self, place: str, bound: float, std: np.ndarray, scale: float, *, heads: int = 1, soft_cap: float | None = None
+  ) -> None:
+    """q.k as multiplied, and the scores that the softmax sees."""
+    expected = bounds.expected_peak(std, float(heads) * self.tokens**2)
+    self.add(place, "q.k", bound, expected)
+    self.add(place, "scores", *self.capped(bound * abs(scale) * (1 + self.u), expected * abs(scale), soft_cap))
+
+  def capped(self, bound: float, expected: float, cap: float | None) -> tuple[float, float]:
+    """A bound and an expected size under a soft cap, which is rounded three times."""
+    return (bound, expected) if cap is None else (min(cap * (1 + self.u) ** 3, bound), cap * math.tanh(expected / cap))
+
+  def norm(self, place: str, p: Parameters, name: str, c: NormConfig) -> Signal:
+    """A norm of the stream."""
+    return self.put(f"{place}.{name}", "norm", bounds.normed_by(c, p.scale(name, plus_one=c.scale_plus_one), self.u))
+
+  def mlp(self, place: str, p: Parameters, x: Signal, activation: str, lead: tuple[int, ...] = ()) -> Signal:
+    """down(act(gate(x)) * up(x))."""
+    gate = self.put(place, "gate", bounds.through(x, p.columns("gate", lead=lead), self.u))
+    up = self.put(place, "up", bounds.through(x, p.columns("up", lead=lead), self.u))
+    hidden = bounds.gated(gate, up, activation, self.u)
+    self.put_product(place, gate, up, hidden)
+    return self.put(place, "down", bounds.through(hidden, p.columns("down", lead=lead), self.u))
+
+  def moe(self, place: str, p: Parameters, c: MoEConfig, x: Signal) -> Signal:
+    """Router, experts and shared experts; of the experts the worst of each quantity is kept."""
+    if c.router_norm:
+      scale = p.vector("router", "scale") * c.emb_dim**-0.5
+      router_in = bounds.normed(scale, self.u, roundings=3)
+    else:
+      router_in = x
+    per_expert = np.full(c.num_experts, c.routed_scaling_factor)
+    if c.per_expert_scale:
+      per_expert = np.abs(p.vector("router", "per_expert_scale"))
+    self.put(place, "router logits", bounds.through(router_in, p.columns("router", "kernel"), self.u))
+    outer, self.sites = self.sites, []
+    outs = [self.mlp(f"{place}.experts.{e}", p.part("experts"), x, c.activation, (e,)) for e in range(c.num_experts)]
+    found, self.sites = self.sites, outer
+    for quantity in ("gate", "up", "product", "down"):
+      of_all = [site for site in found if site.quantity == quantity]
+      worst = max(of_all, key=lambda site: site.expected)
+      self.add(worst.place, quantity, max(site.bound for site in of_all), worst.expected)
+    out = self._combined(c, outs, per_expert)
+    if c.shared_experts:
+      out = out.added(self.mlp(f"{place}.shared", p.part("shared"), x, c.activation), self.u)
+    return self.put(place, "experts output", out)
+
+  def _combined(self, c: MoEConfig, outs: list[Signal], per_expert: np.ndarray) -> Signal:
+    """The weighted sum over the chosen experts: weights sum to 1 at most, or each is 1 at most."""
+    k = c.num_experts_per_tok
+    sizes = np.stack([out.bounds() for out in outs]) * per_expert[:, None]
+    stds = np.sqrt(np.mean(np.square(np.stack([out.std for out in outs]) * per_expert[:, None]), axis=0))
+    if c.router == "softmax" or c.norm_topk_prob:
+      size, std = sizes.max(axis=0), stds / math.sqrt(k)
+    else:
+      size, std = np.sort(sizes, axis=0)[-k:].sum(axis=0), stds * math.sqrt(k) / 2
+    return Signal(size * (1 + self.u) ** 3, std)
+
+  def pre_norm_block(
+    self, place: str, p: Parameters, c: BlockConfig, x: Signal, mixer: Callable[[Parameters, Signal], Signal]
+  ) -> Signal:
+    """A layer whose parts join the stream as they are: an MLP or experts after ``mixer``, of its parameters and input."""
+    y = self.norm(place, p, "pre_attention_norm", c.norm)
+    x = x.added(mixer(p.part("attention"), y), self.u_residual)
+    y = self.norm(place, p, "pre_mlp_norm", c.norm)
+    if isinstance(c.ffn, MLPConfig):
+      out = self.mlp(f"{place}.mlp", p.part("mlp"), y, c.ffn.activation)
+    else:
+      out = self.moe(f"{place}.moe", p.part("moe"), c.ffn.experts, y)
+    return self.put(place, "residual", x.added(out, self.u_residual))
+
+  def attention(self, place: str, p: Parameters, c: AttentionConfig, x: Signal) -> Signal:
+    """Grouped attention with normed queries and keys."""
+    self.put(place, "q", bounds.through(x, p.columns("q"), self.u))
+    assert c.norm is not None, "the bound of the scores is that of normed queries and keys"
+    q_scale = p.scale("q_norm", plus_one=c.norm.scale_plus_one)
+    if c.borrows:
+      k_scale, values = self.donors[c.borrows]
+    else:
+      k = self.put(place, "k", bounds.through(x, p.columns("k"), self.u))
+      k_scale = p.scale("k_norm", plus_one=c.norm.scale_plus_one)
+      values = k if c.value_is_key else self.put(place, "v", bounds.through(x, p.columns("v"), self.u))
+      if c.value_norm:
+        values = bounds.heads(bounds.normed(np.ones(c.head_dim), self.u), c.num_kv_heads)
+      if c.lends:
+        self.donors[c.lends] = (k_scale, values)
+    bound, std = bounds.normed_scores(q_scale, k_scale, self.u, roundings=2 if c.norm.round_before_scale else 1)
+    self.put_scores(place, bound, np.array([std]), c.scale, heads=c.num_query_heads, soft_cap=c.soft_cap)
+    group = c.num_query_heads // c.num_kv_heads
+    index = np.repeat(np.arange(c.num_kv_heads * c.head_dim).reshape(c.num_kv_heads, -1), group, axis=0).reshape(-1)
+    # Probabilities make a value a convex combination of those of the keys, rounded twice.
+    spread = Signal(values.scale[index], values.std[index], values.group, values.radius).grown((1 + self.u) ** 3)
+    return self.put(place, "attention output", bounds.through(spread, p.columns("o", inputs=2), self.u))
+
+
+@dataclass(frozen=True)
+class Formula:
+  """How a family's numbers grow: the ``RISK`` of ``models/<family>/risk.py``.
+
+  Attributes:
+    layer: (walk, place, parameters, layer, stream before it, its own input) to the stream after it.
+    tower: (walk, parameters, configuration, precision) to the features as they enter the decoder; None: there is no tower.
+  """
+
+  layer: Callable[[Sizes, str, Parameters, Block, Signal, Signal | None], Signal]
+  tower: Callable[[Sizes, Parameters, Any, Precision], Signal] | None = None
+
+
+def measure(model: ModelConfig, decoder: Decoder, read: Reader, tokens: int) -> list[Site]:
+  """Every site of a decoder, in the order of the model.
+
+  Args:
+    model: its configuration; the family has the formula.
+    decoder: the model in its precision; the dtype of activations decides how much rounding adds to a bound.
+    read: its parameters.
+    tokens: that an expected maximum is taken over.
+
+  Raises:
+    NonFiniteError: a parameter that is not finite.
+    UserError: nobody has written down the family's formula.
+  """
+  formula = FAMILIES[model.decoder_block].risk
+  if formula is None:
+    raise UserError(
+      f"risk: nobody has written down how large numbers become in decoder_block {model.decoder_block}\n"
+      "  fix: look at a step of it: maxtext-like xray (maxtext_like.xray_step in Python) with this checkpoint"
+    )
+  u, u_residual = (bounds.UNIT_ROUNDOFF[dtype] for dtype in (decoder.precision.dtype, decoder.precision.residual))
+  sizes = Sizes(u, u_residual, tokens)
+  p, c = Parameters(decoder, read), decoder.cfg
+  peak, rms = p.row_peaks("embedding", "table")
+  root = c.embedding.emb_dim**0.5 if c.embedding.scale_by_sqrt_dim else 1.0
+  x = Signal(peak * root, rms * root).grown((1 + sizes.u) ** 3)
+  sizes.put("model", "embedding", x)
+  if c.vision is not None:
+    assert formula.tower is not None, "the family that builds towers has a formula for them"
+    image = formula.tower(sizes, p.part("vision"), c.vision, decoder.precision)
+    x = Signal(np.maximum(x.bounds(), image.bounds()), np.maximum(x.std, image.std))
+  per_layer = _per_layer_inputs(sizes, p.part("ple"), decoder) if c.per_layer_input else None
+  for number, layer in enumerate(decoder.layers):
+    own = None if per_layer is None else per_layer.channels(_columns_of(decoder, number))
+    x = formula.layer(sizes, f"layers.{number}", p.layer(number), layer, x, own)
+  last = bounds.normed_by(c.norm, p.scale("final_norm", plus_one=c.norm.scale_plus_one), sizes.u)
+  sizes.put("model", "norm", last)
+  table = (w.T for w in p.rows("embedding", "table")) if c.tied else p.columns("head", "kernel")
+  logits = sizes.put("model", "logits", bounds.through(last, table, sizes.u))
+  if c.final_soft_cap is not None:
+    sizes.add(
+      "model", "capped logits", *sizes.capped(float(np.max(logits.bounds())), sizes.sites[-1].expected, c.final_soft_cap)
+    )
+  return sizes.sites
+
+
+def _columns_of(decoder: Decoder, number: int) -> slice:
+  assert decoder.cfg.per_layer_input is not None
+  width = decoder.cfg.per_layer_input.width
+  return slice(number * width, (number + 1) * width)
+
+
+def _per_layer_inputs(sizes: Sizes, p: Parameters, decoder: Decoder) -> Signal:
+  """The inputs of all layers, [L * P] channels: a normed projection of the embedding plus a row of a table."""
+  c = decoder.cfg.per_layer_input
+  assert c is not None
+  peak, rms = p.row_peaks("table")
+  identity = Signal(peak * c.width**0.5, rms * c.width**0.5).grown((1 + sizes.u) ** 3)
+  context = bounds.heads(bounds.normed(p.scale("norm"), bounds.UNIT_ROUNDOFF["float32"]), c.num_layers)
+  both = identity.added(context, bounds.UNIT_ROUNDOFF["float32"]).times(2.0**-0.5)
+  # The row alone is held in the dtype of activations too.
+  sizes.put("model", "per-layer row", identity)
+  return sizes.put("model", "per-layer input", both.grown(1 + sizes.u))

@@ -1,0 +1,266 @@
+"""A checkpoint on given arrays, with everything that transformers can be compared on.
+
+B batch, T position, D model, V vocabulary, E experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.api.arguments import Saved, place_of, words
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  import numpy as np
+
+  from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig
+  from maxtext_like.checkpoint.huggingface.weights import Weights
+  from maxtext_like.config.load import Loaded
+  from maxtext_like.config.schema import Config
+  from maxtext_like.layers.decoder import Decoder
+  from maxtext_like.models.model import Model
+
+
+@dataclass(frozen=True)
+class Outputs:
+  """What a model makes of arrays.
+
+  Attributes:
+    arrays: by name, float32 unless they are indices: "logits", "loss" with labels, "hidden.layerNN", "router.layerNN.*", ...;
+      in float16 "rescued"; with gradients "grad_global_norm" and "grad.<name of the parameter in transformers>".
+    notes: on what was not used, and the kernels.
+  """
+
+  arrays: "dict[str, np.ndarray]"
+  notes: tuple[str, ...]
+
+
+def forward(
+  checkpoint: str | Path | Saved,
+  inputs: "str | Path | Mapping[str, Any]",
+  *overrides: str,
+  gradients: bool = False,
+  **keys: Any,
+) -> Outputs:
+  """Runs a checkpoint on arrays. With ``dtype=float32``, ``matmul_precision`` is highest unless it is given.
+
+  Args:
+    checkpoint: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache; or a run,
+      or one of its checkpoints: of an adapter, with the weights below it and the adapter added.
+    inputs: an .npz file, or its arrays: input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask,
+      position_ids, segment_ids; with images pixel_values, token_type_ids or mm_token_type_ids [B, T], and Gemma 4's
+      image_position_ids.
+    overrides: words laid over the configuration.
+    gradients: of the loss, as well; needs labels.
+    keys: values laid over the configuration.
+
+  Raises:
+    UserError: anything wrong with the checkpoint, the inputs or the overrides.
+  """
+  import numpy as np
+
+  from maxtext_like.checkpoint.huggingface.inputs import make_batch, read_arrays
+  from maxtext_like.checkpoint.weight_sources import find_step
+
+  given, place = words(overrides, keys, forward), place_of(checkpoint, "checkpoint")
+  if isinstance(inputs, str | Path):
+    arrays, named = read_arrays(Path(inputs).expanduser()), str(inputs)
+  else:
+    named = "inputs"
+    try:
+      arrays = {name: np.asarray(x) for name, x in inputs.items()}
+    except (AttributeError, ValueError) as error:
+      raise UserError(
+        f'{named}: no arrays by name: {error}\n  fix: as {{"input_ids": [[5, 6, 7], [8, 9, 10]]}}, rows of one length'
+      ) from None
+  step = None if (place / "config.json").is_file() else find_step(place)
+  loaded, weights = _open_hugging_face(place, given, arrays) if step is None else _open_step(step, given)
+  model = loaded.config.model
+  lookup = weights.decoder.cfg.lookup
+  read = make_batch(arrays, named, vocab_size=model.vocab_size, lookup=lookup, vision=loaded.config.vision)
+  if gradients and "targets" not in read.batch:
+    raise UserError(f"{named}: gradients needs labels, which are missing")
+  kernels = _settle_kernels(weights, loaded, read.batch)
+  outputs = evaluator(weights, loaded.config, gradients=gradients)(weights.load(), read.batch)
+  unused = [f"{named}: not used: {', '.join(read.unused)}"] if read.unused else []
+  return Outputs(outputs, (*loaded.notes, *weights.notes, *kernels, *unused))
+
+
+@dataclass
+class StepWeights:
+  """The weights of a step of ours, as ``Weights`` are those of a Hugging Face checkpoint.
+
+  Attributes:
+    decoder: the model.
+    model: the same on its device.
+    step: where they are.
+    exact: an adapter is added in float32, whatever the weights are stored in.
+    notes: remarks about the weights; complete once they are loaded.
+  """
+
+  decoder: "Decoder"
+  model: "Model"
+  step: Path
+  exact: bool = False
+  notes: tuple[str, ...] = ()
+
+  def load(self) -> Any:
+    """The parameters, an adapter added to those below it. Raises UserError, NonFiniteError."""
+    from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
+    from maxtext_like.checkpoint.read_weights import read_merged, read_weights
+    from maxtext_like.checkpoint.store import manifest
+
+    stored = manifest.read(self.step)
+    stored_in = self.model.config.precision.weight_dtype
+    if not (self.exact and stored_in != "float32" and self.model.base is None and holds_adapter_alone(stored)):
+      return read_weights(self.step, self.model)
+    params, _ = read_merged(self.step, stored, self.model, "float32")
+    self.notes += (f"the adapter is added in float32 to weights of {stored_in}; weight_dtype={stored_in} would round the sums",)
+    return params
+
+  def in_transformers(self, tree: dict) -> "Iterator[tuple[str, np.ndarray]]":
+    """Arrays of a tree like the parameters by transformers' names."""
+    from maxtext_like.checkpoint.huggingface.weights import in_transformers
+
+    config = self.model.config
+    return in_transformers(self.decoder, config.model.decoder_block, tree, nested=config.vision.use_multimodal)
+
+
+def _open_hugging_face(place: Path, given: list[str], arrays: "Mapping[str, np.ndarray]") -> "tuple[Loaded, Weights]":
+  from maxtext_like.checkpoint.huggingface.config import read_config
+  from maxtext_like.checkpoint.huggingface.inputs_vision import has_images
+  from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
+
+  shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
+  # The tower is read where there are images for it, unless an override has a say.
+  tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
+  # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
+  config, loaded = load_checkpoint_config(place, [*tower, *given], length=max(shape[1], 2) if len(shape) == 2 else None)
+  return loaded, open_weights(place, config, loaded)
+
+
+def _open_step(step: Path, given: list[str]) -> "tuple[Loaded, StepWeights]":
+  import jax
+
+  from maxtext_like.checkpoint.store import manifest
+  from maxtext_like.checkpoint.store.stored_config import load_stored
+  from maxtext_like.models.model import make_model
+  from maxtext_like.sharding.mesh import make_mesh
+
+  try:
+    loaded = load_stored(manifest.read(step).config, str(step), given)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  model = make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
+  # The stored configuration has every key, so only a word that was given has another origin.
+  chosen = not loaded.origins["precision.weight_dtype"].startswith(("configs/base.yml", str(loaded.path)))
+  return loaded, StepWeights(_decoder(loaded), model, step, exact=loaded.config.precision.dtype == "float32" and not chosen)
+
+
+def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded") -> "Weights":
+  """The checkpoint's weights matched against the decoder that the configuration describes."""
+  from maxtext_like.checkpoint.huggingface.weights import Weights
+
+  return Weights(checkpoint, _decoder(loaded), config)
+
+
+def _decoder(loaded: "Loaded") -> "Decoder":
+  """The model of a configuration, whose float32 is whole unless a word says otherwise."""
+  import dataclasses
+
+  import jax
+
+  from maxtext_like.models.build import build_decoder, precision_of
+
+  settings, training = loaded.config.precision, loaded.config.training
+  precision = precision_of(settings)
+  origin = loaded.origins["precision.matmul_precision"]
+  if precision.dtype == "float32" and origin.startswith(("configs/base.yml", str(loaded.path))):  # a step has every key
+    precision = dataclasses.replace(precision, matmul_precision="highest")
+  return build_decoder(
+    loaded.config.model,
+    precision,
+    layer_precision=settings.layer_precision,
+    vision=loaded.config.vision,
+    scan_layers=training.scan_layers,
+    remat_policy=training.remat_policy,
+    attention=training.attention,
+    platform=jax.default_backend(),
+  )
+
+
+def _settle_kernels(weights: "Weights | StepWeights", loaded: "Loaded", batch: dict[str, "np.ndarray"]) -> list[str]:
+  """Gives the decoder the attention kernels that pass their self-test here; returns what each fused one came to."""
+  import jax
+
+  from maxtext_like.models.attention_kernels import settle
+
+  patches = None
+  if "pixel_values" in batch:
+    positions = batch.get("image_position_ids")
+    patches = loaded.config.vision.patches if positions is None else positions.shape[-2]
+  weights.decoder, uses = settle(
+    weights.decoder,
+    length=batch["tokens"].shape[1],
+    images="token_types" in batch,
+    patches=patches,
+    segments="segments" in batch,
+    device=jax.local_devices()[0],
+    cache=loaded.config.logging.compilation_cache_dir,
+  )
+  return [f"attention: {use}" for use in uses if use.worth_telling]
+
+
+def evaluator(
+  weights: "Weights | StepWeights", config: "Config", *, gradients: bool, compiler_options: dict | None = None
+) -> Callable[[dict, dict[str, "np.ndarray"]], dict[str, "np.ndarray"]]:
+  """A function of parameters and a batch to outputs by the names of ``DESCRIPTION``; compiled once for batches of one shape.
+
+  Args:
+    weights: checkpoint and decoder.
+    config: of the run; its ``module_api`` is the face that is called.
+    gradients: of the loss as well; the batch then needs "targets".
+    compiler_options: of XLA.
+  """
+  import jax
+  import numpy as np
+
+  from maxtext_like.api.forward_layer import ForwardLayer
+  from maxtext_like.training.step.module_api import make_apply
+
+  layer = ForwardLayer(weights.decoder, padding_idx=config.model.pad_token_id)
+  apply = make_apply(layer, config.training.module_api)
+  program = jax.jit(jax.value_and_grad(apply, has_aux=True) if gradients else apply, compiler_options=compiler_options)
+
+  def evaluate(params: dict, batch: dict[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:
+    result = jax.device_get(program(params, batch))
+    outputs, grads = (result[0][1], result[1]) if gradients else (result[1], None)
+    outputs = _packed_images(outputs)
+    named = {name: _plain(name, array) for name, array in outputs.items()}
+    if grads is not None:
+      squares = 0.0
+      for name, gradient in weights.in_transformers(grads):
+        named[f"grad.{name}"] = gradient.astype(np.float32)
+        squares += float(np.sum(np.square(gradient.astype(np.float64))))
+      named["grad_global_norm"] = np.asarray(np.sqrt(squares), np.float32)
+    return named
+
+  return evaluate
+
+
+def _packed_images(outputs: dict[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:
+  """Gemma 4's image tokens as transformers has them, one image after the other without padding: [tokens, ...]."""
+  outputs = dict(outputs)
+  valid = outputs.pop("vision.valid", None)
+  if valid is not None and "vision.pooled" in outputs:
+    outputs |= {name: outputs[name][valid] for name in ("vision.tower_out", "vision.projected")}
+  return outputs
+
+
+def _plain(name: str, array: "np.ndarray") -> "np.ndarray":
+  """float32, or int32 for indices; the router's rows are tokens, as transformers has them: [B * T, ...]."""
+  import numpy as np
+
+  array = array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)
+  return array.reshape(-1, array.shape[-1]) if name.startswith("router.") else array

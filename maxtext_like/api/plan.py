@@ -1,0 +1,135 @@
+"""What a train step needs and takes at least on machines that are not here, by arithmetic: ``compile_step`` in seconds."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.api.arguments import words
+from maxtext_like.api.compile import columns, host_rows, run_rows, size_words, work_rows
+from maxtext_like.api.configuration import load_config
+from maxtext_like.capacity.topologies import Topology, find_machine
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.capacity.plan import Plan
+
+SHOWN = 5  # of what a search found
+
+
+@dataclass(frozen=True)
+class Planned:
+  """The table of a step by arithmetic. As text: the table, and of a search the best.
+
+  Attributes:
+    plan: of the configuration.
+    found: of a search: plans that fit, best bound first; None: nothing was searched.
+  """
+
+  plan: "Plan"
+  found: "tuple[Plan, ...] | None" = None
+
+  @property
+  def fits(self) -> bool:
+    """Whether the configuration fits, by this arithmetic."""
+    return self.plan.fits
+
+  def __str__(self) -> str:
+    from maxtext_like.capacity.aot_tpu import Work
+    from maxtext_like.sharding.mesh import in_words
+
+    p = self.plan
+    parts = ", ".join(f"{name} {size_words(size)}" for name, size in p.classes.items() if size >= 1 << 20)
+    limit = "" if p.limit is None else f" of {size_words(p.limit)} ({p.bytes / p.limit:.0%})"
+    rows = [
+      *run_rows(p.config, p.parameters, "device"),
+      ("topology", f"{p.target.name}, {p.target.devices} devices, mesh {in_words(p.mesh)}"),
+      ("memory", f"{size_words(p.bytes)}{limit} a device: {parts}"),
+      *host_rows(p.host, "device"),
+      *work_rows(
+        Work(
+          flops=p.flops, model_flops=p.model_flops, memory_bytes=int(p.memory_bytes), transfers=p.transfers, roofline=p.roofline
+        )
+      ),
+      *([] if p.roofline else [("at least", "not known: this device is in no table of speeds")]),
+      ("by arithmetic", "nothing was compiled; transfers of layers count as hidden, which xla_flags=all or a GPU makes them"),
+      ("verdict", "nobody knows what there is" if p.limit is None else "fits" if p.fits else "does not fit"),
+    ]
+    if self.found is not None:
+      rows += [("search", "nothing fits")] if not self.found else []
+      rows += [("search" if i == 0 else "", _in_a_line(found, p)) for i, found in enumerate(self.found[:SHOWN])]
+    return columns(rows)
+
+  def to_json(self) -> dict[str, Any]:
+    """The table, and what a search found."""
+    found = None if self.found is None else [_plan_json(p) for p in self.found]
+    return _plan_json(self.plan) | {"found": found}
+
+
+def _plan_json(p: "Plan") -> dict[str, Any]:
+  t = p.config.training
+  return {
+    "model": p.config.model.model_name,
+    "topology": {"name": p.target.name, "devices": p.target.devices},
+    "mesh": p.mesh,
+    "per_device_batch_size": t.per_device_batch_size,
+    "remat_policy": t.remat_policy,
+    "remat_offload": t.remat_offload,
+    "classes": p.classes,
+    "host_bytes": p.host,
+    "bytes": p.bytes,
+    "limit": p.limit,
+    "flops": p.flops,
+    "model_flops": p.model_flops,
+    "memory_bytes": p.memory_bytes,
+    "transfers": [asdict(x) for x in p.transfers],
+    "roofline": None if p.roofline is None else asdict(p.roofline),
+    "fits": p.fits,
+  }
+
+
+def _in_a_line(p: "Plan", configured: "Plan") -> str:
+  t, mesh = p.config.training, vars(p.config.mesh)
+  axes = [f"{name}={size}" for name, size in mesh.items() if name.endswith("_parallelism") and size != 1]
+  offload = [f"remat_offload={t.remat_offload}"] if t.remat_offload != configured.config.training.remat_offload else []
+  values = [f"per_device_batch_size={t.per_device_batch_size}", f"remat_policy={t.remat_policy}", *offload, *axes]
+  bound = "" if p.roofline is None else f", at most {p.roofline.mfu:.1%} MFU by {p.roofline.binds}"
+  return f"{' '.join(values)}: {size_words(p.bytes)}{bound}"
+
+
+def plan(
+  config: "Configuration",
+  *overrides: str,
+  topology: str | None = None,
+  memory: str | None = None,
+  num_slices: int = 1,
+  search: bool = False,
+  **keys: Any,
+) -> Planned:
+  """The table that ``compile_step`` makes, from arithmetic on shapes: memory by class, products, transfers, bounds. In seconds.
+
+  Args:
+    config: a name, a path, or what ``load_config`` returned.
+    overrides: words laid over it.
+    topology: a slice, as "v6e-32", GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2", or CPU devices, as
+      "cpu-8", whose speed is not known.
+    memory: memory of a GPU or CPU device, such as "24GB", instead of the table's value; without a topology, one GPU of any
+      kind.
+    num_slices: of TPUs: how many such slices.
+    search: also tries meshes, rows a device and remat policies; what fits comes back, best bound first.
+    keys: values laid over it.
+
+  Raises:
+    UserError: no such topology, a mesh that does not fit it.
+  """
+  given = words(overrides, keys, plan)
+  target = find_machine(topology, memory, cpus=True)
+  if isinstance(target, Topology):
+    if num_slices < 1:
+      raise UserError(f"plan: num_slices={num_slices}\n  fix: 1 or more")
+    target = replace(target, slices=num_slices)
+  elif num_slices != 1:
+    raise UserError(f"plan: num_slices={num_slices} is for TPUs, {target.name} is not\n  fix: leave it out")
+  c = load_config(config, *given).config
+  from maxtext_like.capacity import plan as by_arithmetic
+
+  return Planned(by_arithmetic.plan(c, target), tuple(by_arithmetic.search(c, target)) if search else None)

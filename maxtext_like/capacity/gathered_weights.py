@@ -1,0 +1,88 @@
+"""The weights that a device fetches from others before it multiplies by them, from shapes and shardings."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.partition import axes_of
+from maxtext_like.layers.sharding_rules import GATHERED
+from maxtext_like.layers.tpu_layout import ROWS, filled
+from maxtext_like.models.adapter import model_path
+from maxtext_like.models.naming import path_keys
+from maxtext_like.training.step.program import TrainProgram
+
+TABLE = "table"
+"""The part of ``Fetched`` that makes logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+  """A weight that is split over devices which multiply by all of it; of a stacked one, one layer.
+
+  Attributes:
+    part: "stack_0/7/layer_3/mlp": of what it is, the row between; or ``TABLE``.
+    axes: mesh axes that it is split over, and fetched from.
+    ways: their devices.
+    numbers: of the whole.
+    bytes: of it in ``dtype``, or as it is stored where that is no floating point.
+    arriving: bytes in which it comes where the parts fill no tiles and are put together once they are here; else 0.
+    trained: it has a gradient.
+    experts: a kernel multiplies it, and makes its gradient.
+  """
+
+  part: str
+  axes: tuple[str, ...]
+  ways: int
+  numbers: int
+  bytes: int
+  arriving: int
+  trained: bool
+  experts: bool
+
+
+def fetched(program: TrainProgram) -> list[Fetched]:
+  """The weights that lie split to save memory alone, or over devices that have rows of their own."""
+  mesh, params = program.model.mesh, program.abstract_state["params"]
+  item = jnp.dtype(program.config.precision.dtype).itemsize
+  head = "embedding" if program.model.decoder.cfg.tied else "head"
+  trained = jax.tree_util.tree_leaves_with_path(program.selection.split(params)[0])
+  taught = {model_path(path_keys(path)) for path, _ in trained}
+  found = []
+  declared = jax.tree.leaves(program.spec)
+  for (path, x), p in zip(jax.tree_util.tree_leaves_with_path(params), declared, strict=True):
+    keys, entries = path_keys(path), dict(enumerate(x.sharding.spec))
+    split = [i for i, entry in entries.items() if "fsdp" in axes_of(entry) or (p.axes[i] in GATHERED and axes_of(entry))]
+    stacked = keys[0].startswith("stack_")
+    axes = axes_of(entries[split[0]]) if split else ()
+    ways = math.prod(mesh.shape[axis] for axis in axes)
+    if ways == 1 or not (stacked or keys[0] == head):
+      continue
+    shard = x.sharding.shard_shape(x.shape)
+    rows, own = x.shape[0] if stacked else 1, shard[split[0]]
+    whole = math.prod(shard) * ways // rows
+    size = whole * (item if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype.itemsize)
+    parts = [f"{keys[0]}/{row}/{keys[1]}/{keys[2]}" for row in range(rows)] if stacked else [TABLE]
+    found += [
+      Fetched(
+        part=part,
+        axes=axes,
+        ways=ways,
+        numbers=whole,
+        bytes=size,
+        arriving=size * filled(own) // own if own % ROWS else 0,
+        trained=keys in taught,
+        experts="experts" in keys,
+      )
+      for part in parts
+    ]
+  return found
+
+
+def by_part(weights: list[Fetched]) -> dict[str, int]:
+  """Bytes that each part of each layer fetches, and the table."""
+  found: dict[str, int] = {}
+  for weight in weights:
+    found[weight.part] = found.get(weight.part, 0) + weight.bytes
+  return found

@@ -1,0 +1,494 @@
+"""Does the run fit? Its memory is estimated before any of it is allocated, and compared with what a device has."""
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from maxtext_like.capacity import container_memory, gpu_memory
+from maxtext_like.capacity.array_bytes import Numbers, as_dtype, by_place, bytes_as, bytes_of
+from maxtext_like.capacity.gathered_weights import TABLE, fetched
+from maxtext_like.capacity.topologies import GpuHost, assumed_gpu, memory_of
+from maxtext_like.config.schema import Config
+from maxtext_like.config.training_keys import TrainingConfig
+from maxtext_like.config.yaml_file import to_text
+from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.layers.param import abstract
+from maxtext_like.layers.quantization.quantised import Outline
+from maxtext_like.layers.remat import offload_under
+from maxtext_like.layers.sharding_rules import MESH_AXES
+from maxtext_like.sharding.mesh import abstract_mesh
+from maxtext_like.training.objectives.adapted import Adapted
+from maxtext_like.training.objectives.objective import Objective
+from maxtext_like.training.optimizers import on_host
+from maxtext_like.training.optimizers.by_layer import parts_of, take
+from maxtext_like.training.optimizers.registry import make_rule
+from maxtext_like.training.step.program import TrainProgram, make_program
+from maxtext_like.training.step.trainable import merge
+
+GB = 1e9
+
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The variable of how much of the host's memory JAX lets the GPUs of a process have together, GiB; 64 unless set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+  """Bytes on one device.
+
+  Attributes:
+    parameters: as they are stored.
+    optimizer: its state.
+    gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
+    copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/results/memory.md):
+      the gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
+      optimizer's rule needs them whole and its update is looked at; with ``optimizer_in_backward`` updated layers before they
+      lie in their stacks.
+    activations: what the forward pass keeps for the backward pass, and what it works in.
+    logits: of a piece, and their gradient.
+      Of these three a GPU's estimate has what is in use together (docs/results/memory.md).
+    dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
+    fetched: on GPUs that share out the weights, those of the fullest part of a layer as they come from the others, and their
+      gradient in float32 before each has its share again.
+    host: what lies in the host's memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), and so is in no
+      total.
+  """
+
+  parameters: int
+  optimizer: int
+  gradients: int
+  copies: int
+  activations: int
+  logits: int
+  dequantised: int
+  fetched: int = 0
+  host: int = 0
+
+  @property
+  def total(self) -> int:
+    """All of it that lies on the device."""
+    return sum(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "host")
+
+
+class Saved(NamedTuple):
+  """Bytes that the forward pass keeps for one device.
+
+  Attributes:
+    kept: for the backward pass, on the device.
+    everything: what it would keep without remat.
+    host: for the backward pass, in the host's memory. A CPU's is its own and counts as kept.
+  """
+
+  kept: int
+  everything: int
+  host: int = 0
+
+
+@dataclass(frozen=True)
+class Limit:
+  """What there is: bytes that one device may use, and where the number comes from."""
+
+  bytes: int
+  source: str
+
+
+def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> tuple[int, int]:
+  """What ``jax.vjp`` of the loss keeps for one device's part of the rows, beside the parameters and the batch themselves: on
+  the device, and in its host's memory.
+
+  Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
+  residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
+  piece keeps, are counted as such.
+  Without ``casts`` the weights of layers in ``dtype`` are not counted: on several GPUs XLA makes those of unrolled layers where
+  it needs them. On one they are made while the weights are unstacked (``weight.unstacked``), and there until the backward pass.
+  """
+  model = program.model
+  batch = program.batch_of(model.rows // model.ways("batch"))
+
+  def residuals(params, batch):
+    trained, frozen = program.selection.split(params)
+
+    def total(trained):
+      value, _, aux = objective(merge(trained, frozen), batch)
+      return value + sum(aux["means"].values())
+
+    _, backward = jax.vjp(total, trained)
+    given = {id(x) for x in jax.tree.leaves((params, batch))}
+    kept = {id(x): x for x in jax.tree.leaves(backward) if id(x) not in given}.values()
+    by_host = [[x for x in kept if (jax.typeof(x).memory_space == jax.memory.Space.Host) is there] for there in (False, True)]
+    return tuple(by_host)
+
+  params = abstract(objective.params())
+  with _as_on_one_gpu() if _platform(program) == "gpu" else contextlib.nullcontext():
+    kept, away = jax.eval_shape(residuals, params, batch)
+  # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
+  gradients = objective.made_in_forward(program.selection.split(params)[0])
+  vocabulary = program.config.model.vocab_size
+  kept = [x for x in kept if x.ndim < 3 or x.shape[-1] != vocabulary]
+  for gradient in jax.tree.leaves(gradients):
+    kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
+  # No slices of weights of layers that are in no loop, which XLA reads where they are.
+  dtype = jnp.dtype(program.config.precision.dtype)
+  for stack in model.decoder.stacks:
+    for weight in jax.tree.leaves(params.get(stack.name, {})):
+      shape = weight.shape[1:] if stack.repeats == 1 else weight.shape
+      if stack.repeats == 1:
+        _leave_out(kept, shape, weight.dtype)
+      if not casts and len(weight.shape) > 2 and weight.dtype != dtype:
+        _leave_out(kept, shape, dtype)
+  inputs = model.decoder.cfg.per_layer_input
+  whole = lambda x: (
+    x.shape[-1] == program.config.model.emb_dim or (inputs is not None and x.shape[-2:] == (inputs.num_layers, inputs.width))
+  )
+
+  def own(arrays):
+    stream = [x for x in arrays if x.ndim > 1 and whole(x)]
+    split = (bytes_of(arrays) - bytes_of(stream)) // model.ways("heads")
+    return (bytes_of(stream) + split) // model.ways("sequence")
+
+  return own(kept), own(away)
+
+
+def _as_on_one_gpu() -> AbstractContextManager[Any]:
+  """Layers are traced in the form that they have on a GPU, which keeps other arrays than that of other devices. A single one:
+  what is traced are a device's own rows."""
+  ones = dict.fromkeys(MESH_AXES, 1)
+  gpu = AbstractDevice(device_kind="any", num_cores=None, platform="gpu")
+  kinds = (AxisType.Auto,) * len(ones)
+  return jax.sharding.use_abstract_mesh(AbstractMesh((*ones.values(),), (*ones,), axis_types=kinds, abstract_device=gpu))
+
+
+def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
+  """Takes one such array out of the list, if it is there."""
+  same = (i for i, x in enumerate(kept) if (x.shape, x.dtype) == (shape, dtype))
+  if (at := next(same, None)) is not None:
+    kept.pop(at)
+
+
+def _scanned(program: TrainProgram) -> Objective:
+  """The objective with layers in loops: unrolled they keep slices of the stacked weights, which XLA reads where they are.
+
+  A product with a quantised weight keeps nothing that it makes of it, so that nothing needs to be made.
+  """
+  decoder, objective = program.model.decoder, program.objective
+  if isinstance(objective, Adapted) and objective.base is not None:
+    outline = dataclasses.replace(objective.base, form=Outline(objective.base.form))
+    objective = dataclasses.replace(objective, base=outline)
+  return objective.with_decoder(dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True)))
+
+
+def activation_bytes(program: TrainProgram) -> Saved:
+  """What the forward pass keeps for the backward pass, and what it would keep without remat."""
+  objective, decoder = _scanned(program), program.model.decoder
+  kept, host = _saved_bytes(objective, program)
+  if _platform(program) == "cpu":
+    kept, host = kept + host, 0
+  if decoder.cfg.remat_policy == "none":
+    return Saved(kept, kept)
+  cfg = dataclasses.replace(decoder.cfg, scan_layers=True, remat_policy="none", remat_offload="none")
+  everything, _ = _saved_bytes(objective.with_decoder(dataclasses.replace(decoder, cfg=cfg)), program)
+  return Saved(kept, everything, host)
+
+
+def _platform(program: TrainProgram) -> str:
+  return program.model.decoder.layers[0].cfg.mixer.platform
+
+
+def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved | None = None) -> MemoryEstimate:
+  """The memory that the train step needs on one device, from shapes and shardings, in about a second.
+
+  Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
+  count as they are. With remat one layer's worth is added: it is computed again while its gradient is.
+
+  It is meant to refuse what cannot run, and compared with XLA's own count in docs/results/memory.md.
+
+  Args:
+    program: of the run.
+    numbers: of the state and the gradients, where they lie in tiles.
+    saved: its ``activation_bytes``, which take most of the time; None: they are computed here.
+  """
+  t = program.config.training
+  state = program.abstract_state
+  trained, _ = program.selection.split(state["params"])
+  gradient = jax.tree.map(lambda x: as_dtype(x, x.dtype), trained)
+  gradients = _together(gradient, numbers) if t.optimizer_in_backward else bytes_of(gradient, numbers)
+  platform = _platform(program)
+  if t.gradient_accumulation_steps > 1:
+    gradients += bytes_of(as_dtype(trained, jnp.float32), numbers)
+  objective, model = program.objective, program.model
+  activations, everything, host = saved or activation_bytes(program)
+  besides = {k: v for k, v in state.items() if k != "params"}
+  here, away = (besides, []) if platform == "cpu" else by_place(besides)
+  again = 0
+  if t.remat_policy != "none":
+    tower = model.decoder.cfg.vision
+    paths = [{entry.key for entry in path} for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
+    # A tower without gradients keeps nothing.
+    beside = tower.num_layers if tower and any({"vision", "layers"} <= names for names in paths) else 0
+    again = everything // (len(model.decoder.layers) + beside)
+  dequantised = 0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize)
+  logits = objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
+  logits //= model.ways("sequence") * model.ways("vocab")
+  copies = 0
+  if program.adapter is not None and platform == "gpu":
+    copies = _sliced(program, state["params"]) if model.base is None else 0
+    whole = program.adapter.replaced(gradient)
+    with_logits = bytes_of({key: whole[key] for key in ("embedding", "head") if key in whole})
+    logits = max(0, logits - (bytes_of(gradient) - with_logits) - again - dequantised - copies)
+  again += _in_tiles(program)
+  kept, activations = activations, activations + again
+  if platform == "gpu" and t.optimizer_in_backward:
+    gradients, copies, activations, logits = gpu_memory.in_backward(program, gradient, kept, again, logits)
+  elif platform == "gpu":
+    if program.adapter is None and t.gradient_accumulation_steps == 1:
+      activations, logits, copies = _in_use_together(program, gradient, activations, logits)
+    if program.step.optimizer.rule.whole and program.step.careful:
+      copies = max(copies, bytes_as(jnp.float32, gradient) - activations - logits)
+  return MemoryEstimate(
+    parameters=bytes_of(state["params"], numbers),
+    optimizer=bytes_of(here, numbers),
+    gradients=gradients,
+    copies=copies,
+    activations=activations,
+    logits=logits,
+    dequantised=dequantised,
+    fetched=_fetched_bytes(program) if platform == "gpu" else 0,
+    host=host + bytes_of(away),
+  )
+
+
+def _in_tiles(program: TrainProgram) -> int:
+  """What a layer has at once that goes through its queries tile by tile, of which JAX keeps nothing."""
+  model, length = program.model, program.config.training.max_target_length
+  rows, ways, parts = model.rows // model.ways("batch"), model.ways("heads"), model.ways("sequence")
+  tile = lambda mixer, kv_b: mixer.tile_bytes(rows, length, mixer.cfg.num_heads // ways, kv_b, parts)
+  return max((tile(*own) for own in program.latent_attention), default=0)
+
+
+def _sliced(program: TrainProgram, params: Any) -> int:
+  """Weights that a loop over rows of several layers has taken out of their stacks, in the dtype of the products: those of all
+  its layers but one. Where weights have gradients these take the place."""
+  if not program.config.training.scan_layers:
+    return 0
+  dtype = jnp.dtype(program.config.precision.dtype)
+  loops = [stack for stack in program.model.decoder.stacks if stack.repeats > 1]
+  row = lambda stack: bytes_as(dtype, params[stack.name]) // stack.repeats
+  return max((row(stack) * (len(stack.layers) - 1) // len(stack.layers) for stack in loops), default=0)
+
+
+def _in_use_together(program: TrainProgram, gradient: Any, activations: int, logits: int) -> tuple[int, int, int]:
+  """Activations, logits and copies beside all gradients, on a GPU: what stands there when most is in use."""
+  t = program.config.training
+  made = program.objective.made_in_forward(gradient)
+  head = bytes_as(jnp.float32, made)
+  loops = [stack for stack in program.model.decoder.stacks if t.scan_layers and stack.repeats > 1]
+  if any(len(stack.layers) > 1 for stack in loops):
+    return activations, logits, head
+  # Either the loss needs the most, or the end of the backward pass: by then what the loss has is gone, and where no loop has
+  # stacks of it also what is kept. What of these fits in the place of the gradients counts as nothing.
+  if not loops and t.remat_policy == "none":
+    activations, _ = _saved_bytes(_scanned(program), program, casts=program.model.mesh.size == 1)
+    loss = gpu_memory.in_loss(program, gradient, activations, logits)
+    more, logits = sum(loss) - bytes_of(gradient), loss.logits
+  else:
+    dtype = jnp.dtype(program.config.precision.dtype)
+    copies = head + (bytes_as(dtype, made) if dtype.itemsize < 4 else 0)
+    more = head + activations + logits + copies - bytes_of(gradient)
+  if loops:
+    more -= activations
+  else:
+    activations = min(activations, max(0, more))
+    more -= activations
+  logits = min(logits, max(0, more))
+  return activations, logits, max(0, more - logits)
+
+
+def _fetched_bytes(program: TrainProgram) -> int:
+  """What ``MemoryEstimate.fetched`` says."""
+  parts: dict[str, int] = {}
+  for weight in fetched(program):
+    if weight.part != TABLE:
+      parts[weight.part] = parts.get(weight.part, 0) + weight.bytes + 4 * weight.numbers * weight.trained
+  return max(parts.values(), default=0)
+
+
+def _together(gradient: Any, numbers: Numbers) -> int:
+  """Bytes of the gradients that exist at a time where each layer is updated as its own appear: a layer's, and those of what
+  lies in no stack. These are float32 for a while: a head's are added up so, and updated numbers are before they are rounded."""
+  parts = {part: take(gradient, part) for part in parts_of(gradient)}
+  outside = as_dtype(parts.pop(()), jnp.float32)
+  rows = {part: max((x.shape[0] for x in jax.tree.leaves(tree)), default=1) for part, tree in parts.items()}
+  layer = max((bytes_of(tree, numbers) // rows[part] for part, tree in parts.items()), default=0)
+  return bytes_of(outside, numbers) + layer
+
+
+def device_limit(device: Any, devices_here: int) -> Limit | None:
+  """What one jax device may use, None where nobody knows. CPU devices share the memory of the machine."""
+  if device.platform == "cpu":
+    limit = host_limit()
+    return limit and Limit(limit.bytes // devices_here, limit.source)
+  stats = device.memory_stats() or {}
+  if "bytes_limit" in stats:
+    return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
+  known = memory_of(device.device_kind)  # with another allocator than JAX's own
+  return None if known is None else Limit(known, f"{device.device_kind}, all of it")
+
+
+def in_use(devices: Iterable[Any]) -> dict[str, float]:
+  """memory_gb and memory_peak_gb of the fullest device of this process, now and since the start; {} where it does not tell."""
+  here = [stats for d in devices if d.process_index == jax.process_index() and (stats := d.memory_stats())]
+  names = {"memory_gb": "bytes_in_use", "memory_peak_gb": "peak_bytes_in_use"}
+  return {key: max(s[name] for s in here) / GB for key, name in names.items() if here and all(name in s for s in here)}
+
+
+def host_limit(
+  meminfo: Path = Path("/proc/meminfo"),
+  cgroup: Path = Path("/sys/fs/cgroup"),
+  membership: Path = Path("/proc/self/cgroup"),
+) -> Limit | None:
+  """Memory of this machine that is available now, or what its container may still use; None without /proc."""
+  if not meminfo.exists():
+    return None
+  fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+  found = [Limit(int(fields["MemAvailable"].split()[0]) * 1024, "MemAvailable of /proc/meminfo")]
+  found += [Limit(left, f"{file} of the container") for left, file in container_memory.left(cgroup, membership)]
+  return min(found, key=lambda limit: limit.bytes)
+
+
+def host_room(platform: str) -> Limit | None:
+  """What the devices of this process may have of the host's memory together; None: nobody knows.
+
+  Raises:
+    UserError: the environment's number for GPUs is none.
+  """
+  found = [host_limit()]
+  if platform == "gpu":
+    text = os.environ.get(PINNED, "").strip() or "64"
+    if not text.isdecimal():
+      raise UserError(f"environment variable {PINNED}={text}: not a whole number of GiB\n  fix: unset it, or {PINNED}=64")
+    found.append(Limit(int(text) << 30, f"{PINNED}, 64 unless set"))
+  return min((limit for limit in found if limit is not None), key=lambda limit: limit.bytes, default=None)
+
+
+def table(need: MemoryEstimate, limit: Limit | None) -> str:
+  """The estimate for people, in GB (1e9 bytes) of one device."""
+  parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need) if f.name != "host"]
+  always = ("parameters", "optimizer", "gradients", "activations")
+  rows = [*((name, size) for name, size in parts if size or name in always), ("together", need.total)]
+  lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
+  if limit is not None:
+    lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")
+  if need.host:
+    lines.append(f"  {'host':<12} {need.host / GB:10.2f} GB  (in the host's memory)")
+  return "\n".join(lines)
+
+
+def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimate, Limit]:
+  """A run on GPUs that are not here: its program, which nothing can compile, the estimate that ``train`` makes, the limit.
+
+  Raises:
+    UserError: as ``make_program``; a mesh that does not fit the host.
+  """
+  try:
+    program = make_program(config, mesh=abstract_mesh(config.mesh, host.gpus), platform="gpu", capability=host.capability)
+  except UserError as error:
+    raise UserError(f"topology={host.name}: {error}") from error
+  with assumed_gpu():
+    need = estimate(program)
+  return program, need, Limit(host.bytes, f"{host.share:g} of the {host.card_bytes / GB:.2f} GB of one {host.card}")
+
+
+def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[MemoryEstimate, Limit | None]:
+  """The estimate and the limit, when the one is within the other.
+
+  Args:
+    program: of the run.
+    saved: as of ``estimate``.
+
+  Raises:
+    DoesNotFitError: with the table and what can be done.
+    UserError: as ``host_room``.
+  """
+  need = estimate(program, saved=saved)
+  here = [d for d in program.model.devices if d.process_index == jax.process_index()]
+  limit = device_limit(here[0], len(here))
+  if limit is not None and need.total > limit.bytes:
+    raise DoesNotFitError(
+      f"{program.config.model.model_name} does not fit: {need.total / GB:.1f} GB are needed on each of "
+      f"{program.model.mesh.size} device(s), {limit.bytes / GB:.1f} GB are available\n"
+      f"{table(need, limit)}\n{remedies(program, need, limit)}"
+    )
+  room, together = host_room(_platform(program)), need.host * len(here)
+  if together and room is not None and together > room.bytes:
+    t = program.config.training
+    keys = {"remat_offload": t.remat_offload, on_host.KEY: t.optimizer_memory_host_offload}
+    said = ", ".join(f"{key} = {to_text(value)}" for key, value in keys.items() if value not in ("none", False))
+    words = [] if t.remat_offload == "none" else ["a smaller per_device_batch_size", "remat_offload=none"]
+    if t.optimizer_memory_host_offload:
+      words += [*filter(None, [_eight_bits(t)]), f"{on_host.KEY}=false"]
+    words += [f"{PINNED} above {room.bytes >> 30} where the host has more"] if room.source.startswith(PINNED) else []
+    raise DoesNotFitError(
+      f"{said}: {together / GB:.1f} GB of the host's memory are needed for "
+      f"the {len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
+      f"what to try: {', or '.join(words)}"
+    )
+  return need, limit
+
+
+def _eight_bits(training: TrainingConfig) -> str:
+  """What stores all moments that there are in 8 bits; "" where it is so, or there are none."""
+  rule = make_rule(training)
+  moments = (("mu_dtype", rule.first), ("nu_dtype", rule.second))
+  return " ".join(f"{key}=dynamic8" for key, moment in moments if moment and getattr(training, key) != "dynamic8")
+
+
+def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -> str:
+  """What makes a run smaller, in the order to try."""
+  t, precision = program.config.training, program.config.precision
+  offload = offload_under("full", t.remat_offload)
+  full = "remat_policy=full" + (f" remat_offload={offload}" if offload != t.remat_offload else "")
+  lines = []
+  if t.per_device_batch_size > 1:
+    now, same = t.per_device_batch_size, t.per_device_batch_size * t.gradient_accumulation_steps
+    update = (
+      "" if t.optimizer_in_backward or same % 1 else f"; gradient_accumulation_steps={same:g} makes the same update of it"
+    )
+    lines.append(f"per_device_batch_size=1 (now {now:g}){update}")
+  if t.remat_policy != "full":
+    lines.append(f"{full} (now {t.remat_policy}): activations are computed again instead of kept")
+  elif t.remat_offload == "none" and program.model.decoder.loops and _platform(program) != "cpu":
+    lines.append("remat_offload=layer_inputs: what layers read waits in the host's memory, not on the device")
+  if t.max_target_length > 128 and need.activations + need.logits > need.parameters:
+    lines.append(f"a smaller max_target_length (now {t.max_target_length})")
+  states = need.parameters + need.optimizer + need.gradients
+  if limit is not None and states > limit.bytes:
+    ways = math.ceil(states * program.model.mesh.shape["fsdp"] / (0.8 * limit.bytes))
+    lines.append(f"shard over more devices: about {ways} like this one (ici_fsdp_parallelism)")
+  if eight := _eight_bits(t):
+    lines.append(f"{eight}: moments of 8 bits")
+  if smaller := program.step.optimizer.rule.smaller:
+    usual = "" if t.mu_dtype is None and t.nu_dtype == "float32" else " mu_dtype=null nu_dtype=float32"
+    lines.append(f"{smaller}{usual}: moments that take next to nothing")
+  if precision.weight_dtype == "float32" and precision.dtype != "float16":
+    half = "half the parameters and gradients" if program.adapter is None else "half of the weights that are not quantised"
+    lines.append(f"weight_dtype=bfloat16: {half}, at a loss of accuracy")
+  apart = t.gradient_accumulation_steps == 1 and program.adapter is None and not program.config.logging.numerics_every
+  if not t.optimizer_in_backward and apart:
+    lines.append(
+      f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/guides/large-model-one-gpu.md)"
+    )
+  moments = t.optimizer_in_backward and t.scan_layers and not t.optimizer_memory_host_offload and _platform(program) != "cpu"
+  if moments and 5 * need.optimizer > need.total:
+    lines.append(f"{on_host.KEY}=true: the moments of layers lie in the host's memory, not on the device")
+  if not t.trainable_parameters_mask and program.adapter is None and t.vision_tower is None:
+    lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
+  return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

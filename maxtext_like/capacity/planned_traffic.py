@@ -1,0 +1,156 @@
+"""Bytes through a device's main memory in a step, by arithmetic on shapes and shardings.
+
+Weights are read where they multiply, as they are stored or as they come from other devices; the update reads and writes what
+the state holds; logits and their table's gradient lie in memory between products. What layers make of tokens is counted
+as so many times what they keep. docs/results/memory.md has sums beside those of compiled programs.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.capacity.array_bytes import by_place
+from maxtext_like.capacity.gathered_weights import TABLE, Fetched
+from maxtext_like.capacity.transfers import passes, pieces, summed_bytes
+from maxtext_like.layers.moe.expert_parallel import SLACK
+from maxtext_like.layers.param import count
+from maxtext_like.layers.quantization.quantised import CODES
+from maxtext_like.models.adapter import model_path
+from maxtext_like.models.naming import ADAPTER, path_keys
+from maxtext_like.training.step.program import TrainProgram
+
+PASSES = 5.5
+"""How often what layers would keep without remat goes through memory in a step, temporaries included: this and the next four
+were fitted to the compiled programs of docs/results/memory.md."""
+EXPERT_ROWS, TRAVELLING = 12, 9
+"""How often in each pass the rows of experts do besides, and how often more where they travel to other devices."""
+SCORES = 9
+"""How often in each pass float32 scores of the pairs of tiles of queries do, with the keys and values that tiles read."""
+UNPACKED = {False: 2.5, True: 7.5}
+"""Bytes of what is made of a number of which two lie in a byte, on its way to ``dtype``, written and read; True: of experts,
+whose blocks' scales are spread over all numbers, in float32."""
+ON_CHIP = 2**26
+"""Bytes of a layer's weight, as it multiplies, up to which its codes, a byte each, and it itself stay on a TPU's chip."""
+_OUTPUTS = ("attention.o", "mlp.down", "shared.down")
+KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
+"""The weights whose products a remat policy keeps: those that the layers name so."""
+
+
+def memory_bytes(program: TrainProgram, weights: list[Fetched], everything: int) -> float:
+  """Of a step.
+
+  Args:
+    program: of the run.
+    weights: ``fetched``.
+    everything: what the forward pass of a part of the batch would keep without remat.
+  """
+  parts = program.config.training.gradient_accumulation_steps
+  part = _of_layers(program) + _of_dequantised(program) + _of_fetched(program, weights) + _of_head(program, weights)
+  # A backward pass has two products for each of the forward one.
+  part += (
+    PASSES * (program.step.forward_passes + 2 * program.step.backward_passes) / 3 * everything
+    + _of_expert_rows(program)
+    + _of_scores(program)
+  )
+  return parts * part + _of_update(program)
+
+
+def _of_layers(program: TrainProgram) -> float:
+  """A device's own part of the layers' weights, as it is stored."""
+  kept = KEPT.get(program.config.training.remat_policy, ())
+  base = {} if program.model.base is None else program.model.base.weights
+  total = 0.0
+  for path, x in jax.tree_util.tree_leaves_with_path(program.abstract_state["params"]):
+    keys = path_keys(path)
+    if keys[keys[0] == ADAPTER].startswith("stack_"):
+      weight = keys[:-1] if keys[:-1] in base else model_path(keys)
+      total += _bytes(x) * (2 if ".".join(weight[-2:]) in kept else passes(program))
+  return total
+
+
+def _of_dequantised(program: TrainProgram) -> float:
+  """What is made of quantised weights where they multiply, written and read: of those of which a byte holds two numbers. Others
+  are made as a product reads them."""
+  if program.model.base is None:
+    return 0.0
+  item, params = jnp.dtype(program.config.precision.dtype).itemsize, program.abstract_state["params"]
+  total = 0.0
+  for path, p in program.model.base.weights.items():
+    codes = functools.reduce(lambda tree, key: tree[key], path, params)[CODES]
+    if math.prod(codes.shape) < count(p):
+      numbers = count(p) * math.prod(_shard(codes)) // math.prod(codes.shape)
+      leaves = numbers // (p.rows or 1) * item > ON_CHIP
+      total += passes(program) * numbers * (UNPACKED["experts" in path] + 2 * (1 + item) * leaves)
+  return total
+
+
+def _of_expert_rows(program: TrainProgram) -> float:
+  """Rows as they are ordered by experts, sent, multiplied and ordered back."""
+  model = program.model
+  tokens = model.rows // model.ways("batch") * program.config.training.max_target_length // model.ways("sequence")
+  experts = [e for e in (layer.cfg.ffn.experts for layer in model.decoder.layers) if e is not None]
+  rows = sum(tokens * e.num_experts_per_tok * e.emb_dim for e in experts)
+  times = SLACK * (EXPERT_ROWS + TRAVELLING) if model.ways("expert") > 1 else EXPERT_ROWS
+  return passes(program) * times * rows * jnp.dtype(program.config.precision.dtype).itemsize
+
+
+def _of_scores(program: TrainProgram) -> float:
+  """float32 scores of attention that no kernel makes, where JAX keeps none of them (``query_tiles``)."""
+  model, length, parts = program.model, program.config.training.max_target_length, program.model.ways("sequence")
+  scores = sum(mixer.cfg.num_heads * mixer.pairs(length, kv_b, parts) for mixer, kv_b in program.latent_attention)
+  return passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * parts)
+
+
+def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:
+  """Weights that come from other devices are written and read; their gradients are, whole, before each has its part again."""
+  own = [w for w in weights if w.part != TABLE]
+  total = 2 * passes(program) * sum(w.bytes for w in own)
+  return total + 2 * summed_bytes(program) * sum(w.numbers for w in own if w.trained)
+
+
+def _of_head(program: TrainProgram, weights: list[Fetched]) -> float:
+  """The table in both passes of each piece of the logits, these as they are made and read, and its gradient as pieces add to
+  it; an embedding's gradient of its rows."""
+  params = program.abstract_state["params"]
+  trained = program.selection.split(params)[0]
+  placed = trained if program.adapter is None else program.adapter.replaced(trained)
+  name = "embedding" if program.model.decoder.cfg.tied else "head"
+  chunks, learns = pieces(program), bool(jax.tree.leaves(placed.get(name, {})))
+  fetched = [w for w in weights if w.part == TABLE]
+  model = program.model
+  piece = program.objective.logit_bytes(model.rows // model.ways("batch"), program.config.training.max_target_length)
+  # Of a piece in float32, and as much for its gradient.
+  logits = piece / 2 * chunks / (model.ways("sequence") * model.ways("vocab"))
+  total = logits * (3 if learns else 2)
+  if fetched:
+    total += 3 * chunks * sum(w.bytes for w in fetched) + 2 * chunks * 4 * sum(w.numbers for w in fetched if w.trained)
+  else:
+    total += 2 * chunks * _bytes(params[name]) + (2 * chunks - 1) * 4 * _numbers(params[name]) * learns
+  return total + 2 * 4 * _numbers(placed.get("embedding", {}))
+
+
+def _of_update(program: TrainProgram) -> float:
+  """Parameters that are trained and the optimizer's state are read and written, gradients written once and read for their norm
+  and for the update; a sum over parts of the batch is read and written by each."""
+  t, state = program.config.training, program.abstract_state
+  trained = program.selection.split(state["params"])[0]
+  gradients = _bytes(trained) * (2 if t.optimizer_in_backward else 3)
+  sums = 2 * 4 * _numbers(trained) * t.gradient_accumulation_steps if t.gradient_accumulation_steps > 1 else 0
+  # What comes from the host is written before it is read, and read once more as it goes back.
+  return 2 * (_bytes(trained) + _bytes(state["opt_state"]) + _bytes(by_place(state["opt_state"])[1])) + gradients + sums
+
+
+def _numbers(tree: Any) -> int:
+  """Of a device's part of a tree of shapes."""
+  return sum(math.prod(_shard(x)) for x in jax.tree.leaves(tree))
+
+
+def _bytes(tree: Any) -> int:
+  return sum(math.prod(_shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _shard(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+  return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)

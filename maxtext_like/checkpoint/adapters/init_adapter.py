@@ -1,0 +1,265 @@
+"""The adapter that a run begins with (``lora_from``): of peft, or of a run here; its settings, and its factors."""
+
+import dataclasses
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext_like.checkpoint.adapters import adapter_step
+from maxtext_like.checkpoint.adapters.adapted_weights import adapted_names, configured_adapter
+from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
+from maxtext_like.checkpoint.adapters.merge_adapters import step_of_adapter
+from maxtext_like.checkpoint.huggingface import peft, peft_targets
+from maxtext_like.checkpoint.store.stored_config import section
+from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
+from maxtext_like.config.adapter_keys import AdapterConfig
+from maxtext_like.config.hub import name_of
+from maxtext_like.config.vision import VisionTower
+from maxtext_like.errors import UserError
+from maxtext_like.models.adapter import WHOLE, Adapter
+from maxtext_like.models.model import Model
+from maxtext_like.models.naming import ADAPTER
+from maxtext_like.storage import Place, failed
+from maxtext_like.strict_json import printable
+
+_log = logging.getLogger(__name__)
+
+
+def with_given(model: Model) -> Model:
+  """The model whose configuration has the settings of the adapter that ``lora_from`` names, where ``lora_rank`` says nothing;
+  ``base_weights`` too, unless it is given.
+
+  Raises:
+    UserError: there is none, it is of another model or of a kind that cannot be trained, or the configuration says otherwise.
+  """
+  settings = model.config.adapter
+  if settings.lora_from is None:
+    return model
+  found, tower = _settings(settings.lora_from, model)
+  model = _with_tower(model, tower)
+  if settings.lora_rank:
+    _require_same(settings, found, model)
+    return model
+  below = settings if settings.base_weights else found
+  found = dataclasses.replace(
+    found, lora_from=settings.lora_from, lora_dropout=settings.lora_dropout, base_weights=below.base_weights,
+    base_weights_modules=below.base_weights_modules,
+  )  # fmt: skip
+  return dataclasses.replace(model, config=dataclasses.replace(model.config, adapter=found))
+
+
+def _with_tower(model: Model, found: VisionTower | None) -> Model:
+  """The model whose ``vision_tower`` is that of a given adapter, where it says nothing."""
+  training = model.config.training
+  if found == training.vision_tower or (found is None and training.vision_tower in ("frozen", "adapted")):
+    return model
+  if training.vision_tower is not None or found is None:
+    raise UserError(
+      f"lora_from: {model.config.adapter.lora_from} is another adapter than this run's\n"
+      f"  vision_tower: {found or 'not trained whole'} there, {training.vision_tower} here\n"
+      "  fix: leave vision_tower out, and it is that of the adapter"
+    )
+  if model.decoder.cfg.vision is None:
+    return model
+  training = dataclasses.replace(training, vision_tower=found)
+  return dataclasses.replace(model, config=dataclasses.replace(model.config, training=training))
+
+
+def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
+  """The factors of the adapter that ``lora_from`` names, on the model's devices.
+
+  Args:
+    model: its configuration names the adapter.
+    adapter: as the run has it.
+    drawn: its arrays; what the given one has not, as layers that peft left out, stays as it is.
+
+  Raises:
+    UserError: as ``with_given``; damaged.
+  """
+  source = model.config.adapter.lora_from
+  assert source is not None
+  place = _peft_place(source)
+  if place is None:
+    step, stored = step_of_adapter(located(source))
+    return adapter_step.read_adapter(step, stored, model)[1]
+  return factors(peft.read_adapter(place, model.decoder, model.config.model.decoder_block), drawn)
+
+
+def require_base(model: Model, below: Base) -> None:
+  """Refuses weights that the adapter of ``lora_from`` was not trained on, where a run trained it; of one of peft's a name is
+  all that is known, and another one is warned of.
+
+  Args:
+    model: of the run.
+    below: what names its weights.
+
+  Raises:
+    UserError: they are others.
+  """
+  source, own = model.config.adapter.lora_from, model.config.adapter
+  if source is None:
+    return
+  if (place := _peft_place(source)) is not None:
+    named = peft.read_settings(place).get("base_model_name_or_path")
+    if isinstance(named, str) and named and not _same_model(named, below.source):
+      _log.warning(
+        "lora_from: %s was trained on %s, these weights are %s; where that is another model it is worth nothing here",
+        source, printable(named), below.source or f"drawn from seed {below.seed}",
+      )  # fmt: skip
+    return
+  stored = step_of_adapter(located(source))[1]
+  then, form = Base.from_json(stored.extra[EXTRA]), section(ADAPTER, stored.config)
+  stored_as = (form.base_weights, form.base_weights_modules, stored.config.get("precision", {}).get("weight_dtype"))
+  if stored_as == (own.base_weights, own.base_weights_modules, model.config.precision.weight_dtype):
+    same = then.fingerprint == below.fingerprint
+  elif (files := then.same_files(below.files)) is not None:  # every bit is another
+    same = files
+  else:
+    same = then.source == below.source and (then.source is not None or then.seed == below.seed)
+  if not same:
+    raise UserError(
+      f"lora_from: {source} was trained on other weights than these\n  then: {then}\n  now:  {below}\n"
+      "  why: it corrects those, and says nothing of others\n"
+      "  fix: name those in init_from; to train it on these all the same, maxtext-like export RUN --out DIR --adapter, and\n"
+      "    lora_from=DIR"
+    )
+
+
+def _same_model(named: str, source: str | None) -> bool:
+  """Whether the name of a model, as peft writes it, may mean what lies at a place; None: weights that were drawn."""
+  if source is None:
+    return False
+  one, other = Path(named).expanduser().resolve(), Path(source).expanduser().resolve()
+  return name_of(one).lower() == name_of(other).lower() or one.is_relative_to(other) or other.is_relative_to(one)
+
+
+def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
+  """Drawn factors with those of peft in their places."""
+  found: dict[str, np.ndarray] = {}
+  for own, piece in ((each, piece) for each in given.maps for piece in each.tensor.pieces):
+    node = drawn
+    for key in piece.path:
+      node = node[key]
+    for name, values in own.factors(piece).items():
+      whole = found.setdefault(".".join((*piece.path, name)), np.array(jax.device_get(node[name]), np.float32))
+      if name != "lora_magnitude":  # zeros beyond its rank, where other layers of its stack have a larger one
+        more = [(0, 0)] * values.ndim
+        more[-1 if name == "lora_a" else -2] = (0, node["lora_a"].shape[-1] - own.rank)
+        values = np.pad(values, more)
+      whole[piece.index] = values.reshape(whole[piece.index].shape)
+  for piece, values in ((piece, values) for tensor, values in given.whole for piece in tensor.pieces):
+    node = drawn
+    for key in piece.path:
+      node = node[key]
+    x = found.setdefault(".".join((*piece.path, WHOLE)), np.array(jax.device_get(node[WHOLE])))
+    x[piece.index] = piece.to_ours(values)
+
+  def placed(path: Any, x: Any) -> Any:
+    name = ".".join(str(entry.key) for entry in path)
+    return jax.make_array_from_callback(x.shape, x.sharding, found[name].__getitem__) if name in found else x
+
+  return jax.tree_util.tree_map_with_path(placed, drawn)
+
+
+def peft_settings(directory: Path, model: Model) -> AdapterConfig:
+  """The settings of an adapter of peft as keys of ours.
+
+  Raises:
+    UserError: as ``peft.read_adapter``; maps that two weights of ours share; a ``lora_alpha`` that is not above 0.
+  """
+  config, given = peft.read_settings(directory), peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
+  where = printable(directory / peft.CONFIG)
+  # The halves of an array of experts begin with the same a, and go on each with its own.
+  if shared := [
+    own.tensor.name for own in given.maps if len({piece.half for piece in own.tensor.pieces}) < len(own.tensor.pieces)
+  ]:
+    raise UserError(f"{where}: {printable(shared[0])}: two weights here, which cannot share an addition that is trained")
+  maps = {peft_targets.name_of(model.decoder, piece): own for own in given.maps for piece in own.tensor.pieces}
+  rslora = bool(config.get("use_rslora"))
+  ranks = {name: own.rank for name, own in maps.items()}
+  alphas = {name: float(f"{own.scale * (ranks[name] ** 0.5 if rslora else ranks[name]):.9g}") for name, own in maps.items()}
+  if (low := next((name for name, value in alphas.items() if value <= 0), None)) is not None:
+    key = "lora_alpha" if config.get("lora_alpha") == alphas[low] else "alpha_pattern"
+    raise UserError(
+      f"{where}: {key} = {alphas[low]:g} for {printable(low)} is not above 0\n"
+      "  why: with 0 nothing of an addition is trained, and below 0 it is taken away\n"
+      "  fix: begin afresh where it is 0 (lora_rank= in the place of lora_from); else write -lora_B and a lora_alpha above 0"
+    )
+  (rank, rank_pattern), (alpha, alpha_pattern) = (_pattern(values, model) for values in (ranks, alphas))
+  return dataclasses.replace(
+    model.config.adapter, lora_rank=rank, lora_alpha=alpha, lora_rslora=rslora, lora_dora=bool(config.get("use_dora")),
+    lora_modules=_entries(frozenset(maps), model), lora_from=None, lora_rank_pattern=rank_pattern,
+    lora_alpha_pattern=alpha_pattern, modules_to_save=given.modules_to_save,
+  )  # fmt: skip
+
+
+def _pattern(values: dict[str, Any], model: Model) -> tuple[Any, dict[str, Any] | None]:
+  """What most weights have, and the others as entries of a pattern; None: there are none."""
+  (most, _), *others = Counter(values.values()).most_common()
+  found: dict[str, Any] = {}
+  for value, _ in others:
+    names = frozenset(name for name, own in values.items() if own == value)
+    found |= dict.fromkeys(_entries(names, model), value)
+  return most, found or None
+
+
+def _entries(names: frozenset[str], model: Model) -> tuple[str, ...]:
+  """``lora_modules`` that mean these weights: without the layers' numbers, where all layers have them."""
+  short = tuple(sorted({re.sub(r"^layers\.\d+\.", "", name) for name in names}))
+  same = adapted_names(model.decoder, model.config.model.decoder_block, short) == names
+  return short if same else tuple(sorted(names))
+
+
+def _settings(source: str, model: Model) -> tuple[AdapterConfig, VisionTower | None]:
+  """Those of an adapter, and its ``vision_tower``."""
+  place = _peft_place(source)
+  if place is not None:
+    given = peft.read_adapter(place, model.decoder, model.config.model.decoder_block)
+    return peft_settings(place, model), given.vision_tower
+  stored = step_of_adapter(located(source))[1].config
+  return section(ADAPTER, stored), stored.get("training", {}).get("vision_tower")
+
+
+def _peft_place(source: str) -> Path | None:
+  """Where what peft wrote is on this machine; None: it is none of peft's."""
+  place = located(source)
+  if isinstance(place, Place):
+    try:
+      return hugging_face_here(place) if (place / peft.CONFIG).entry() is not None else None
+    except OSError as error:
+      raise failed(error) from error
+  return place if peft.is_adapter(place) else None
+
+
+def _shown(settings: AdapterConfig, key: str) -> str:
+  """A setting, and where it is another one."""
+  pattern = getattr(settings, f"{key}_pattern", None)
+  return f"{getattr(settings, key)}{f' but for {pattern}' if pattern else ''}"
+
+
+def _require_same(settings: AdapterConfig, found: AdapterConfig, model: Model) -> None:
+  """Refuses settings that are not the given adapter's."""
+  tower = model.config.training.vision_tower
+  own, given = (configured_adapter(model, s, tower) for s in (settings, found))
+  both = lambda same: all(same(own.sizes[path], given.sizes[path]) for path in own.sizes.keys() & given.sizes.keys())
+  differ = [
+    f"{key}: {_shown(found, key)} there, {_shown(settings, key)} here"
+    for key, same in {
+      "lora_rank": both(lambda own, given: own.ranks == given.ranks),
+      "lora_alpha": both(lambda own, given: np.allclose(own.scales, given.scales, rtol=1e-6, atol=0)),
+      "lora_dora": own.dora == given.dora,
+      "lora_modules": own.names == given.names,
+      "modules_to_save": own.whole.keys() == given.whole.keys(),
+    }.items()
+    if not same
+  ]
+  if differ:
+    raise UserError(
+      f"lora_from: {settings.lora_from} is another adapter than this run's\n  " + "\n  ".join(differ) + "\n"
+      "  fix: leave lora_rank and the rest out, and they are those of the adapter"
+    )

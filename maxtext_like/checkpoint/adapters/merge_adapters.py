@@ -1,0 +1,179 @@
+"""Adapters added to the weights they are for: of peft, and of runs here; several of them, one after another."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.checkpoint.adapters import adapter_step
+from maxtext_like.checkpoint.adapters.adapted_weights import with_base
+from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
+from maxtext_like.checkpoint.huggingface import peft
+from maxtext_like.checkpoint.store import manifest
+from maxtext_like.checkpoint.store.fingerprint import of_files
+from maxtext_like.checkpoint.store.stored_config import section
+from maxtext_like.checkpoint.store.tree import flatten
+from maxtext_like.checkpoint.weight_sources import find_step
+from maxtext_like.errors import UserError
+from maxtext_like.layers.quantization.low_rank import Layout, factors, with_magnitude
+from maxtext_like.models.model import Model
+from maxtext_like.models.naming import ADAPTER, path_keys
+
+_log = logging.getLogger(__name__)
+
+
+def with_adapters(params: Any, model: Model, directories: Sequence[Path], weights: Path) -> Any:
+  """The weights with adapters added, in their own dtype. Others than those that a run's adapter was trained on are warned of.
+
+  Args:
+    params: of the model; their memory is taken where an adapter is of a run.
+    model: whose they are.
+    directories: what peft wrote, runs with ``lora_rank``, or steps of them.
+    weights: where they were read.
+
+  Raises:
+    UserError: one is neither, is damaged, or is of another model.
+  """
+  if len(directories) > 1 and (scaled := [str(d) for d in directories if _has_magnitudes(d)]):
+    raise UserError(
+      f"{', '.join(scaled)}: DoRA\n  why: it sets the norms of the weights that it was trained on, which others would change\n"
+      "  fix: one adapter with DoRA, and no other"
+    )
+  if len(apart := [d for d in directories if _has_whole(d, model)]) > 1:
+    raise UserError(
+      f"{', '.join(str(d) for d in apart)}: each has arrays of its own, as a vision tower, its projector, embedding or head\n"
+      "  why: one would take the other's place\n  fix: one of them, and adapters that were trained without"
+    )
+  _compare(directories, weights)
+  params = _rounded(params, model, directories)
+  for directory in sorted(directories, key=lambda d: d not in apart):  # others add to what one of them puts there
+    if peft.is_adapter(directory):
+      params = _of_peft(params, model, directory)
+    else:
+      params = _of_a_run(params, model, directory)
+  return params
+
+
+def _compare(directories: Sequence[Path], weights: Path) -> None:
+  found = of_files(weights)
+  for directory in directories:
+    if peft.is_adapter(directory):
+      continue
+    then = Base.from_json(step_of_adapter(directory)[1].extra[EXTRA])
+    if then.same_files(found) is False:
+      _log.warning(
+        "%s was trained on %s, and the files of weights in %s are others: it says nothing of those", directory, then, weights
+      )
+
+
+def _has_magnitudes(directory: Path) -> bool:
+  if peft.is_adapter(directory):
+    return bool(peft.read_settings(directory).get("use_dora"))
+  return section(ADAPTER, step_of_adapter(directory)[1].config).lora_dora
+
+
+def _has_whole(directory: Path, model: Model) -> bool:
+  if peft.is_adapter(directory):
+    return bool(peft.read_settings(directory).get("modules_to_save"))
+  return bool(adapter_step.stored_adapter(step_of_adapter(directory)[1], model).whole)
+
+
+def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
+  """The weights as the adapters among runs were trained on them: in fewer bits, where they were.
+
+  Raises:
+    UserError: they were trained on different ones.
+  """
+  settings = {d: section(ADAPTER, step_of_adapter(d)[1].config) for d in directories if not peft.is_adapter(d)}
+  found = {(s.base_weights, s.base_weights_modules): d for d, s in settings.items()}
+  if len(found) > 1:
+    (one, first), (other, second) = [(key[0], place) for key, place in found.items()][:2]
+    raise UserError(
+      f"{first} was trained on base_weights={one or 'null'}, {second} on {other or 'null'}\n"
+      "  why: each corrects the rounding of the weights that it was trained on\n  fix: add adapters of one kind of base"
+    )
+  base = next((with_base(model, s).base for s in settings.values()), None)
+  if base is None:
+    return params
+  places = jax.tree.map(lambda x: x.sharding, params)
+  return jax.jit(base.rounded, out_shardings=places, donate_argnums=0)(params)
+
+
+def step_of_adapter(directory: Any) -> tuple[Any, manifest.Manifest]:
+  """The step of a run that trained an adapter, and its manifest.
+
+  Args:
+    directory: the run, or a step of it, here or in a store.
+
+  Raises:
+    UserError: it has none, or is damaged.
+  """
+  step = find_step(directory)
+  if step is None:
+    raise UserError(
+      f"{directory}: no adapter\n  fix: a directory with {peft.CONFIG}, a run that trained with lora_rank, or a step of it"
+    )
+  try:
+    stored = manifest.read(step)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  if not adapter_step.holds_adapter_alone(stored):
+    raise UserError(f"{step}: holds a whole model and no adapter\n  fix: name it as the checkpoint, to train in init_from")
+  return step, stored
+
+
+def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
+  return adapter_step.merged(params, *step_of_adapter(directory), model).params
+
+
+def _of_peft(params: Any, model: Model, directory: Path) -> Any:
+  adapter = peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
+  leaves, spec = flatten(params), flatten(model.decoder.params())
+  sums: dict[str, np.ndarray] = {}
+  norms: dict[str, np.ndarray] = {}
+  for piece, addition, magnitude in (found for own in adapter.maps for found in own.additions()):
+    name = ".".join(piece.path)
+    total = sums.setdefault(name, np.zeros(leaves[name].shape, np.float32))
+    total[piece.index] += addition
+    if magnitude is not None:
+      outputs = factors(spec[name], 1, dora=True)["lora_magnitude"].shape
+      own = norms.setdefault(name, np.full(outputs, np.nan, np.float32))
+      own[piece.index] = magnitude.reshape(own[piece.index].shape)
+
+  def add(x, y, norms, layout):
+    exact = x.astype(jnp.float32) + y
+    if norms is not None:  # layers without an adapter stay as they are
+      axes = tuple(i - layout.rank for i in layout.summed)
+      exact = jnp.where(jnp.isnan(jnp.expand_dims(norms, axes)), exact, with_magnitude(exact, layout, norms))
+    return exact.astype(x.dtype)
+
+  add = jax.jit(add, static_argnums=3)
+
+  def added(path: tuple[str, ...], node: Any) -> Any:
+    if isinstance(node, dict):
+      return {key: added((*path, key), value) for key, value in node.items()}
+    name = ".".join(path)
+    if name not in sums:
+      return node
+    return add(node, jax.device_put(sums[name], node.sharding), norms.get(name), Layout.of(spec[name]))
+
+  replaced: dict[str, np.ndarray] = {}
+  for piece, values in ((piece, values) for tensor, values in adapter.whole for piece in tensor.pieces):
+    name = ".".join(piece.path)
+    x = replaced.setdefault(name, np.array(jax.device_get(leaves[name])))
+    x[piece.index] = piece.to_ours(values).astype(x.dtype)
+  return _in_places(added((), params), replaced)
+
+
+def _in_places(params: Any, arrays: dict[str, np.ndarray]) -> Any:
+  """The tree with some arrays, by name, in the places of its own."""
+
+  def put(path: Any, x: Any) -> Any:
+    name = ".".join(path_keys(path))
+    return jax.make_array_from_callback(x.shape, x.sharding, arrays[name].__getitem__) if name in arrays else x
+
+  return jax.tree_util.tree_map_with_path(put, params)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk and in object stores: writing, validating, mirroring, pruning and restoring steps."""

@@ -1,0 +1,60 @@
+"""The configuration of the model in a checkpoint's directory, so that the directory alone names model and weights."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.checkpoint.huggingface.config import read_config
+from maxtext_like.checkpoint.store import manifest
+from maxtext_like.checkpoint.store.stored_config import load_stored
+from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face
+from maxtext_like.config import hub
+from maxtext_like.config.load import KindOfFiles, Loaded, base_values
+from maxtext_like.config.values import load_values
+from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, failed
+
+
+def load_directory(
+  place: Path | Place, overrides: Sequence[str], kind_of_files: KindOfFiles | None = None, *, family: str | None = None
+) -> Loaded | None:
+  """The configuration of a new run that begins with the weights of a directory. None: the directory has no checkpoint.
+
+  Args:
+    place: a Hugging Face checkpoint, a run, or a step of one.
+    family: the ``decoder_block`` that the checkpoint has to be of; None: any.
+    overrides: words laid over it.
+    kind_of_files: as of ``load_config``.
+
+  Raises:
+    UserError: as ``read_config`` and ``load_config``; a damaged step; a checkpoint of another family.
+  """
+  if is_hugging_face(place):
+    config = read_config(hugging_face_here(place, weights=False))
+    _require_family(place, config.model["decoder_block"], family)
+    name = hub.name_of(place) if isinstance(place, Path) else place.name
+    model = config.model | ({"model_name": name} if name and name.isprintable() else {})
+    values: dict[str, Any] = {"model": model, "vision": config.vision, "checkpoint": {"init_from": str(place)}}
+    longest, usual = config.model["max_position_embeddings"], base_values()["max_target_length"]
+    assert isinstance(usual, int)
+    if longest < usual:
+      values["training"] = {"max_target_length": longest}
+    return load_values(values, f"{place}/config.json", overrides, kind_of_files)
+  if (step := find_step(place)) is None:
+    return None
+  try:
+    stored = manifest.read(step).config
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  except OSError as error:
+    raise failed(error) from error
+  _require_family(place, stored["model"]["decoder_block"], family)
+  # The new run needs another name: the default is the model's, which may be the name of the run that has these weights.
+  source = step.parent.parent if step.parent.name == "checkpoints" else step
+  name = f"run_name={source.name}-tuned"
+  return load_stored(stored, str(step), [f"init_from={place}", name, *overrides], kind_of_files)
+
+
+def _require_family(place: Path | Place, block: str, family: str | None) -> None:
+  if family not in (None, block):
+    raise UserError(f"init_from: {place} is a checkpoint of {block}, not of {family}\n  fix: name the directory alone: {place}")

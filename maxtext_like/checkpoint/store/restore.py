@@ -1,0 +1,173 @@
+"""Reading one step back: into this run's shardings, whatever devices wrote it, with dtypes changed only on demand."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext_like.checkpoint import compatibility
+from maxtext_like.checkpoint.store import manifest, tree, zarr_arrays
+from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, failed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+  """A state that was read back, and what was stored with it."""
+
+  step: int
+  state: Any
+  extra: dict[str, Any]
+  config: dict[str, Any]
+  directory: Path | Place
+
+
+def check(
+  step_directory: Path | Place,
+  stored: manifest.Manifest,
+  wanted: dict[str, Any],
+  *,
+  config: dict[str, Any] | None,
+  allow_dtype_change: bool,
+  subset: bool = False,
+  resumes: bool = False,
+  adds: bool = False,
+) -> None:
+  """Refuses a step that this run must not read; nothing but its manifest has been read by then.
+
+  Raises:
+    UserError: a newer schema, another model configuration, other leaves or dtypes.
+  """
+  where = str(step_directory)
+  if stored.schema > manifest.SCHEMA_VERSION:
+    raise UserError(
+      f"{where}: written by maxtext_like {stored.versions.get('maxtext_like', '(unknown)')} with checkpoint schema "
+      f"{stored.schema}; this version reads up to {manifest.SCHEMA_VERSION}; upgrade maxtext_like"
+    )
+  compatibility.check_state(
+    where,
+    stored.config,
+    config,
+    stored.leaves,
+    tree.describe(wanted),
+    allow_dtype_change=allow_dtype_change,
+    subset=subset,
+    resumes=resumes,
+    adds=adds,
+  )
+
+
+def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> Any:
+  """Reads the arrays that ``like`` names from a step that was checked and verified.
+
+  Args:
+    step_directory: the step.
+    stored: its manifest.
+    like: tree of ``jax.ShapeDtypeStruct``; a leaf with a sharding is read shard by shard, each device its own part, so
+      that no device ever holds more than it keeps. Leaves without one go to the first local device.
+
+  Returns:
+    The tree of ``like`` filled with arrays, without entries that were not stored and are initialized again. Moments that were
+    not stored, such as those of parameters that were not trained, stay ``jax.ShapeDtypeStruct``.
+
+  Raises:
+    UserError: a value does not fit the dtype that it is cast to.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  if lacking := compatibility.BEGUN_ANEW - {compatibility.part_of(name) for name in stored.leaves}:
+    like = {name: x for name, x in like.items() if name not in lacking or not jax.tree.leaves(x)}
+  everything = tree.flatten(like)
+  wanted = {name: leaf for name, leaf in everything.items() if name in stored.leaves}
+  unread = {name: leaf for name, leaf in everything.items() if name not in wanted}
+  assert all(compatibility.part_of(name) == compatibility.MOMENTS for name in unread), f"{list(unread)} were not checked"
+  local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}
+  stored_dtypes = {name: jnp.dtype(stored.leaves[name]["dtype"]) for name in wanted}
+  template = {
+    name: jax.ShapeDtypeStruct(leaf.shape, stored_dtypes[name], sharding=shardings[name]) for name, leaf in wanted.items()
+  }
+  state = manifest.home(step_directory, stored) / manifest.STATE_NAME
+  whole = len(wanted) == len(stored.leaves)
+  flat = zarr_arrays.read(state, template) if zarr_arrays.are_in(stored) else _read_orbax(state, template, whole)
+  casts: dict[str, list[str]] = {}
+  for name, leaf in wanted.items():
+    if stored_dtypes[name] != leaf.dtype:
+      flat[name] = _cast(name, flat[name], leaf.dtype)
+      casts.setdefault(f"from {stored_dtypes[name]} to {leaf.dtype}", []).append(name)
+  for change, names in casts.items():
+    _log.warning("cast %d arrays %s (allow_dtype_change): %s, ...", len(names), change, names[0])
+  return tree.unflatten(like, {**flat, **unread})
+
+
+def _read_orbax(state: Path | Place, template: dict[str, Any], whole: bool) -> dict[str, Any]:
+  import orbax.checkpoint as ocp
+
+  arguments = {
+    name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+    for name, leaf in template.items()
+  }
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    return checkpointer.restore(
+      for_orbax(state), args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=not whole)
+    )
+
+
+def for_orbax(path: Path | Place) -> Any:
+  """A path as orbax takes it."""
+  if isinstance(path, Place):
+    from etils import epath
+
+    return epath.Path(str(path))
+  return path.absolute()  # orbax refuses relative paths
+
+
+def _cast(name: str, array: Any, dtype: Any) -> Any:
+  """Casts one array explicitly; what would become infinite (or NaN, in float8_e4m3) is refused."""
+  import jax
+  import jax.numpy as jnp
+
+  from maxtext_like.sharding import host_memory
+
+  place, away = array.sharding, host_memory.lies_there(array)
+  array = host_memory.on_device(array)
+  if array.size:
+    largest, limit = float(jnp.max(jnp.abs(array.astype(jnp.float32)))), float(jnp.finfo(dtype).max)
+    if largest > limit:
+      raise UserError(
+        f"checkpoint leaf {name} holds {largest:.6g}, which {dtype} cannot hold (largest {limit:.6g}); "
+        f"keep its dtype {array.dtype}"
+      )
+  array = array.astype(dtype)
+  return jax.device_put(array, place) if away else array
+
+
+def load(
+  step_directory: Path | Place, like: Any, *, config: Any = None, allow_dtype_change: bool = False, adds: bool = False
+) -> Restored:
+  """Reads ``like`` (it may be a part of the state, such as ``{"params": ...}``) from one step of any run.
+
+  Args:
+    step_directory: a step such as ``runs/a/checkpoints/100``.
+    like: tree of ``jax.ShapeDtypeStruct`` with shardings.
+    config: this run's configuration; None leaves the models uncompared.
+    allow_dtype_change: cast floats, with a range check, instead of refusing.
+    adds: as for ``compatibility.check_state``.
+
+  Raises:
+    UserError: not a complete step, damaged, of another model, or other arrays.
+  """
+  try:
+    stored = manifest.read(step_directory)
+    wanted = tree.flatten(like)
+    current = None if config is None else compatibility.record(config)
+    check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True, adds=adds)
+    manifest.check_hashes(step_directory, stored)
+  except manifest.DamageError as error:
+    raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error
+  except OSError as error:
+    raise failed(error) from error
+  return Restored(stored.step, read(step_directory, stored, like), stored.extra, stored.config, step_directory)

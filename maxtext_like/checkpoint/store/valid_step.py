@@ -1,0 +1,67 @@
+"""The way back: which step of a run is the newest that is what was written."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from maxtext_like.checkpoint.store import manifest
+from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
+from maxtext_like.checkpoint.store.steps import StepDirectories
+from maxtext_like.errors import UserError
+from maxtext_like.storage import Place
+
+_log = logging.getLogger(__name__)
+
+
+def newest_valid(
+  steps: StepDirectories | RemoteSteps,
+  require_fit: Callable[[Path | Place, manifest.Manifest], None],
+  copied_back: Callable[[int, Exception], bool],
+  upto: int | None = None,
+) -> int | None:
+  """The newest step whose files have their hashes; newer ones that have not are told and set aside.
+
+  Args:
+    steps: of the run.
+    require_fit: raises UserError where a step is of another model, or has other arrays.
+    copied_back: (step, what is wrong with it) -> whether it was replaced from another place.
+    upto: this one or an older one; None: any.
+
+  Returns:
+    None when there is no checkpoint at all.
+
+  Raises:
+    UserError: all steps are corrupt, the newest does not fit, ``upto`` is not there, or one has another's name.
+  """
+  steps.require_names()
+  candidates = steps.with_manifest()
+  if upto is not None:
+    if upto not in candidates:
+      raise UserError(f"{steps.directory}: there is no step {upto}; complete are {steps.complete() or 'none'}")
+    candidates = [number for number in candidates if number <= upto]
+
+  def require_valid(path: Path | Place) -> None:
+    stored = manifest.read(path)
+    require_fit(path, stored)
+    manifest.check_hashes(path, stored)
+
+  damaged: list[tuple[int, str]] = []
+  for number in reversed(candidates):
+    try:
+      require_valid(steps.path(number))
+    except manifest.DamageError as error:
+      if not copied_back(number, error):
+        damaged.append((number, str(error)))
+        continue
+      require_valid(steps.path(number))
+    for corrupt, reason in damaged:
+      _log.error("step %d is corrupt: %s; using step %d", corrupt, reason, number)
+      steps.set_aside(corrupt)
+    return number
+  if damaged:
+    reasons = "\n".join(f"  step {corrupt} is corrupt: {reason}" for corrupt, reason in damaged)
+    raise UserError(
+      f"{steps.directory}: no valid checkpoint is left\n{reasons}\n"
+      "  put back a copy of one of them, or start afresh with another run_name or resume=false"
+    )
+  return None

@@ -1,0 +1,1 @@
+"""Image-text data: captions, image files, decoding and multimodal samples."""

@@ -1,0 +1,86 @@
+"""Records of a text and the images in it, from any kind of file whose records have fields."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.data.image_text.image_names import ImageFields, check_all, located, means_images
+from maxtext_like.data.readers import named_fields
+
+if TYPE_CHECKING:
+  from maxtext_like.data.sources import DataConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Captions:
+  """Finds the images of records. Where the model takes none, they are left out, which is told once."""
+
+  def __init__(self, text_field: str, fields: ImageFields, *, take: bool):
+    """`take`: the model takes images (``use_multimodal``)."""
+    self.take = take
+    self._text_field, self._fields, self._told = text_field, fields, False
+
+  @classmethod
+  def of(cls, data: "DataConfig", vision: VisionConfig | None) -> "Captions | None":
+    """As a configuration has it; None: no model is there that could take images, or records are conversations."""
+    if vision is None or data.data_format == "chat":
+      return None
+    return cls(data.text_field, ImageFields(vision.images_field, vision.image_placeholder), take=vision.use_multimodal)
+
+  def images(self, record: Mapping[str, Any], text: str, place: str, folder: str) -> tuple[str, ...]:
+    """Images as ``image_names.located`` has them.
+
+    Raises:
+      BadRecordError: what is listed is no image; the text has a placeholder, and the images are in a field that nobody reads.
+    """
+    name, given = self._fields.listed(record)
+    waits = not given and self._fields.placeholder in text
+    other = self._fields.unread(record, (self._text_field, self._fields.field)) if waits else None
+    if not self.take:
+      if given or other:
+        self.leave_out(name if given else str(other), place)
+      return ()
+    if other:
+      raise BadRecordError(place, self._fields.unread_reason(other, other))
+    try:
+      images = tuple(located(image, folder) for image in given)
+      check_all(images)
+    except ValueError as error:
+      raise BadRecordError(place, f"{name}: {error}") from None
+    return images
+
+  def leave_out(self, name: str, place: str) -> None:
+    """Tells, once, that the images of a field are not taken."""
+    if not self._told:
+      self._told = True
+      logger.warning("%s: images ('%s') are left out, the text is taken as it stands; use_multimodal=true takes them",
+                     place, name)  # fmt: skip
+
+  def column(self, columns: Iterable[tuple[str, str]]) -> str | None:
+    """The first column of a table that is called like images, or has them as ``datasets`` stores them; None: there is none.
+
+    `columns`: names and types, as Arrow writes these.
+    """
+    for name, kind in columns:
+      if name == self._text_field or not ("string" in kind or "binary" in kind):
+        continue
+      if name == self._fields.field or means_images(name) or "struct<bytes: " in kind:
+        return name
+    return None
+
+  def __call__(self, record: object, place: str, folder: str) -> Record:
+    """The record of an object, as a row of a table. Raises BadRecordError."""
+    field = self._text_field
+    if not isinstance(record, Mapping) or field not in record:
+      fields = list(record) if isinstance(record, Mapping) else []
+      fix = named_fields.fix_of_missing(fields, named_fields.text_fields(record) if isinstance(record, Mapping) else [])
+      raise BadRecordError(place, f"no field '{field}' (data.text_field); fields: {named_fields.shown(fields)}", fix)
+    if record[field] is None:
+      raise BadRecordError(place, f"field '{field}' is null")
+    text = check_text(record[field], place, field)
+    if len(text) > MAX_RECORD_BYTES:
+      raise BadRecordError(place, f"the value has {len(text)} characters, more than the limit of {MAX_RECORD_BYTES}")
+    return Record(text, images=self.images(record, text, place, folder))

@@ -1,0 +1,278 @@
+"""What a run would make of its data: records as their tokens, with those that are learned, and the counts of a pass."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.config.vision import VisionConfig
+from maxtext_like.data.documents import BadRecordError, Documents, Record
+from maxtext_like.data.loader import make_rules
+from maxtext_like.data.notes import Notes
+from maxtext_like.data.order import Order, Share
+from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
+from maxtext_like.data.sources import DataConfig, kind_of, open_documents
+from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
+from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
+from maxtext_like.data.validate import Rules, fix_of_bad, most_skipped
+from maxtext_like.errors import UserError
+from maxtext_like.layers.embedding import Lookup
+
+BAD_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class ShownRecord:
+  """A record, or one of its samples, as a run takes it.
+
+  Attributes:
+    place: file and line, and which sample.
+    parts: its text in order, and whether it is learned; where a row does not take all of it, up to the cut.
+    tokens: number of its tokens.
+    learned: number of the tokens that would be learned without a cut.
+    kept: number of the learned tokens before the cut; None if the record is not cut.
+    rest: the text after the cut, which is not trained on.
+  """
+
+  place: str
+  parts: tuple[tuple[str, bool], ...]
+  tokens: int
+  learned: int
+  kept: int | None
+  rest: str = ""
+
+
+@dataclass(frozen=True)
+class SourceCounts:
+  """What a pass over the documents of a source gives.
+
+  Attributes:
+    documents: that were looked at, the first of
+    available: all.
+    empty: without text.
+    bad: that cannot be used.
+    tokens: of the others,
+    learned: and those that are targets of a row.
+    truncated: conversations that are longer than a row, and cut.
+    cut_at_image: conversations with more images than a row has places for, and cut before the first of these.
+    unlearned: conversations with nothing to learn in what a row takes of them, which are left out.
+    excluded: conversations that are left out because their records mark them as not to be learned.
+    rows: that are filled.
+    filled: share of the places in them that are no padding.
+    reasons: of the first bad records.
+    notes: sentences about records that can be used but may not give what their author meant, with counts.
+    fix: words to type against the bad records; "" if there are none.
+  """
+
+  documents: int
+  available: int
+  empty: int
+  bad: int
+  tokens: int
+  learned: int
+  truncated: int
+  cut_at_image: int
+  unlearned: int
+  excluded: int
+  rows: int
+  filled: float
+  reasons: tuple[str, ...]
+  notes: tuple[str, ...]
+  fix: str = ""
+
+
+@dataclass(frozen=True)
+class DataLook:
+  """What a run would make of its data.
+
+  Attributes:
+    records: the first of each source.
+    counts: by source; "" where there is one without a name.
+    template: of conversations; None: the records are text.
+    length: of a row.
+  """
+
+  records: tuple[ShownRecord, ...]
+  counts: dict[str, SourceCounts]
+  template: str | None
+  length: int
+
+
+def look(
+  data: DataConfig, *, vocab_size: int, length: int, vision: VisionConfig, chat_template: str | None, show: int, most: int
+) -> DataLook:
+  """Looks at the training documents in their order in the files, without the shuffle and without a held-out share.
+
+  Args:
+    data: the ``data:`` section, with its tokenizer resolved.
+    vocab_size: the model's.
+    length: of a row.
+    vision: the ``vision:`` section.
+    chat_template: published for the model's family.
+    show: records of each source that are shown.
+    most: documents of each source that are counted.
+
+  Raises:
+    UserError: as ``make_data``, but for bad records, which are counted.
+  """
+  if not kind_of(data).text:
+    raise UserError(f"dataset: {data.dataset} has no text to look at")
+  tokenizer = load_tokenizer(data.tokenizer, vocab_size)
+  rules = make_rules(data, tokenizer, vision, length, chat_template)
+  whole = tokenizer.special if data.special_tokens_in_text == "parse" else ()
+  records: list[ShownRecord] = []
+  counts = {}
+  for name, documents in open_documents(data, vision, "train", None, whole).items():
+    tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), rules)
+    places = rules.multimodal.vision.max_images_per_row if rules.multimodal else 0
+    row = (length, places) if rules.chat or not data.packing else None
+    records += _shown(documents, tokenise, tokenizer, rules, show, row)
+    counts[name] = _count(documents, tokenise, data, rules, length, most)
+  return DataLook(tuple(records), counts, rules.chat.renderer.name if rules.chat else None, length)
+
+
+def _shown(
+  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int, row: tuple[int, int] | None
+) -> list[ShownRecord]:
+  """The first records; ``row``: tokens and images that one has place for, None where a record goes on in the next."""
+  names = {i: spelling for spelling, i in tokenizer.special.items()}
+  names |= rules.chat.encoder.spellings if rules.chat else {}
+  for kind in ("pad", "eos", "bos"):
+    token = getattr(tokenizer, f"{kind}_id")
+    if token is not None:
+      names.setdefault(token, f"<{kind}>")
+  image = None
+  if rules.multimodal:
+    image = rules.multimodal.vision.image_token_id
+    for kind in ("boi", "eoi"):
+      names.setdefault(getattr(rules.multimodal.vision, f"{kind}_token_id"), f"<{kind}>")
+  found = []
+  for number in range(len(documents)):
+    if len(found) >= show:
+      break
+    document = tokenise(number)
+    if document.ids is None:
+      continue
+    samples = tuple(document.samples())
+    for i, sample in enumerate(samples, 1):
+      assert sample.ids is not None
+      learned = _learned(sample)
+      end = len(learned) if row is None else first_part(sample, *row)
+      parts = _parts(sample.ids[:end].tolist(), learned[:end].tolist(), tokenizer, names, image)
+      rest = _parts(sample.ids[end:].tolist(), [False] * (len(learned) - end), tokenizer, names, image)
+      place = documents.place(number) + (f" (sample {i} of {len(samples)})" if len(samples) > 1 else "")
+      kept = None if end == len(learned) else int(learned[:end].sum())
+      text = "".join(part for part, _ in rest)
+      found.append(ShownRecord(place, tuple(parts), len(learned), int(learned.sum()), kept, text))
+  return found
+
+
+def _learned(document: Document) -> np.ndarray:
+  """Which ids are targets: the first has nothing before it."""
+  assert document.ids is not None
+  learned = np.ones(len(document.ids), bool) if document.learned is None else document.learned.copy()
+  learned[0] = False
+  return learned
+
+
+def _parts(
+  ids: list[int], learned: list[bool], tokenizer: Tokenizer, names: dict[int, str], image: int | None
+) -> list[tuple[str, bool]]:
+  """Texts and whether they are learned; special tokens are spelt, tokens of an image counted."""
+  parts: list[tuple[str, bool]] = []
+  kind = lambda pair: (pair[1], pair[0] if pair[0] in names or pair[0] == image else None)
+  for (is_learned, token), group in groupby(zip(ids, learned, strict=True), kind):
+    run = [i for i, _ in group]
+    if token is None:
+      text = tokenizer.decode(run)
+    elif token == image:
+      text = f"{names.get(token, '<image>')} x {len(run)}"
+    else:
+      text = names[token] * len(run)
+    if parts and parts[-1][1] == is_learned:
+      parts[-1] = (parts[-1][0] + text, is_learned)
+    else:
+      parts.append((text, is_learned))
+  return parts
+
+
+def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Rules, length: int, most: int) -> SourceCounts:
+  available = min(len(documents), data.dataset_documents_max or len(documents))
+  reasons: list[str] = []
+  fixes: Counter[str] = Counter()
+
+  def note(bad: BadRecordError) -> None:
+    fixes[bad.fix] += 1
+    if len(reasons) < BAD_SHOWN:
+      reasons.append(str(bad))
+
+  counting = _Noting(documents, rules)
+  order = Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None)
+  packer = Packer(
+    DocumentStream(order, replace(tokenise, documents=counting)),
+    length=length,
+    pad_id=0,
+    packing=data.packing,
+    on_bad_record="skip",
+    bad_max=len(documents),
+    epoch_length=len(documents) + 1,
+    max_images=rules.multimodal.vision.max_images_per_row if rules.multimodal else 0,
+    whole=rules.chat is not None,
+  )
+  packer.on_skip = note
+  rows = filled = learned = 0
+  for row in _rows(packer):
+    if rules.multimodal:
+      rules.multimodal.mask_targets(row)
+    rows += 1
+    filled += int((row.segments > 0).sum())
+    learned += int((row.targets >= 0).sum())
+  got: dict[str, Any] = packer.counts()
+  return SourceCounts(
+    documents=got["documents"],
+    available=available,
+    empty=got["empty"],
+    bad=got["bad"],
+    tokens=got["tokens"],
+    learned=learned,
+    **{name: got.get(name, 0) for name in LOSSES},
+    rows=rows,
+    filled=filled / max(1, rows * length),
+    reasons=tuple(reasons),
+    notes=tuple(counting.notes.sentences(got["documents"], documents.place, asked=data.special_tokens_in_text is not None)),
+    fix=fix_of_bad(fixes, got["bad"], got["documents"] - got["empty"], _skip(got["bad"], available)) if got["bad"] else "",
+  )
+
+
+class _Noting:
+  """Documents that count what is worth a note, as they are read."""
+
+  def __init__(self, documents: Documents, rules: Rules):
+    self._documents, self._rules = documents, rules
+    self.notes = Notes()
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._documents, name)
+
+  def read(self, index: int) -> Record:
+    """Document `index`. A bad record is left to the one that reads it."""
+    record = self._documents.read(index)
+    with contextlib.suppress(BadRecordError):
+      self.notes.add(index, self._rules.check(record, self._documents.place(index)))
+    return record
+
+
+def _skip(bad: int, available: int) -> str:
+  return "on_bad_record=skip leaves them out and counts them" if bad <= most_skipped(available) else ""
+
+
+def _rows(packer: Packer) -> Iterator[Row]:
+  while True:
+    try:
+      yield next(packer)
+    except StopIteration:
+      return

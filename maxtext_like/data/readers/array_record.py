@@ -1,0 +1,216 @@
+"""ArrayRecord files as documents: every record a tf.train.Example, a JSON object, or plain text."""
+
+import os
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from maxtext_like import strict_json
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
+from maxtext_like.data.image_text.captions import Captions
+from maxtext_like.data.readers import input_files, named_fields, tf_example
+from maxtext_like.data.readers.input_files import Unchanged
+from maxtext_like.errors import UserError
+
+SUFFIXES = (".array_record", ".arrayrecord")
+OPEN_FILES = 128  # at once; each has its index in memory
+LOOKED_AT = 16  # records from which it is seen what records are
+CACHED_GROUPS = 2  # the order of reading stays inside a group, so more would not be hit
+RANDOM = "readahead_buffer_size:0,max_parallelism:0"
+_END_BYTES = 2**17  # of a file, where the places of its chunks stand
+
+
+class ArrayRecord:
+  """The records of the files. What they are is seen from the first ones; any other after them is a bad record."""
+
+  def __init__(
+    self,
+    files: Sequence[str],
+    text_field: str,
+    captions: Captions | None = None,
+    *,
+    key: str = "dataset_path",
+    read: ReadRecord | None = None,
+  ):
+    """`files`: paths, named by data.`key`; `text_field`: of Examples and JSON objects; `captions`: finds the images of JSON
+    objects; None: they have none; `read`: makes records of JSON objects, in place of text and images.
+
+    Raises UserError: no ArrayRecord file, cut off, no records, no such field.
+    """
+    self._files, self._field, self._captions, self._make = list(files), text_field, captions, read
+    self._state = [Unchanged(path, _end, str) for path in self._files]
+    self._open: OrderedDict[int, Any] = OrderedDict()
+    self._cache: OrderedDict[int, list[bytes]] = OrderedDict()
+    counts, sizes = [], []
+    for number in range(len(self._files)):
+      reader = self._reader(number)
+      counts.append(reader.num_records())
+      sizes.append(_group_size(reader.writer_options_string()))
+    self._stops = list(accumulate(counts))
+    if not self._stops[-1]:
+      raise UserError(f"data.{key}: no records: {len(self._files)} array_record file(s), 0 records (first: {self._files[0]})")
+    begins = [0, *self._stops[:-1]]
+    self._groups = [
+      at for begin, count, size in zip(begins, counts, sizes, strict=True) for at in range(begin, begin + count, size)
+    ]
+    self.groups: Sequence[int] | None = self._groups if max(sizes) > 1 else None
+    self.form = self._see_form() if read is None else "JSON"
+
+  def _reader(self, number: int) -> Any:
+    """The file, opened. UserError when it is none that can be read, or has changed."""
+    try:
+      from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError as error:
+      raise UserError(
+        "dataset=arrayrecord needs array-record, which is not installed (it has no package for every system)\n"
+        "  fix: pip install -e '.[arrayrecord]', or write the records as jsonl or parquet"
+      ) from error
+
+    path = self._files[number]
+    try:
+      self._state[number].check(os.stat(path))
+      if number not in self._open:
+        input_files.require_regular(path, os.stat(path).st_mode)
+        reader = self._open[number] = ArrayRecordReader(path, RANDOM)
+        if not reader.ok():
+          raise UserError(f"{path}: damaged, cut off, or no array_record file ({os.path.getsize(path):,} bytes)")
+        while len(self._open) > OPEN_FILES:
+          self._open.popitem(last=False)[1].close()
+    except OSError as error:
+      raise input_files.reading_failed(path, error) from error
+    self._open.move_to_end(number)
+    return self._open[number]
+
+  def _see_form(self) -> str:
+    """What the first records with anything in them are. UserError: all of them lack the field."""
+    seen = [record for i in range(min(LOOKED_AT, len(self))) if (record := self._bytes(i)).strip()]
+    for form, names_of in (("JSON", _names), ("tf.train.Example", lambda record: list(tf_example.features(record)))):
+      try:
+        names = [names_of(record) for record in seen]
+      except (strict_json.NotJsonError, tf_example.NotExampleError):
+        continue
+      if seen and not any(self._field in found for found in names):
+        listed = ", ".join(f"'{name}'" for name in names[0][:8]) or "none"
+        raise UserError(f"{self._files[0]}: records are {form} without '{self._field}' (data.text_field); fields: {listed}")
+      if seen:
+        return form
+    return "text"
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def _locate(self, index: int) -> tuple[int, int]:
+    return locate(self._stops, index)
+
+  def place(self, index: int) -> str:
+    file, row = self._locate(index)
+    return f"{self._files[file]}, record {row}"
+
+  def read(self, index: int) -> Record:
+    return self._record(self._bytes(index), index)
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    for index in range(len(self)):
+      try:
+        yield self.read(index)
+      except BadRecordError as bad:
+        yield bad
+
+  def _bytes(self, index: int) -> bytes:
+    if self.groups is None:
+      file, row = self._locate(index)
+      return self._read(file, row, row + 1)[0]
+    group = bisect_right(self._groups, index) - 1
+    begin = self._groups[group]
+    if group not in self._cache:
+      stop = self._groups[group + 1] if group + 1 < len(self._groups) else len(self)
+      file, row = self._locate(begin)
+      self._cache[group] = self._read(file, row, row + stop - begin)
+      while len(self._cache) > CACHED_GROUPS:
+        self._cache.popitem(last=False)
+    self._cache.move_to_end(group)
+    return self._cache[group][index - begin]
+
+  def _read(self, file: int, start: int, stop: int) -> list[bytes]:
+    reader = self._reader(file)
+    try:
+      records = reader.read(start, stop)
+    except (RuntimeError, ValueError, IndexError) as error:
+      raise UserError(f"{self._files[file]}: damaged array_record file, records {start} to {stop - 1}: {error}") from error
+    if len(records) != stop - start or not reader.ok():
+      raise UserError(f"{self._files[file]}: damaged array_record file: {len(records)} of {stop - start} records from {start}")
+    return records
+
+  def _record(self, data: bytes, index: int) -> Record:
+    place = self.place(index)
+    if len(data) > MAX_RECORD_BYTES:
+      raise BadRecordError(place, f"the record has {len(data)} bytes, more than the limit of {MAX_RECORD_BYTES}")
+    if not data.strip():
+      return Record("")
+    if self.form == "JSON":
+      try:
+        record = strict_json.loads(data)
+      except strict_json.NotJsonError as error:
+        raise BadRecordError(place, f"{error}, and {'conversations' if self._make else 'the first records'} are JSON") from None
+      folder = os.path.dirname(os.path.abspath(self._files[self._locate(index)[0]]))
+      if self._make is not None:
+        return self._make(record, place, folder)
+      if not isinstance(record, dict) or self._field not in record:
+        names, texts = (list(record), named_fields.text_fields(record)) if isinstance(record, dict) else ([], [])
+        reason = f"no object with the field '{self._field}' (data.text_field); fields: {named_fields.shown(names)}"
+        raise BadRecordError(place, reason, named_fields.fix_of_missing(names, texts))
+      text = check_text(record[self._field], place, self._field)
+      return Record(text, images=self._captions.images(record, text, place, folder) if self._captions else ())
+    try:
+      return Record((_feature(data, self._field) if self.form == "tf.train.Example" else data).decode("utf-8"))
+    except tf_example.NotExampleError as error:
+      raise BadRecordError(place, f"not a tf.train.Example as the first records are, or none with a text: {error}") from None
+    except UnicodeDecodeError as error:
+      raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the text") from None
+
+  def fingerprint(self) -> dict[str, str]:
+    files = input_files.fingerprint(self._files, [state.digest for state in self._state])
+    return files | {"records are": self.form}
+
+
+def _feature(data: bytes, name: str) -> bytes:
+  """The one value of a feature of bytes."""
+  found = tf_example.features(data)
+  if name not in found:
+    raise tf_example.NotExampleError(f"no feature '{name}'; features: {named_fields.shown(list(found))}")
+  kind, encoded = found[name]
+  texts = tf_example.values(encoded) if kind == "bytes" else []
+  if len(texts) != 1:
+    raise tf_example.NotExampleError(f"feature '{name}' has {len(texts) if kind == 'bytes' else kind} where one text is wanted")
+  return texts[0]
+
+
+def _names(data: bytes) -> list[str]:
+  """The fields of a JSON object. NotJsonError for anything else."""
+  if not isinstance(record := strict_json.loads(data), dict):
+    raise strict_json.NotJsonError("not an object")
+  return list(record)
+
+
+def _group_size(options: str) -> int:
+  """Records that are packed together, of what the file says about its writer."""
+  found = re.search(r"group_size:(\d+)", options)
+  return max(1, int(found[1])) if found else 1
+
+
+def _end(path: str) -> str:
+  """A digest of what a file ends with, where the places of its chunks stand."""
+  import xxhash
+
+  size = os.path.getsize(path)
+  return f"end xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - _END_BYTES)))}"
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> ArrayRecord:
+  """The files of dataset=arrayrecord."""
+  del whole  # a record is never cut
+  return ArrayRecord(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

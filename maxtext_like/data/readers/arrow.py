@@ -1,0 +1,280 @@
+"""Arrow files as documents, as `datasets` writes them (save_to_disk, its cache). Needs the extra `parquet` (pyarrow).
+
+Arrow keeps a column of strings as all its text end to end and the offsets between, batch by batch, so a document is two short
+reads. The files are mapped into memory while their batches are looked for, which touches none of the text, and read after
+that: a file that is cut off under the run is an error with a name, where a mapped one would kill the process.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, Record, locate
+from maxtext_like.data.image_text.captions import Captions
+from maxtext_like.data.readers import input_files, named_fields
+from maxtext_like.data.readers.input_files import Unchanged
+from maxtext_like.errors import RetryableError, UserError
+
+SUFFIXES = (".arrow",)
+END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of batches
+FILE_MAGIC = b"ARROW1\0\0"  # the other of Arrow's two forms begins with it
+READ_AT_ONCE = MAX_RECORD_BYTES  # bytes of text of one batch, in a pass over all of them
+
+
+class Batches(NamedTuple):
+  """The record batches of one file that have rows, N of them.
+
+  Attributes:
+    stops: int64 [N], rows up to the end of each, from the beginning of the file.
+    places: int64 [N, 4], bytes of the file: where the bits of nulls (-1: there are none), the offsets and the text are, and
+      how long the text is.
+    width: bytes of an offset.
+  """
+
+  stops: np.ndarray
+  places: np.ndarray
+  width: int
+
+
+class Arrow:
+  """The rows of a string column. A null or undecodable value is a bad record."""
+
+  groups: Sequence[int] | None = None
+
+  def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path"):
+    """`files`: paths, named by data.`key`.
+
+    Raises UserError: pyarrow missing, no Arrow file, cut off, no such string column, no rows, several splits.
+    """
+    self._files = saved_by_datasets(files, key)
+    self._field = text_field
+    self._state = [Unchanged(path, self._look, _digest) for path in self._files]
+    self._batches = [state.found for state in self._state]
+    self._stops = np.cumsum([int(batches.stops[-1]) if len(batches.stops) else 0 for batches in self._batches]).tolist()
+    if not self._stops[-1]:
+      raise UserError(f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})")
+
+  def _look(self, path: str) -> Batches:
+    """Finds the batches of a file, and sees that all of them are there."""
+    try:
+      import pyarrow
+    except ImportError as error:
+      raise UserError("dataset=arrow needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
+    try:
+      input_files.require_regular(path, os.stat(path).st_mode)
+      if not os.path.getsize(path):
+        raise UserError(f"{path}: empty, not an arrow file")
+      with pyarrow.memory_map(path) as file:
+        whole = file.read_buffer()
+        if not _ended(whole):
+          raise UserError(f"{path}: cut off, or no arrow file: it has no end mark among its {whole.size:,} bytes")
+        return self._find(path, whole, pyarrow)
+    except pyarrow.ArrowException as error:
+      raise UserError(f"{path}: not a readable arrow file: {error}") from error
+    except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
+      raise UserError(f"{path}: {error.strerror}") from error
+    except OSError as error:  # pyarrow uses it for damaged metadata as well as for real I/O errors
+      if error.errno:
+        raise RetryableError(f"{path}: reading failed: {error}") from error
+      raise UserError(f"{path}: damaged arrow file: {error}") from error
+
+  def _find(self, path: str, whole: Any, pyarrow: Any) -> Batches:
+    of_file = whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC
+    stream = whole[len(FILE_MAGIC) :] if of_file else whole  # a file is a stream with a table of contents behind it
+    with pyarrow.ipc.open_stream(stream) as reader:
+      number, kind = self._column(path, reader.schema, pyarrow.types)
+    width = 8 if pyarrow.types.is_large_string(kind) else 4
+    rows, places = [], []
+    with pyarrow.ipc.open_stream(stream, options=pyarrow.ipc.IpcReadOptions(included_fields=[number])) as reader:
+      for count, batch in enumerate(reader):
+        if not batch.num_rows:
+          continue
+        where = [-1 if buffer is None else buffer.address - whole.address for buffer in batch.column(0).buffers()]
+        length = batch.column(0).buffers()[2].size if where[2] >= 0 else 0
+        place = [where[0], where[1], max(where[2], 0), length]
+        if not all(-1 <= at <= whole.size for at in place):
+          raise UserError(
+            f"{path}: batch {count} is compressed, which is not read\n  fix: write it without compression, or as parquet"
+          )
+        rows.append(batch.num_rows)
+        places.append(place)
+    return Batches(np.cumsum(np.array(rows, np.int64)), np.array(places, np.int64).reshape(-1, 4), width)
+
+  def _column(self, path: str, schema: Any, types: Any) -> tuple[int, Any]:
+    """Number and type of the text's column."""
+    found = schema.get_all_field_indices(self._field)
+    if len(found) != 1:
+      what = "no column" if not found else f"{len(found)} columns"
+      texts = [field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)]
+      fix = "a file whose columns have different names" if found else named_fields.fix_of_missing(schema.names, texts)
+      listed = named_fields.shown(schema.names)
+      raise UserError(f"{path}: {what} '{self._field}' (data.text_field); columns: {listed}\n  fix: {fix}")
+    kind = schema.field(found[0]).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+      raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")
+    return found[0], kind
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def _locate(self, index: int) -> tuple[int, int, int]:
+    """File, batch in it, row in that."""
+    file, row = locate(self._stops, index)
+    stops = self._batches[file].stops
+    batch = int(np.searchsorted(stops, row, side="right"))
+    return file, batch, row - (int(stops[batch - 1]) if batch else 0)
+
+  def place(self, index: int) -> str:
+    file, row = locate(self._stops, index)
+    return f"{self._files[file]}, row {row}"
+
+  def read(self, index: int) -> Record:
+    file, batch, row = self._locate(index)
+    of_nulls, _, text, length = self._batches[file].places[batch].tolist()
+    if of_nulls >= 0 and not self._read(file, of_nulls + row // 8, 1)[0] >> row % 8 & 1:
+      raise self._null(index)
+    start, stop = self._offsets(file, batch, row, 2).tolist()
+    self._require_inside(file, batch, start, stop, length)
+    if stop - start > MAX_RECORD_BYTES:
+      raise BadRecordError(self.place(index), f"the value has {stop - start} bytes, more than the limit of {MAX_RECORD_BYTES}")
+    return self._record(index, self._read(file, text + start, stop - start))
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    index = 0
+    for file, batches in enumerate(self._batches):
+      for batch, rows in enumerate(np.diff(batches.stops, prepend=0).tolist()):
+        of_nulls, _, text, length = batches.places[batch].tolist()
+        valid = np.ones(rows, bool)
+        if of_nulls >= 0:
+          bits = np.frombuffer(self._read(file, of_nulls, -(-rows // 8)), np.uint8)
+          valid = np.unpackbits(bits, count=rows, bitorder="little").astype(bool)
+        offsets = self._offsets(file, batch, 0, rows + 1).tolist()
+        whole = self._read(file, text, length) if length <= READ_AT_ONCE else None
+        for row in range(rows):
+          start, stop = offsets[row : row + 2]
+          self._require_inside(file, batch, start, stop, length)
+          try:
+            yield (
+              self._null(index)
+              if not valid[row]
+              else (self.read(index) if whole is None else self._record(index, whole[start:stop]))
+            )
+          except BadRecordError as bad:
+            yield bad
+          index += 1
+
+  def _null(self, index: int) -> BadRecordError:
+    return BadRecordError(self.place(index), f"field '{self._field}' is null")
+
+  def _record(self, index: int, data: bytes) -> Record:
+    try:
+      text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+      raise BadRecordError(self.place(index), f"not UTF-8 at byte {error.start} of the value") from None
+    return Record(text)
+
+  def _offsets(self, file: int, batch: int, row: int, count: int) -> np.ndarray:
+    batches = self._batches[file]
+    begin = int(batches.places[batch, 1]) + row * batches.width
+    return np.frombuffer(self._read(file, begin, count * batches.width), f"<i{batches.width}")
+
+  def _require_inside(self, file: int, batch: int, start: int, stop: int, length: int) -> None:
+    if not 0 <= start <= stop <= length:
+      self._damaged(file, f"batch {batch} has a text from byte {start} to {stop} of {length}")
+
+  def _read(self, file: int, start: int, length: int) -> bytes:
+    path = self._files[file]
+    data = input_files.read_bytes(path, start, length, check=self._state[file].check)
+    if len(data) != length:
+      self._damaged(file, f"it ends before byte {start + length}")
+    return data
+
+  def _damaged(self, file: int, what: str) -> NoReturn:
+    raise UserError(f"{self._files[file]}: damaged arrow file: {what}")
+
+  def fingerprint(self) -> dict[str, str]:
+    return input_files.fingerprint(self._files, [state.digest for state in self._state])
+
+
+def _digest(batches: Batches) -> str:
+  """Of the shape of a file: the rows and the places of every batch."""
+  import xxhash
+
+  return f"batches xxh3 {xxhash.xxh3_128_hexdigest(batches.stops.tobytes() + batches.places.tobytes())}"
+
+
+def _ended(whole: Any) -> bool:
+  """The last bytes of a file say that it is whole."""
+  if whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC:
+    return whole[max(0, whole.size - 6) :].to_pybytes() == FILE_MAGIC[:6]
+  return whole[max(0, whole.size - len(END)) :].to_pybytes() == END
+
+
+def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
+  """Of the files of a folder that save_to_disk wrote, those that its state.json names; `map` leaves others beside them.
+
+  Raises UserError: one of them is missing, or a dataset of several splits, of which one has to be named.
+  """
+  kept: list[str] = []
+  splits: dict[str, set[str]] = {}
+  for folder, found in groupby(sorted(files), os.path.dirname):
+    above = os.path.dirname(folder)
+    if os.path.isfile(os.path.join(above, "dataset_dict.json")):
+      splits.setdefault(above, set()).add(os.path.basename(folder))
+    state, there = os.path.join(folder, "state.json"), list(found)
+    if not os.path.isfile(state):
+      kept += there
+      continue
+    try:
+      named = [os.path.join(folder, entry["filename"]) for entry in json.loads(input_files.read_bytes(state))["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+      raise UserError(f"{state}: not what datasets' save_to_disk writes: {error!r}") from error
+    if lost := [path for path in named if not os.path.isfile(path)]:
+      raise UserError(f"{lost[0]}: missing, though {state} names it ({len(lost)} of {len(named)} files are)")
+    kept += [path for path in there if path in named]
+  for above, names in splits.items():
+    if len(names) > 1:
+      raise UserError(
+        f"data.{key}: {above} has the splits {', '.join(sorted(names))}\n"
+        f"  fix: {key}={os.path.join(above, min(names, key=lambda name: (name != 'train', name)))} names one of them"
+      )
+  return kept
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Documents:
+  """The files of dataset=arrow."""
+  from maxtext_like.data.readers.arrow_rows import ArrowRows
+
+  del whole  # a record is never cut
+  read = record_reader(data, vision)
+  captions = Captions.of(data, vision)
+  if read is None and captions is not None and (found := _with_images(saved_by_datasets(files, key), captions)):
+    if captions.take:
+      read = captions
+    else:
+      captions.leave_out(*found)
+  return Arrow(files, data.text_field, key=key) if read is None else ArrowRows(files, read, key=key)
+
+
+def _with_images(files: Sequence[str], captions: Captions) -> tuple[str, str] | None:
+  """The first column with images and its file; None: there is none, or no pyarrow or arrow file, which is told afterwards."""
+  try:
+    import pyarrow
+  except ImportError:
+    return None
+  try:
+    for path in files:
+      input_files.require_regular(path, os.stat(path).st_mode)
+      with pyarrow.OSFile(path) as file:
+        file.seek(len(FILE_MAGIC) if file.read(len(FILE_MAGIC)) == FILE_MAGIC else 0)
+        schema = pyarrow.ipc.open_stream(file).schema
+      if name := captions.column((field.name, str(field.type)) for field in schema):
+        return name, path
+  except (OSError, pyarrow.ArrowException):
+    return None
+  return None

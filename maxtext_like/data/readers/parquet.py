@@ -1,0 +1,199 @@
+"""Parquet files as documents: one string column, row group by row group. Needs the extra `parquet` (pyarrow)."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from maxtext_like.data.chat.dataset import record_reader
+from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
+from maxtext_like.data.image_text.captions import Captions
+from maxtext_like.data.readers import input_files, named_fields
+from maxtext_like.data.readers.arrow_rows import row_object
+from maxtext_like.data.readers.input_files import Unchanged
+from maxtext_like.errors import RetryableError, UserError
+
+SUFFIXES = (".parquet",)
+CACHED_ROW_GROUPS = 2  # the order of reading stays inside a row group (order.py), so more would not be hit
+# Equal texts that the file stores once stay one in memory (Arrow's dictionaries, which hold 2 GiB).
+DICTIONARY_UP_TO = 2**30
+ROWS_UP_TO = 2**24  # a file may say so many rows whatever its size, and 8 for each byte beyond
+
+
+class Parquet:
+  """The rows of a string column. Page checksums are verified where the writer stored them (write_page_checksum).
+
+  A null or undecodable value is a bad record; a damaged page is an error, as it takes a whole row group with it.
+  """
+
+  def __init__(
+    self,
+    files: Sequence[str],
+    text_field: str,
+    captions: Captions | None = None,
+    *,
+    key: str = "dataset_path",
+    read: ReadRecord | None = None,
+  ):
+    """`files`: paths, named by data.`key`; `captions`: finds the images of the text in files with a column for them; None:
+    there are none; `read`: makes records of whole rows, in place of text and images.
+
+    Raises UserError: pyarrow missing, no parquet file, no such string column, no rows.
+    """
+    try:
+      import pyarrow
+      import pyarrow.parquet
+    except ImportError as error:
+      raise UserError("dataset=parquet needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
+    self._arrow = pyarrow
+    self._files = list(files)
+    self._field = text_field
+    self._make: list[ReadRecord | None] = []  # of each file; None: the column alone is read
+    self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in it, rows, read as a dictionary
+    self._state: list[Unchanged[str]] = []
+    for number, path in enumerate(self._files):
+      with self._open(path) as reader:
+        if read is None:
+          self._check_column(reader, path)
+        self._make.append(read or self._with_images(reader.schema_arrow, captions, path))
+        self._groups += self._row_groups(number, reader.metadata)
+      self._state.append(Unchanged(path, _footer, str))
+    if not self._groups:
+      raise UserError(f"data.{key}: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
+    self._stops = list(accumulate(rows for _, _, rows, _ in self._groups))
+    self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
+    self._cache: OrderedDict[int, Any] = OrderedDict()
+
+  def _row_groups(self, number: int, metadata: Any) -> Iterator[tuple[int, int, int, bool]]:
+    """The row groups with rows of one file. UserError for a file made to fill the memory."""
+    path = self._files[number]
+    size = os.path.getsize(path)
+    if metadata.num_rows > ROWS_UP_TO + 8 * size:
+      raise UserError(f"{path}: {metadata.num_rows:,} rows in {size:,} bytes: refused as a decompression bomb")
+    for group in range(metadata.num_row_groups):
+      row_group = metadata.row_group(group)
+      columns = (row_group.column(i) for i in range(row_group.num_columns))
+      whole = self._make[number] is not None
+      unpacked = sum(column.total_uncompressed_size for column in columns if whole or column.path_in_schema == self._field)
+      input_files.check_expansion(f"{path}, row group {group}", size, unpacked)
+      if row_group.num_rows:
+        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO and not whole
+
+  def _open(self, path: str, *, dictionary: bool = False) -> Any:
+    try:
+      input_files.require_regular(path, os.stat(path).st_mode)
+      return self._arrow.parquet.ParquetFile(
+        path, page_checksum_verification=True, read_dictionary=[self._field] if dictionary else None
+      )
+    except self._arrow.ArrowInvalid as error:
+      raise UserError(f"{path}: not a readable parquet file: {error}") from error
+    except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
+      raise UserError(f"{path}: {error.strerror}") from error
+    except OSError as error:  # pyarrow uses it for damaged metadata as well as for real I/O errors
+      self._raise_oserror(path, error)
+
+  def _raise_oserror(self, path: str, error: OSError) -> Any:
+    if error.errno:
+      raise RetryableError(f"{path}: reading failed: {error}") from error
+    raise UserError(f"{path}: damaged parquet file: {error}") from error
+
+  def _check_column(self, reader: Any, path: str) -> None:
+    schema = reader.schema_arrow
+    if self._field not in schema.names:
+      texts = [name for name in schema.names if "string" in str(schema.field(schema.names.index(name)).type)]
+      raise UserError(
+        f"{path}: no column '{self._field}' (data.text_field); columns: {named_fields.shown(schema.names)}\n"
+        f"  fix: {named_fields.fix_of_missing(schema.names, texts)}"
+      )
+    kind = schema.field(self._field).type
+    types = self._arrow.types
+    plain = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
+      raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")
+
+  def _with_images(self, schema: Any, captions: Captions | None, path: str) -> Captions | None:
+    """What makes records of a file's rows where it has images that the model takes."""
+    found = captions and captions.column((name, str(schema.field(i).type)) for i, name in enumerate(schema.names))
+    if not captions or not found or captions.take:
+      return captions if found else None
+    captions.leave_out(found, path)
+    return None
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def _locate(self, index: int) -> tuple[int, int]:
+    return locate(self._stops, index)
+
+  def place(self, index: int) -> str:
+    group, row = self._locate(index)
+    number, inner, _, _ = self._groups[group]
+    return f"{self._files[number]}, row group {inner}, row {row}"
+
+  def _column(self, group: int) -> Any:
+    if group not in self._cache:
+      number, inner, rows, dictionary = self._groups[group]
+      path = self._files[number]
+      try:
+        self._state[number].check(os.stat(path))
+      except OSError as error:
+        raise input_files.reading_failed(path, error) from error
+      with self._open(path, dictionary=dictionary) as reader:
+        try:
+          whole = self._make[number] is not None
+          table = reader.read_row_group(inner, columns=None if whole else [self._field], use_threads=False)
+          column = table if whole else table.column(self._field)
+        except self._arrow.ArrowException as error:
+          raise UserError(f"{path}: damaged parquet file, row group {inner}: {error}") from error
+        except OSError as error:
+          self._raise_oserror(path, error)
+      if len(column) != rows:
+        raise UserError(f"{path}: row group {inner} has {len(column)} rows, its metadata say {rows}: damaged")
+      self._cache[group] = column
+      while len(self._cache) > CACHED_ROW_GROUPS:
+        self._cache.popitem(last=False)
+    self._cache.move_to_end(group)
+    return self._cache[group]
+
+  def read(self, index: int) -> Record:
+    group, row = self._locate(index)
+    number, place = self._groups[group][0], self.place(index)
+    try:
+      if (make := self._make[number]) is not None:
+        (values,) = self._column(group).slice(row, 1).to_pylist()
+        return make(row_object(values), place, os.path.dirname(os.path.abspath(self._files[number])))
+      text = self._column(group)[row].as_py()
+    except UnicodeDecodeError as error:
+      raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the value") from None
+    if text is None:
+      raise BadRecordError(place, f"field '{self._field}' is null")
+    if len(text) > MAX_RECORD_BYTES:
+      raise BadRecordError(place, f"the value has {len(text)} characters, more than the limit of {MAX_RECORD_BYTES}")
+    return Record(check_text(text, place, self._field))
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    for index in range(len(self)):
+      try:
+        yield self.read(index)
+      except BadRecordError as bad:
+        yield bad
+
+  def fingerprint(self) -> dict[str, str]:
+    return input_files.fingerprint(self._files, [state.digest for state in self._state])
+
+
+def _footer(path: str) -> str:
+  """A digest of what a parquet file ends with: schema, row groups, offsets, sizes and statistics of every page."""
+  import xxhash
+
+  size = os.path.getsize(path)
+  tail = input_files.read_bytes(path, max(0, size - 8), 8)
+  length = int.from_bytes(tail[:4], "little") + 8
+  return f"footer xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - length)))}"
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Parquet:
+  """The files of dataset=parquet."""
+  del whole  # a record is never cut
+  return Parquet(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -1,0 +1,158 @@
+"""Plain text files as documents, and the default data set: the Python standard library's own sources."""
+
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from maxtext_like.data.documents import BadRecordError, Record
+from maxtext_like.data.readers import input_files
+from maxtext_like.errors import UserError
+
+SUFFIXES: tuple[str, ...] = ()  # of the files of a folder: any
+PIECE_BYTES = 2**16
+WINDOW_BYTES = 2**12  # a piece ends at the first newline within this distance of its nominal end
+STDLIB_PIECE_BYTES = 2**20  # no file of the standard library is longer: one document a file
+
+# Not what the library is: its own tests (some of them not UTF-8 on purpose), caches, and packages installed into it.
+STDLIB_SKIPPED = frozenset(("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"))
+
+
+class TextFiles:
+  """UTF-8 text files. One document a file; a file above `piece_bytes` is cut in pieces of about that size.
+
+  A piece ends after a newline when one is near, else between two characters. The pieces are separate records (they
+  are shuffled, and one may be held out for evaluation), but only the first begins the document and only the last ends
+  it, for bos and eos. A byte-order mark is dropped and CRLF becomes LF. A file that is not UTF-8 or holds NUL bytes
+  (UTF-16, binary) is a bad record; with `skip_undecodable` it is an empty one.
+  """
+
+  groups: Sequence[int] | None = None
+
+  def __init__(
+    self,
+    files: Sequence[str],
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    skip_undecodable: bool = False,
+    whole: Iterable[str] = (),
+    key: str = "dataset_path",
+  ):
+    """`files`: paths, named by data.`key`; `whole`: spellings that no piece ends inside of.
+
+    Raises UserError when there is no text in any of them.
+    """
+    self._files = list(files)
+    self._sizes = input_files.sizes(self._files)
+    if not sum(self._sizes):
+      raise UserError(f"data.{key}: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})")
+    self._piece_bytes = piece_bytes
+    self._whole = sorted((spelling.encode() for spelling in whole), key=len, reverse=True)
+    self._longest = len(self._whole[0]) if self._whole else 0
+    self._skip_undecodable = skip_undecodable
+    self._pieces = [max(1, -(-size // piece_bytes)) for size in self._sizes]  # an empty file is an empty document
+    self._ends = list(accumulate(self._pieces))
+
+  def __len__(self) -> int:
+    return self._ends[-1]
+
+  def _locate(self, index: int) -> tuple[int, int]:
+    file = bisect_right(self._ends, index)
+    return file, index - (self._ends[file] - self._pieces[file])
+
+  def place(self, index: int) -> str:
+    file, piece = self._locate(index)
+    if self._pieces[file] == 1:
+      return self._files[file]
+    return f"{self._files[file]} (piece {piece + 1} of {self._pieces[file]}, from byte {piece * self._piece_bytes})"
+
+  def _boundary(self, file: int, position: int) -> int:
+    """The start of the piece whose nominal start is byte `position`."""
+    if position <= 0 or position >= self._sizes[file]:
+      return max(0, min(position, self._sizes[file]))
+    window = input_files.read_bytes(self._files[file], position - 1, WINDOW_BYTES)
+    newline = window.find(b"\n")
+    if newline >= 0:
+      return position + newline
+    skip = 1
+    while skip < min(4, len(window)) and window[skip] & 0xC0 == 0x80:  # a continuation byte of a UTF-8 character
+      skip += 1
+    return self._after_spelling(file, position + skip - 1)
+
+  def _after_spelling(self, file: int, position: int) -> int:
+    """The end of the spelling that `position` lies inside of; else `position`."""
+    if not self._whole:
+      return position
+    begin = max(0, position - self._longest)
+    window, at = input_files.read_bytes(self._files[file], begin, 2 * self._longest), position - begin
+    for spelling in self._whole:
+      start = window.find(spelling, max(0, at - len(spelling) + 1))
+      if 0 <= start < at:
+        return begin + start + len(spelling)
+    return position
+
+  def read(self, index: int) -> Record:
+    file, piece = self._locate(index)
+    start = self._boundary(file, piece * self._piece_bytes)
+    end = self._boundary(file, (piece + 1) * self._piece_bytes)
+    data = input_files.read_bytes(self._files[file], start, end - start)
+    if start == 0:
+      data = data.removeprefix(b"\xef\xbb\xbf")
+    try:
+      text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+      if self._skip_undecodable:
+        return Record("")
+      byte = start + error.start
+      line = data[: error.start].count(b"\n") + 1
+      at = f"byte {byte}" if start else f"line {line}, byte {byte}"
+      raise BadRecordError(self.place(index), f"not UTF-8 at {at} (0x{data[error.start]:02x})") from None
+    if "\0" in text:
+      if self._skip_undecodable:
+        return Record("")
+      raise BadRecordError(self.place(index), "has NUL bytes: not a text file (binary, or UTF-16?)")
+    return Record(text.replace("\r\n", "\n"), begins=piece == 0, ends=piece == self._pieces[file] - 1)
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    for index in range(len(self)):
+      try:
+        yield self.read(index)
+      except BadRecordError as bad:
+        yield bad
+
+  def fingerprint(self) -> dict[str, str]:
+    return input_files.fingerprint(self._files)
+
+
+def stdlib_files(folder: str | None = None) -> list[str]:
+  """The .py files of the standard library of the running interpreter, sorted; STDLIB_SKIPPED folders are left out."""
+  folder = folder or sysconfig.get_paths()["stdlib"]
+  found = []
+  for parent, folders, names in os.walk(folder):
+    folders[:] = [name for name in folders if name not in STDLIB_SKIPPED]
+    found += [os.path.join(parent, name) for name in names if name.endswith(".py")]
+  if not found:
+    raise UserError(
+      f"dataset=python-stdlib: no .py file below {folder} (the library is in a zip file, or stripped of its sources); "
+      "use dataset=text dataset_path=YOUR_FILES"
+    )
+  return sorted(found)
+
+
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
+  """The files of dataset=text."""
+  del data, vision
+  return TextFiles(files, whole=whole, key=key)
+
+
+def open_stdlib(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
+  """dataset=python-stdlib, which is nobody's choice of files."""
+  del files, data, vision, whole, key
+  return stdlib()
+
+
+def stdlib() -> TextFiles:
+  """The standard library's sources: real text on every machine. Files that are not UTF-8 count as empty."""
+  return TextFiles(stdlib_files(), piece_bytes=STDLIB_PIECE_BYTES, skip_undecodable=True)

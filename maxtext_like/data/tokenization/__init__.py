@@ -1,0 +1,1 @@
+"""Tokenizers: loading, special tokens, and tokenizing documents."""

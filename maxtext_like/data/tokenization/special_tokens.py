@@ -1,0 +1,90 @@
+"""Special tokens by what they mean, however a tokenizer spells them, and their spellings in text.
+
+A prompt is written by whoever runs the model, and "<start_of_turn>user" in it is the token, as in Hugging Face's tokenizers.
+In training text and in conversations data.special_tokens_in_text decides: "<eos>" is five letters unless that is `parse`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from maxtext_like.models.registry import FAMILIES
+
+if TYPE_CHECKING:
+  from maxtext_like.data.tokenization.tokenizer import Tokenizer
+
+_OTHERS = {
+  "bos": ("<s>", "<|begin_of_text|>"),
+  "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
+  "pad": ("[PAD]",),
+}
+"""What tokenizers of no family here call them."""
+
+
+def _spellings() -> dict[str, tuple[str, ...]]:
+  found: dict[str, tuple[str, ...]] = {}
+  for spellings in (*(family.spellings for family in FAMILIES.values()), _OTHERS):
+    for name, spelt in spellings.items():
+      found[name] = tuple(dict.fromkeys((*found.get(name, ()), *spelt)))
+  return found
+
+
+SPELLINGS = _spellings()
+"""Meaning to spellings. bos, eos and pad are what tokenizer_config.json says where it says something."""
+
+
+def token_id(tokenizer: "Tokenizer", name: str) -> int | None:
+  """The id of a token named by its meaning (a key of ``SPELLINGS``) or spelt out; None: the tokenizer has none."""
+  if name in ("bos", "eos", "pad"):
+    return {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}[name]
+  found = (tokenizer.find(spelling) for spelling in SPELLINGS.get(name, (name,)))
+  return next((i for i in found if i is not None), None)
+
+
+def known_names(tokenizer: "Tokenizer") -> list[str]:
+  """The meanings that a tokenizer has a token for."""
+  return [name for name in SPELLINGS if token_id(tokenizer, name) is not None]
+
+
+def listed(counts: Mapping[str, int], most: int = 10) -> str:
+  """Names with how often each occurs, for a message."""
+  names = [f"{name!r} {count} times" if count > 1 else f"{name!r} once" for name, count in counts.items()]
+  return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+
+
+class Spellings:
+  """Finds the spellings of special tokens in text, the longest first where one begins another."""
+
+  def __init__(self, special: Mapping[str, int]):
+    """`special`: ids by spelling."""
+    self.special = special
+    # Gemma has thousands, of few lengths, and nearly all begin with "<": their first letters tell them from other text.
+    self._lengths = sorted(set(map(len, special)), reverse=True)
+    letters = ({spelling[i] for spelling in special} for i in range(min(self._lengths, default=0)))
+    self._begin = re.compile("".join(f"[{''.join(map(re.escape, sorted(those)))}]" for those in islice(letters, 4)))
+
+  def find(self, text: str) -> Iterator[str]:
+    """Every spelling in a text, in order."""
+    return (text[start:end] for start, end in self._spans(text))
+
+  def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+    at = 0
+    while self.special and (match := self._begin.search(text, at)) is not None:
+      start = match.start()
+      at = next((start + n for n in self._lengths if text[start : start + n] in self.special), start)
+      if at > start:
+        yield start, at
+      else:
+        at = start + 1
+
+  def encode(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
+    """Ids of a text in which the spellings stand for their tokens; `plain` gives those of what is between them."""
+    ids: list[int] = []
+    at = 0
+    for start, end in self._spans(text):
+      if start > at:
+        ids += plain(text[at:start])
+      ids.append(self.special[text[start:end]])
+      at = end
+    return ids + plain(text[at:]) if at < len(text) else ids

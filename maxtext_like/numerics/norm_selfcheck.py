@@ -1,0 +1,89 @@
+"""The self-test of the kernel that makes gradients of norms: against the same sums in float64, on the device that will run it.
+
+R rows, D normalised dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
+
+_ROWS = 1003  # several for each program, and one more for some of them
+# Relative error of dx, which is rounded to the dtype, and of its worst row; the sums over rows are float32.
+_TOLERANCE = {"bfloat16": (4e-3, 1e-2), "float16": (5e-4, 2e-3), "float32": (1e-5, 1e-4)}
+_SUMS = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormShape:
+  """What decides how the kernel works: the dtypes of what is normed and of the gradient, and D."""
+
+  dtype: str
+  gradient: str
+  dim: int
+
+  def __str__(self) -> str:
+    return f"pallas_gpu, {self.dtype}, gradients in {self.gradient}, rows of {self.dim}"
+
+
+def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
+  """Tries the kernel on JAX's default device.
+
+  Args:
+    shape: of the norm.
+    gradients: what to try, as ``pallas_gpu.gradients``; None: that.
+
+  Returns:
+    A result of a norm alone, of one beside a stream, and of one with rows that are zeroed. A kernel that raises has failed,
+    with its words.
+  """
+  if gradients is None:
+    from maxtext_like.layers.kernels.norm.pallas_gpu import gradients
+  rng = np.random.default_rng(0)
+  draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), jnp.float32).astype(dtype)
+  x, stream = (draw(shape.dtype, _ROWS, shape.dim) * 3 for _ in range(2))
+  g, factor = draw(shape.gradient, _ROWS, shape.dim), draw("float32", shape.dim) + 1
+  real = jnp.asarray(rng.random(_ROWS) > 0.3)
+  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
+  results = []
+  for name, more in {"alone": (None, None), "beside a stream": (stream, None), "with zeroed rows": (None, real)}.items():
+    try:
+      got = [np.asarray(a, np.float64) for a in jax.device_get(gradients(x, inverse, factor, g, *more))]
+    except Exception as error:
+      # Whatever the kernel's libraries raise, it did not run: that is the finding.
+      results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
+      continue
+    results.append(_judge(name, shape, got, _written_out(x, inverse, factor, g, *more)))
+  return results
+
+
+def _written_out(x: Any, inverse: Any, factor: Any, g: Any, stream: Any, real: Any) -> list[np.ndarray]:
+  x, inverse, factor, g = (np.asarray(a, np.float64) for a in (x, inverse, factor, g))
+  u, inverse = x * inverse[:, None], inverse[:, None]
+  g = g if real is None else np.where(np.asarray(real)[:, None], g, 0)
+  du = g * factor
+  dx = inverse * (du - u * np.mean(u * du, axis=-1, keepdims=True))
+  return [dx if stream is None else dx + np.asarray(stream, np.float64), np.sum(g * u, axis=0)]
+
+
+def _judge(name: str, shape: NormShape, got: list[np.ndarray], want: list[np.ndarray]) -> CaseResult:
+  errors: list[float | None] = []
+  problems = []
+  for what, x, y in zip(("dx", "dscale"), got, want, strict=True):
+    if bad := int(np.sum(~np.isfinite(x))):
+      errors.append(None)
+      problems.append(f"{what}: {bad} of {x.size} numbers are not finite")
+      continue
+    rows, wrong = np.atleast_2d(y), np.atleast_2d(x - y)
+    sizes = np.maximum(np.linalg.norm(rows, axis=-1), np.mean(np.linalg.norm(rows, axis=-1)))
+    whole, worst = np.linalg.norm(wrong) / np.linalg.norm(rows), float(np.max(np.linalg.norm(wrong, axis=-1) / sizes))
+    errors.append(float(whole))
+    most = _TOLERANCE[shape.dtype] if what == "dx" else (_SUMS, _SUMS)
+    if whole > most[0] or worst > most[1]:
+      problems.append(f"{what}: relative error {whole:.2g}, {worst:.2g} in one row, where {most[0]:g} is rounding")
+  known = [e for e in errors if e is not None]
+  return CaseResult(name=name, gradient_error=max(known) if len(known) == len(errors) else None, problem="; ".join(problems))

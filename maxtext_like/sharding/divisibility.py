@@ -1,0 +1,123 @@
+"""What cannot be split evenly over a mesh: refused with sizes and a remedy, instead of lying whole on every device unsaid.
+
+Parameters that are split to save memory alone are no fault: they lie whole, and the estimate of the memory counts them so.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from maxtext_like.errors import UserError
+from maxtext_like.layers.param import Param
+from maxtext_like.layers.partition import Mesh, axes_of
+from maxtext_like.layers.quantization.quantised import CODES, Form, Plan
+from maxtext_like.layers.sharding_rules import GATHERED, Rules
+
+Axes = tuple[str, ...]
+
+
+def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
+  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among, one of
+  which tokens are split over some axes of the experts only, and one of which an axis splits both the rows and their positions.
+
+  Key-value heads that are fewer than the devices may be copied (``copied``).
+
+  Args:
+    spec: declared parameters.
+    length: positions of a row.
+    rules, mesh: how they are split.
+
+  Raises:
+    UserError: names the dimensions with sizes, mesh axis and what to do.
+  """
+  found: dict[tuple[str, int, Axes], str] = {}
+  for name, axis, size, axes in _uneven(spec, rules, mesh):
+    if not _may_copy(axis, size, axes, mesh):
+      found.setdefault((axis, size, axes), name)
+  faults = [_fault(f"{axis} of {size} ({name})", size, axis, axes, mesh) for (axis, size, axes), name in found.items()]
+  if length % rules.ways("sequence", mesh):
+    axes = rules.mesh_axes("sequence", mesh)
+    faults.append(_fault(f"{length} positions (max_target_length)", length, "sequence", axes, mesh))
+  batch, sequence = rules.mesh_axes("batch", mesh), rules.mesh_axes("sequence", mesh)
+  if shared := [a for a in batch if a in sequence]:
+    of_batch, of_sequence = ([a for a in axes if a not in shared] for axes in (batch, sequence))
+    faults.append(
+      f"sharding_rules: batch and sequence are both split over the mesh axis {' x '.join(shared)}; an axis can split only one "
+      f"dimension of the tokens\n"
+      f"  fix: sharding_rules='{{batch: [{', '.join(of_batch)}], sequence: [{', '.join(sequence)}]}}' to split positions, "
+      f"or sharding_rules='{{batch: [{', '.join(batch)}], sequence: [{', '.join(of_sequence)}]}}' to split rows"
+    )
+  if any("expert" in p.axes for p in jax.tree.leaves(spec)):
+    experts, tokens = rules.mesh_axes("expert", mesh), {*batch, *sequence}
+    if 0 < len(own := [a for a in experts if a in tokens]) < len(experts):
+      faults.append(
+        f"experts lie on the mesh axes {' x '.join(experts)}, of which tokens are split over {' x '.join(own)} only\n"
+        f"  fix: sharding_rules='{{expert: [{', '.join(own)}]}}'"
+      )
+  if faults:
+    raise UserError("\n".join(faults))
+
+
+def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, rules: Rules, mesh: Mesh) -> None:
+  """Refuses a mesh on which devices would multiply by parts of a block of a quantised weight. Those that hold parts of it to
+  save memory alone fetch the rest before.
+
+  Args:
+    weights: that are quantised, by path.
+    form: that they are stored in.
+    rules, mesh: how they are split.
+
+  Raises:
+    UserError: names weights with sizes, mesh axes and what to do.
+  """
+  faults: dict[tuple[str | None, int, Axes], str] = {}
+  for path, p in weights.items():
+    plan, codes = Plan.of(p), form.params(Plan.of(p))[CODES]
+    split = [*rules.spec(codes.shape, codes.axes, mesh), *(None,) * len(codes.shape)]
+    for axis, size, block in ((plan.input, plan.K, form.input_block), (plan.input + 1, plan.M, form.output_block)):
+      axes = axes_of(split[axis])
+      ways = math.prod(mesh.shape[a] for a in axes)
+      if codes.axes[axis] not in GATHERED and ways > 1 and size % (ways * block):
+        what = f"{'/'.join(path)}: {size} {'inputs' if axis == plan.input else 'outputs'} in blocks of {block}"
+        faults.setdefault((codes.axes[axis], size, axes), f"{what} over {ways} devices of the mesh axis {' x '.join(axes)}")
+  if faults:
+    listed = "\n  ".join(faults.values())
+    whole = ", ".join(dict.fromkeys(f"{axis}: null" for axis, _, _ in faults))
+    raise UserError(
+      f"base_weights={form.name}: the mesh would cut blocks in two\n  {listed}\n"
+      f"  fix: fewer devices along it, sharding_rules='{{{whole}}}' to have all on every device, or base_weights=int8"
+    )
+
+
+def copied(spec: Any, rules: Rules, mesh: Mesh) -> str | None:
+  """The key-value heads that several devices of an axis compute, in words; None: there are none."""
+  found = {
+    f"{size} on {math.prod(mesh.shape[a] for a in axes)} devices ({' x '.join(axes)})"
+    for _, axis, size, axes in _uneven(spec, rules, mesh)
+    if _may_copy(axis, size, axes, mesh)
+  }
+  return f"key-value heads are fewer than devices, and copied: {' and '.join(sorted(found))}" if found else None
+
+
+def _uneven(spec: Any, rules: Rules, mesh: Mesh) -> Iterator[tuple[str, str, int, Axes]]:
+  """(name, logical axis, size, mesh axes) of every dimension that cannot be split, and that is no matter of memory alone."""
+  for path, p in jax.tree_util.tree_leaves_with_path(spec):
+    for dimension, axes in rules.uneven(p.shape, p.axes, mesh):
+      if p.axes[dimension] not in GATHERED and not {"data", "fsdp"}.issuperset(axes):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), p.axes[dimension], p.shape[dimension], axes
+
+
+def _may_copy(axis: str, size: int, axes: Axes, mesh: Mesh) -> bool:
+  return axis == "kv_heads" and math.prod(mesh.shape[a] for a in axes) % size == 0
+
+
+def _fault(what: str, size: int, axis: str, axes: Axes, mesh: Mesh) -> str:
+  names, devices = " x ".join(axes), math.prod(mesh.shape[a] for a in axes)
+  possible = " or ".join(str(n) for n in range(1, devices) if size % n == 0 and mesh.size % n == 0)
+  whole = "" if axis == "sequence" else f", or sharding_rules='{{{axis}: null}}' to have all on every device"
+  return (
+    f"{what} cannot be split over the {devices} devices of the mesh axis {names}\n"
+    f"  fix: {possible} devices along it (ici_{axes[-1]}_parallelism){whole}"
+  )

@@ -1,0 +1,101 @@
+"""The share of 16-bit weights that one step changes, measured on a sample, without another program of the step.
+
+A bfloat16 weight has 8 bits of precision: an update below half of its spacing rounds to nothing. At a small learning rate most
+weights then never move, and the loss barely falls. ``update_survival_every`` measures the same exactly, by layer, at a cost in
+every step; this module compares a few thousand weights before and after one step, and warns once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.training.optimizers.optimizer import decays
+from maxtext_like.training.step.program import TrainProgram
+from maxtext_like.training.step.train_step import State
+from maxtext_like.training.step.update_retention import LOW
+
+_EACH_AXIS = 16  # weights sampled along each axis of an array, up to twice as many
+_SPARSE = {"vocab", "expert"}  # axes of arrays that a batch may use a part of, so that the rest has no gradient
+
+
+class MovedWeights:
+  """Measures in the step with the highest learning rate: a warm-up starts with rates that are meant to change little.
+
+  Only matrices count, without token tables and experts, because a batch may use a part of these. In several processes each one
+  samples the arrays of its first device.
+
+  Args:
+    program: program of the run.
+    start: number of finished steps.
+  """
+
+  def __init__(self, program: TrainProgram, start: int) -> None:
+    self._config = program.config
+    last = max(program.config.training.last_step, start + 1)
+    rates = np.asarray(program.step.schedule(jnp.arange(start, last)))
+    self._step = start + 1 + int(np.argmax(rates))
+    self._rate = float(rates.max())
+    masks, _ = jax.tree.flatten(program.selection.masks)
+    trained = jax.tree.leaves(program.selection.split(program.spec)[0])
+    self._leaves = {  # number of the trained leaf: bool [rows] of its stack that are trained, or None for all
+      i: None if mask is True else np.asarray(mask)
+      for i, (p, mask) in enumerate(zip(trained, masks, strict=True))
+      if jnp.dtype(p.dtype).itemsize == 2 and decays(p) and not _SPARSE.intersection(p.axes)
+    }
+    if program.step.rounding or program.step.survival or self._rate == 0:
+      self._leaves = {}
+    self._split, self._before = program.selection.split, np.zeros(0)
+    self._sample: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(lambda arrays: [_strided(x) for x in arrays])
+
+  def due(self, step: int) -> bool:
+    """Return True if this step is measured."""
+    return bool(self._leaves) and step == self._step
+
+  def before(self, step: int, state: State) -> None:
+    """Call with the state before each step."""
+    if self.due(step):
+      self._before = self._sampled(state)
+
+  def after(self, step: int, state: State, *, skipped: bool) -> str | None:
+    """Call after each step, when no other one has started. Returns a warning if few weights moved.
+
+    Args:
+      step: number of the step, starting at 1.
+      state: after it.
+      skipped: its update was not applied, so the next one is measured.
+    """
+    if not self.due(step):
+      return None
+    if skipped:
+      self._step += 1
+      return None
+    before, after = self._before, self._sampled(state)
+    self._leaves = {}
+    if not before.size or (share := float(np.mean(before != after))) >= LOW:
+      return None
+    dtype = self._config.precision.weight_dtype
+    return (
+      f"step {step}: WARNING: only {share:.1%} of the {dtype} weights changed (sample of {before.size:,}, learning rate "
+      f"{self._rate:.3g}): smaller updates are rounded away\n  what to try: stochastic_rounding=true, which keeps them on "
+      "average; weight_dtype=float32"
+    )
+
+  def _sampled(self, state: State) -> np.ndarray:
+    leaves, arrays = jax.tree.leaves(self._split(state["params"])[0]), []
+    for i, rows in self._leaves.items():
+      shard = leaves[i].addressable_shards[0]
+      if rows is not None:
+        (here,) = np.nonzero(rows[shard.index[0]])
+        if not here.size:
+          continue
+        arrays.append(shard.data[int(here[0])])
+      else:
+        arrays.append(shard.data)
+    parts = jax.device_get(self._sample(arrays))
+    return np.concatenate([np.ravel(part) for part in parts]) if parts else np.zeros(0)
+
+
+def _strided(x: jax.Array) -> jax.Array:
+  return x[tuple(slice(None, None, max(1, size // _EACH_AXIS)) for size in x.shape)]

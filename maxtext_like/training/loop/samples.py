@@ -1,0 +1,100 @@
+"""What the model writes while it is trained: every so many steps, the continuations of a few prompts.
+
+Read-only: the parameters are looked at between two steps, with draws of their own, so the losses are the same without.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from maxtext_like.config.schema import LoggingConfig
+from maxtext_like.data.tokenization.tokenizer import Tokenizer
+from maxtext_like.errors import NonFiniteError, UserError
+from maxtext_like.generation.engine import check, generate
+from maxtext_like.generation.prompts import Prompt, chat_renderer, continuation, encode
+from maxtext_like.generation.sampling import Sampling
+from maxtext_like.generation.stop import stop_tokens
+from maxtext_like.masking import masked
+from maxtext_like.sharding.mesh import use_mesh
+from maxtext_like.training.sinks.metrics import Row
+from maxtext_like.training.step.program import TrainProgram
+
+_SHOWN = 80  # characters of a text on the screen
+_log = logging.getLogger(__name__)
+
+
+class Samples:
+  """Continues ``sample_prompts``; where a run learns conversations, each is what a user says, and is answered.
+
+  Args:
+    program: of the run.
+    tokenizer: of its data.
+    say: shows a line.
+
+  Raises:
+    UserError: a prompt that the model cannot take; before anything is trained.
+  """
+
+  def __init__(self, program: TrainProgram, tokenizer: Tokenizer, say: Callable[[str], None]):
+    logging_config: LoggingConfig = program.config.logging
+    self._program, self._tokenizer, self._say = program, tokenizer, say
+    self._texts, self._tokens = logging_config.sample_prompts, logging_config.sample_tokens
+    self._sampling = Sampling(
+      temperature=logging_config.sample_temperature, vocabulary=tokenizer.vocab_size, seed=program.config.training.seed
+    )
+    self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None, model=program.config.model)
+    make, renderer = Prompt, None
+    if program.config.data.data_format == "chat":
+      make = Prompt.chat
+      renderer, ends = chat_renderer(program.config, tokenizer)
+      self._stop |= ends
+    prompts = [replace(make(text), place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
+    spelt = program.config.data.special_tokens_in_text
+    self._prompts = encode(prompts, tokenizer, program.config.vision, renderer, special_tokens=spelt)
+    check(self._prompts, program.model.decoder, self._tokens)
+
+  def __call__(self, step: int, params: Any) -> list[Row]:
+    """Samples from the parameters after ``step`` steps.
+
+    Returns:
+      Rows of samples.jsonl: step, prompt, text, tokens; and "error" where logits are not finite, or nothing
+      can follow a token.
+    """
+    answers: list[list[int]] = [[] for _ in self._texts]
+    error = None
+    try:
+      with use_mesh(self._program.model.mesh):
+        for rows in generate(
+          self._program.model.decoder,
+          self._program.weights(params),
+          self._prompts,
+          max_tokens=self._tokens,
+          stop=self._stop,
+          sampling=self._sampling,
+        ):
+          for answer, new in zip(answers, rows, strict=True):
+            answer.extend(new)
+    except (NonFiniteError, UserError) as raised:
+      # Whether the training is sound is for its own checks to say; float16 may overflow in a prompt and nowhere else.
+      error = str(raised).splitlines()[0]
+      _log.warning("step %d: no samples: %s", step, error)
+    found = []
+    for prompt, ids, answer in zip(self._texts, self._prompts.tokens, answers, strict=True):
+      # Masked where they are made: they go to the screen, to samples.jsonl, to trackers and to the report.
+      prompt, text = masked(prompt), masked(continuation(self._tokenizer, ids, answer))
+      row: Row = {"step": step, "prompt": prompt, "text": text, "tokens": len(answer)}
+      found.append(row if error is None else row | {"error": error})
+      if error is None:
+        self._say(sample_line(step, prompt, text))
+    return found
+
+
+def sample_line(step: int, prompt: str, text: str) -> str:
+  """One sample as a line: quoted, so that spaces show; line ends and control characters are escapes."""
+  return f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}"
+
+
+def _quoted(text: str) -> str:
+  escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+  return f'"{escaped}"' if len(escaped) <= _SHOWN else f'"{escaped[:_SHOWN]}..."'

@@ -1,0 +1,1 @@
+"""One training run from start to exit: checks, directory, lock, restarts, resume state, provenance and report."""

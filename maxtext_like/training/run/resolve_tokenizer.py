@@ -1,0 +1,116 @@
+"""Which tokenizer a run or a checkpoint has: the one that lies in the checkpoint, unless the configuration names another."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from maxtext_like.checkpoint.store import manifest, sidecar_files
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, open_steps
+from maxtext_like.config.data_keys import DataConfig
+from maxtext_like.config.schema import CheckpointConfig
+from maxtext_like.data.loader import DataSource
+from maxtext_like.data.registry import DATASETS
+from maxtext_like.data.tokenization.tokenizer import AUTO, BytesTokenizer
+from maxtext_like.errors import UserError
+from maxtext_like.storage import Place, failed, is_remote
+
+_log = logging.getLogger(__name__)
+
+
+def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place) -> DataConfig:
+  """``data`` with "auto" replaced: by the tokenizer of the run's own newest step, else that of ``init_from``, else bytes.
+
+  Args:
+    data: the ``data:`` section.
+    checkpoint: the ``checkpoint:`` section.
+    steps: the directory of the run's steps, which need not exist. Nothing is written.
+
+  Raises:
+    UserError: the checkpoint was made with a tokenizer that it does not hold.
+  """
+  if data.tokenizer != AUTO or not DATASETS[data.dataset].text:
+    return data
+  # A step whose tokenizer is damaged will be set aside, so it is not asked.
+  try:
+    directories = open_steps(steps)
+    whole = [n for n in directories.complete() if _is_whole(directories.path(n))] if directories.is_there() else []
+  except OSError as error:
+    if isinstance(steps, Path):
+      raise
+    raise failed(error) from error
+  if checkpoint.resume and whole:
+    return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
+  if checkpoint.init_from is None:
+    return dataclasses.replace(data, tokenizer="bytes")
+  return dataclasses.replace(data, tokenizer=_of_directory(located(checkpoint.init_from)))
+
+
+def of_step(step: Path | Place) -> str:
+  """What ``load_tokenizer`` takes for the tokenizer of one of our steps.
+
+  Raises:
+    UserError: the step is damaged, or was made with a tokenizer that it does not hold.
+  """
+  try:
+    stored = manifest.read(step)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+  except OSError as error:
+    raise failed(error) from error
+  if any(name.startswith(f"{sidecar_files.FOLDER}/tokenizer.") for name in stored.files):
+    return str(manifest.home(step, stored) / sidecar_files.FOLDER)
+  named = stored.config.get("data", {}).get("tokenizer", "bytes")
+  if named in ("bytes", AUTO):
+    return "bytes"
+  if not is_remote(named) and not Path(named).expanduser().exists():
+    raise UserError(f"{step}: made with the tokenizer '{named}', which is gone\n  fix: tokenizer=, with the path of a copy")
+  return named
+
+
+def _has_tokenizer(directory: Path | Place) -> bool:
+  names = ("tokenizer.json", "tokenizer.model")
+  if isinstance(directory, Path):
+    return any((directory / name).is_file() for name in names)
+  try:
+    return any((directory / name).entry() is not None for name in names)
+  except OSError as error:
+    raise failed(error) from error
+
+
+def _is_whole(step: Path | Place) -> bool:
+  """The tokenizer's files in a complete step are what was written."""
+  try:
+    manifest.check_hashes(step, manifest.read(step), below=f"{sidecar_files.FOLDER}/")
+  except manifest.DamageError:
+    return False
+  return True
+
+
+def fingerprint_of(step: Path | Place) -> str | None:
+  """The fingerprint of the tokenizer whose tokens a step was trained on; None: on none, or not known."""
+  return manifest.read(step).extra.get("data", {}).get("identity", {}).get("tokenizer")
+
+
+def require_same(step: Path | Place, data: DataSource) -> None:
+  """Refuses to go on from a step with another tokenizer: the same ids would be other text.
+
+  Raises:
+    UserError: names both.
+  """
+  was = fingerprint_of(step)
+  now = None if data.tokenizer is None else data.tokenizer.fingerprint
+  if was is not None and now is not None and was != now:
+    raise UserError(
+      f"cannot resume: {step} was trained with the tokenizer '{was}', this run has '{now}'\n"
+      f"  fix: tokenizer={AUTO} takes the checkpoint's own; for a new run with another one: another run_name, and init_from"
+    )
+
+
+def _of_directory(directory: Path | Place) -> str:
+  if is_hugging_face(directory):
+    if _has_tokenizer(directory):
+      return str(directory)
+  elif (step := find_step(directory)) is not None:
+    return of_step(step)
+  _log.warning("%s has no tokenizer, so text becomes %s; tokenizer= names another", directory, BytesTokenizer.fingerprint)
+  return "bytes"

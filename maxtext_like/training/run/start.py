@@ -1,0 +1,167 @@
+"""How a run begins: its compiled programs, and the state of its newest step, of given weights, or of a seed."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext_like.checkpoint.adapters.adapter_step import Base
+from maxtext_like.checkpoint.adapters.init_adapter import require_base
+from maxtext_like.checkpoint.compatibility import LOSS_SCALE
+from maxtext_like.checkpoint.read_weights import read_weights
+from maxtext_like.checkpoint.store.manager import CheckpointManager
+from maxtext_like.checkpoint.store.restore import Restored
+from maxtext_like.checkpoint.weight_sources import located
+from maxtext_like.config.schema import Config
+from maxtext_like.data.loader import DataSource
+from maxtext_like.errors import RetryableError
+from maxtext_like.masking import masked
+from maxtext_like.models.initial_values import saturation
+from maxtext_like.sharding import processes
+from maxtext_like.training.loop.best import EXTRA as BEST
+from maxtext_like.training.loop.best import Best
+from maxtext_like.training.loop.divergence import Divergence
+from maxtext_like.training.loop.goodput import Goodput
+from maxtext_like.training.loop.progress import Progress
+from maxtext_like.training.loop.resume_diff import changes
+from maxtext_like.training.loop.screens import duration
+from maxtext_like.training.loop.spikes import EXTRA as SPIKES
+from maxtext_like.training.loop.spikes import Spikes
+from maxtext_like.training.run.batches import Begun, counted
+from maxtext_like.training.step.initial_state import base_weights, with_given_adapter
+from maxtext_like.training.step.program import TrainProgram
+from maxtext_like.training.step.train_step import State
+
+
+@dataclass
+class Start:
+  """What the loop begins with.
+
+  Attributes:
+    train_step: compiled ``TrainProgram.lower_step``.
+    look: compiled ``TrainProgram.lower_look``.
+    step: finished steps.
+    state: after them; None once the loop has taken it.
+    base: what lies below the adapter that is trained; None: the weights themselves are trained.
+  """
+
+  train_step: Callable[..., Any]
+  look: Callable[..., Any]
+  step: int
+  state: State
+  base: Base | None
+
+
+def prepare(
+  program: TrainProgram,
+  manager: CheckpointManager | None,
+  data: DataSource,
+  progress: Progress,
+  goodput: Goodput,
+  spikes: Spikes | None,
+  best: Best | None,
+  divergence: Divergence,
+  reading: Callable[[str], contextlib.AbstractContextManager[None]],
+) -> Start:
+  """Restores, reads or draws the state, and compiles meanwhile.
+
+  Data, spikes, best and divergence continue from where the state was saved.
+
+  What it reads is read inside ``reading(what)``.
+  """
+  begin = time.monotonic()
+  c = program.config.checkpoint
+  say = lambda line: progress.say(masked(line))
+  with ThreadPoolExecutor(1, "compile") as pool:
+    with progress.waiting("reading the newest checkpoint"):
+      restored = _restore(program, manager, goodput, reading)
+    if restored is not None:
+      for line in changes(restored, program):
+        say(line)
+      with goodput.phase("restore"):
+        data.set_state(restored.extra["data"], accept_changes=c.allow_data_change)
+        _require_counted_from(program, data, restored)
+      if spikes is not None:
+        spikes.set_state(restored.extra.get(SPIKES))
+      if best is not None:
+        best.set_state(restored.extra.get(BEST), restored.step)
+      divergence.restart(restored.extra, data.identity)
+      if reasons := divergence.history.reasons(restored.step):
+        progress.say(f"note    step {restored.step} is continued although the run has failed: {'; '.join(reasons)}")
+    # Weights are read first, so that an error in them appears before minutes of compilation.
+    source = c.init_from if restored is None else None
+    below, base, params = None, None, None
+    with goodput.phase("restore"), reading("the reading of weights"), progress.waiting("reading weights"):
+      if restored is not None and program.adapter is not None:
+        below, base = base_weights(program, restored)
+      if source is not None:
+        params = read_weights(located(source), program.model, starts=say)
+      if program.adapter is not None and params is not None:
+        base = _below(program, params)
+    # XLA works outside Python's lock, so the programs compile side by side.
+    cached = "" if program.config.logging.compilation_cache_dir is None else "; later starts read it from the cache"
+    said = f"compile the train step is being compiled{cached}"
+    with goodput.phase("compile"), progress.waiting("compiling the train step", said):
+      making = None
+      if restored is None:
+        making = pool.submit((program.lower_init() if params is None else program.lower_around()).compile)
+      looking = pool.submit(program.lower_look().compile)
+      train_step = program.lower_step().compile()
+      look, make = looking.result(), None if making is None else making.result()
+      processes.await_compiled("the start", program.config.watchdog.watchdog_compile_seconds)
+      if make is not None:
+        state = make(*(() if params is None else (params,)), np.uint32(program.config.training.seed % 2**32))
+      else:
+        assert restored is not None
+        step, state = restored.step, program.completed(_kept(restored, program.config), below)
+      if restored is None:
+        step, state = 0, with_given_adapter(program, state)
+      if program.adapter is not None and base is None:
+        base = _below(program, state["params"])
+  what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
+  if restored is None and source is None:
+    note = saturation(program.model.decoder.layers, program.config.training.max_target_length)
+    if note is not None:
+      progress.say(f"warning {note}")
+  progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
+  return Start(train_step, look, step, state, base)
+
+
+def _require_counted_from(program: TrainProgram, data: DataSource, restored: Restored) -> None:
+  """RetryableError where a run by epochs ends elsewhere than it was counted, as the newest step was no longer to be read."""
+  last = counted(program, data, Begun(restored.step, restored.extra["data"])).config.training.last_step
+  if last != program.config.training.last_step:
+    raise RetryableError(
+      f"the newest step is damaged, and from step {restored.step} on the epochs end with step {last}; the same command goes on"
+    )
+
+
+def _kept(restored: Restored, config: Config) -> State:
+  """The state but for the loss scale, where another first one is configured than was then: it begins anew."""
+  was = restored.config.get("training", {}).get("loss_scale_init")
+  anew = was not in (None, config.training.loss_scale_init)
+  return {name: x for name, x in restored.state.items() if not (anew and name == LOSS_SCALE)}
+
+
+def _below(program: TrainProgram, params: Any) -> Base:
+  """What names the weights below a fresh adapter; a given one has to be of them."""
+  base = Base.of(params, program.config.checkpoint.init_from, program.config.training.seed)
+  require_base(program.model, base)
+  return base
+
+
+def _restore(
+  program: TrainProgram,
+  manager: CheckpointManager | None,
+  goodput: Goodput,
+  reading: Callable[[str], contextlib.AbstractContextManager[None]],
+) -> Restored | None:
+  c = program.config.checkpoint
+  if manager is None or not c.resume:
+    return None
+  with goodput.phase("restore"), reading("the restore"):
+    return manager.restore(program.abstract_stored, allow_dtype_change=c.allow_dtype_change)

@@ -1,0 +1,250 @@
+"""Multi-head attention with grouped queries: normed q and k (and v), biases, rotary positions, sliding or global.
+
+B batch, T query, S key, D model, N query heads, K key-value heads, H head.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext_like.layers.attention import context_parallel
+from maxtext_like.layers.attention.cache import cached_mask, capacity
+from maxtext_like.layers.attention.masks import Tokens, zeroed
+from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate
+from maxtext_like.layers.context import Context, KeysValues
+from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
+from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
+from maxtext_like.layers.param import Param, constant, fan_in
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.weight import product, products
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+  """What attention needs to know.
+
+  Attributes:
+    emb_dim, num_query_heads, num_kv_heads, head_dim: D, N, K, H.
+    scale: multiplies q.k: query_pre_attn_scalar ** -0.5 in Gemma 3, 1 in Gemma 4, whose q norm absorbs it.
+    soft_cap: the scores, scaled and not yet masked, become cap * tanh(scores / cap); None: they stay.
+    rope: the rotary table of this layer.
+    window: keys a query sees, itself included; None: global.
+    norm: of the heads of q and k, with a scale each; None: neither is normed.
+    value_norm: v is normed as they are, without a parameter (Gemma 4).
+    value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
+    qkv_bias, o_bias: biases on q, k and v, and on the output.
+    query_gain, output_gain: factors on the initial values of queries and of the output projection.
+    lends: name under which later layers find this one's keys and values; None: nobody shares them.
+    borrows: name of the keys and values of an earlier layer; only q and the output are projected. None: it has its own.
+    bidirectional_images: tokens of one image see each other in this layer.
+    kernel: what the configuration asks for.
+    platform: "cpu", "gpu" or "tpu", where the program will run.
+    capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
+    failed: kernels that failed their self-test there.
+  """
+
+  emb_dim: int
+  num_query_heads: int
+  num_kv_heads: int
+  head_dim: int
+  scale: float
+  rope: RopeConfig
+  soft_cap: float | None = None
+  window: int | None = None
+  norm: NormConfig | None = None
+  value_norm: bool = False
+  value_is_key: bool = False
+  qkv_bias: bool = False
+  o_bias: bool = False
+  query_gain: float = 1.0
+  output_gain: float = 1.0
+  lends: str | None = None
+  borrows: str | None = None
+  bidirectional_images: bool = False
+  kernel: Choice = "auto"
+  platform: str = "cpu"
+  capability: str | None = None
+  failed: tuple[Name, ...] = ()
+
+  def __post_init__(self):
+    if self.num_query_heads % self.num_kv_heads:
+      raise ValueError(f"{self.num_query_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
+    if self.window is not None and self.window < 1:
+      raise ValueError(f"a sliding window needs at least 1 key (the query itself), got {self.window}")
+    if self.soft_cap is not None and not self.soft_cap > 0:
+      raise ValueError(f"a soft cap of scores is above 0, got {self.soft_cap}")
+    if self.rope.dim != self.head_dim:
+      raise ValueError(f"rotary dimension {self.rope.dim} differs from head_dim {self.head_dim}")
+    if self.norm is not None and self.norm.dim != self.head_dim:
+      raise ValueError(f"a norm of {self.norm.dim} numbers for heads of {self.head_dim}")
+    if self.value_norm and self.norm is None:
+      raise ValueError("value_norm norms v as q and k are normed, and they are not")
+    if self.lends and self.borrows:
+      raise ValueError(f"a layer that borrows {self.borrows!r} has no keys and values of its own to lend as {self.lends!r}")
+
+  @property
+  def score_stddev(self) -> float:
+    """Standard deviation of the scores before training, of queries and keys whose elements have mean square 1."""
+    return self.scale / self.head_dim**-0.5 * self.query_gain
+
+  def layer(self, precision: Precision) -> "Attention":
+    """The mixer of this configuration."""
+    return Attention(self, precision)
+
+
+@dataclass(frozen=True)
+class Attention:
+  """Multi-head attention with grouped queries (Vaswani et al. 2017; Ainslie et al. 2023)."""
+
+  cfg: AttentionConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, N, K, H = c.emb_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
+    heads = {"q": (N, "heads")}
+    if not c.borrows:
+      heads["k"] = (K, "kv_heads")
+      if not c.value_is_key:
+        heads["v"] = (K, "kv_heads")
+    spec: dict = {name: Param((D, count, H), ("embed", axis, "head_dim"), dtype) for name, (count, axis) in heads.items()}
+    spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))
+    if c.norm:
+      spec |= {f"{name}_norm": RMSNorm(c.norm, self.precision).params() for name in heads if name != "v"}
+      spec["q_norm"] = RMSNorm(replace(c.norm, initial_scale=c.query_gain), self.precision).params()
+    else:
+      spec["q"] = replace(spec["q"], init=fan_in(0, gain=c.query_gain))
+    if c.qkv_bias:
+      axes = {name: (axis, "head_dim") for name, (_, axis) in heads.items()}
+      spec |= {f"{name}_bias": Param((heads[name][0], H), a, dtype, constant(0.0)) for name, a in axes.items()}
+    if c.o_bias:
+      spec["o_bias"] = Param((D,), (None,), dtype, constant(0.0))
+    return spec
+
+  def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Slots of a cache for rows of ``length`` tokens, and its arrays' shapes without batch and slots; no array where keys and
+    values are borrowed."""
+    c = self.cfg
+    shapes = {} if c.borrows else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
+    return capacity(c.window, length), shapes
+
+  def lent(self) -> dict[str, tuple[int, ...]]:
+    """Shapes of the keys and values that later layers share, by name, without batch and positions."""
+    return {self.cfg.lends: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.lends else {}
+
+  def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case:
+    """What a kernel has to do for rows of ``length`` positions, with images among them or not, of several documents or of one,
+    on so many devices each."""
+    c = self.cfg
+    return Case(
+      platform=c.platform,
+      capability=c.capability,
+      precision=self.precision,
+      query_heads=c.num_query_heads,
+      kv_heads=c.num_kv_heads,
+      head_dim=c.head_dim,
+      value_dim=c.head_dim,
+      length=length,
+      context=context,
+      window=c.window,
+      bidirectional_images=c.bidirectional_images and images,
+      documents=documents,
+      soft_cap=c.soft_cap,
+    )
+
+  def _heads(self, p: dict, x_BTD: jax.Array) -> dict[str, jax.Array]:
+    """Heads [B, T, N or K, H] of "q", and of "k" and "v" where the layer has them, not yet normed."""
+    names = [name for name in ("q", "k", "v") if name in p]
+    weights = [p[name] for name in names]
+    heads = zip(names, products(self.precision, "BTD,DNH->BTNH", x_BTD, weights, large=True), strict=True)
+    return {name: self.precision.plus(y, p[f"{name}_bias"]) if self.cfg.qkv_bias else y for name, y in heads}
+
+  def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
+    """Heads of "q" or "k", normed and rotated."""
+    norm = self.cfg.norm
+    return rotate(named(RMSNorm(norm, self.precision), p, f"{name}_norm", y_BTNH) if norm else y_BTNH, table)
+
+  def _keys_and_values(self, p: dict, heads: dict[str, jax.Array], table) -> KeysValues:
+    """Normed and rotated keys, and values, both [B, T, K, H]."""
+    c = self.cfg
+    v_BTKH = heads["k" if c.value_is_key else "v"]
+    if c.value_norm and c.norm:
+      v_BTKH = RMSNorm(replace(c.norm, with_scale=False), self.precision)({}, v_BTKH)
+    return self._positioned(p, "k", heads["k"], table), v_BTKH
+
+  def alone(
+    self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens(), kv: KeysValues | None = None
+  ) -> tuple[jax.Array, KeysValues]:
+    """The layer by itself, as a face calls it: the output, and the keys and values that were used, both [B, T, K, H].
+
+    Args:
+      p, x_BTD, positions, tokens: as in the call and its context.
+      kv: keys and values of an earlier layer, for one that borrows them.
+    """
+    shared = {} if kv is None or not self.cfg.borrows else {self.cfg.borrows: kv}
+    out_BTD, kv = self._attend(p, x_BTD, Context(positions, tokens, shared=shared))
+    return zeroed(out_BTD, tokens.real), kv
+
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """Attends.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input.
+      ctx: positions and tokens; in generation the cache {"k", "v"} [B, C, K, H] of earlier tokens; keys and values that it
+        borrows. What it lends goes there.
+
+    Returns:
+      [B, T, D] in ``dtype`` (float32 with float16); of padding anything, where ``Tokens.real`` tells of it.
+
+    Raises:
+      ValueError: a layer that borrows keys and values finds none.
+    """
+    out, kv = self._attend(p, x_BTD, ctx)
+    if self.cfg.lends:
+      ctx.lend(self.cfg.lends, kv)
+    return out
+
+  @jax.named_scope("attention")
+  def _attend(self, p: dict, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, KeysValues]:
+    c, table = self.cfg, rope_table(self.cfg.rope, ctx.positions)
+    heads = self._heads(p, x_BTD)
+    q_BTNH = self._positioned(p, "q", heads["q"], table)
+    if c.borrows:
+      kv = ctx.shared.get(c.borrows)
+      if kv is None:
+        raise ValueError(f"this layer borrows the keys and values {c.borrows!r} of an earlier layer, and was given none")
+    else:
+      k, v = self._keys_and_values(p, heads, table)
+      held = ctx.remember(k=k, v=v)
+      kv = held["k"], held["v"]
+    if ctx.step is not None:
+      T, S = x_BTD.shape[1], kv[0].shape[1]
+      images = ctx.tokens.images if c.bidirectional_images else None
+      mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
+      how = {"scale": c.scale, "precision": self.precision, "soft_cap": c.soft_cap}
+      out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, **how)
+    else:
+      T, tokens = x_BTD.shape[1], ctx.tokens
+      parts = context_parallel.parts(ctx.rules, T)
+      case = self.case(T, images=tokens.images is not None, documents=tokens.several_documents, context=parts)
+      kernel = choose(c.kernel, case, c.failed)
+      out_BTNH = attend(
+        kernel.name,
+        q_BTNH,
+        *kv,
+        tokens,
+        window=c.window,
+        bidirectional_images=c.bidirectional_images,
+        scale=c.scale,
+        precision=self.precision,
+        rules=ctx.rules,
+        soft_cap=c.soft_cap,
+      )
+      if not kernel.named:
+        out_BTNH = checkpoint_name(out_BTNH, "attention")
+    out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
+    out_BTD = checkpoint_name(out_BTD, "output")
+    return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv

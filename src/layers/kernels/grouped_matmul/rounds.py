@@ -1,0 +1,108 @@
+"""A grouped product as few batched ones: in each round every group multiplies its next rows.
+
+What a GPU does well: one batched matrix product of all groups. A round takes as many rows of every group, so all of them work
+as long as the largest: about 1.3 times the useful work where loads are even, the number of groups times it where one takes
+everything. Sums over rounds are made in a fixed order, so numbers are the same in every run.
+
+M rows, D summed, F columns, G groups, C rows of a group in a round.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
+from maxtext_like.layers.partition import vary_alike
+
+_FEWEST = 16
+"""Rows of a round: a matrix unit's."""
+_LONGER = 4
+"""Rounds of the gradient of the weights are longer by it: each of them reads and writes a float32 matrix for every group."""
+
+
+def round_rows(rows: int, groups: int) -> int:
+  """C, a power of two: half of the mean group at most, so that few rows of a last round are no one's."""
+  return max(_FEWEST, 2 ** int(math.log2(max(rows / (2 * groups), 1))))
+
+
+def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
+  """x[m] @ w[group of m] for every row m.
+
+  Args:
+    x_MD: rows, those of group 0 first, then those of group 1, ...
+    w_GDF: a matrix for each group, of x's dtype.
+    sizes: int32 [G], rows of each group. Rows behind them all are no one's.
+    precision: of each product.
+
+  Returns:
+    [M, F] in x's dtype, accumulated in float32; zeros for no one's rows.
+  """
+  return _product(*vary_alike(x_MD, w_GDF, sizes), precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x, w, sizes, precision):
+  return _rows_times_groups(x, w, sizes, precision, "GCD,GDF->GCF")
+
+
+def _forward(x, w, sizes, precision):
+  return _product(x, w, sizes, precision), (x, w, sizes)
+
+
+def _backward(precision, saved, g):
+  x, w, sizes = saved
+  g = g.astype(x.dtype)
+  dx = _rows_times_groups(g, w, sizes, precision, "GCF,GDF->GCD")
+  return dx, _groups_of_rows(x, g, sizes, precision).astype(w.dtype), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _in_round(number: jax.Array, sizes: jax.Array, C: int, rows: int) -> jax.Array:
+  """int32 [G, C]: the rows of each group in a round, each number once; behind the group's end those from ``rows`` on, which are
+  of no row."""
+  G, within = sizes.shape[0], number * C + jnp.arange(C)
+  own = (jnp.cumsum(sizes) - sizes)[:, None] + within
+  return jnp.where(within < sizes[:, None], own, rows + jnp.arange(G * C).reshape(G, C))
+
+
+def _rounds(sizes: jax.Array, C: int) -> jax.Array:
+  return -(-jnp.max(sizes) // C)
+
+
+def _rows_times_groups(x, w, sizes, precision, spec: str):
+  M, C = x.shape[0], round_rows(x.shape[0], w.shape[0])
+
+  def one(number, out):
+    at = _in_round(number, sizes, C, M)
+    made = jnp.einsum(
+      spec, x.at[at].get(mode="fill", fill_value=0), w, precision=precision, preferred_element_type=jnp.float32
+    )  # fmt: skip
+    return out.at[at].set(made.astype(x.dtype), mode="drop", unique_indices=True)  # so that a GPU needs no atomic writes
+
+  out, _ = vary_alike(jnp.zeros((M, w.shape[2 if spec[-1] == "F" else 1]), x.dtype), x)
+  return jax.lax.fori_loop(0, _rounds(sizes, C), one, out)
+
+
+def _groups_of_rows(x, g, sizes, precision):
+  """The gradient of the weights, float32 [G, D, F]: x.T @ g over the rows of each group."""
+  M, G = x.shape[0], sizes.shape[0]
+  C = _LONGER * round_rows(M, G)
+
+  def one(number, dw):
+    at = _in_round(number, sizes, C, M)
+    left, right = (y.at[at].get(mode="fill", fill_value=0) for y in (x, g))
+    return dw + jnp.einsum("GCD,GCF->GDF", left, right, precision=precision, preferred_element_type=jnp.float32)
+
+  dw, _ = vary_alike(jnp.zeros((G, x.shape[1], g.shape[1]), jnp.float32), x)
+  return jax.lax.fori_loop(0, _rounds(sizes, C), one, dw)
+
+
+def _avoided(case: Case) -> str:
+  return "" if case.platform == "gpu" else "groups without rows are worked on as long as the largest"
+
+
+KERNEL = GroupedKernel(name="rounds", refuses=lambda case: [], avoided=_avoided, run=product)

@@ -1,0 +1,117 @@
+"""A grouped product as a loop of plain ones: each tile of rows times the weight of its group, and no other work.
+
+A loop body is compiled once, whatever the number of groups, and runs on every machine. A tile that reaches beyond its group
+writes rows that are not its own; the tiles of the next group come later and write them again.
+
+M rows, D summed, F columns, G groups, R rows of a tile.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
+from maxtext_like.layers.partition import vary_alike
+
+_FEWEST, _MOST = 8, 256
+
+
+def tile_rows(rows: int, groups: int) -> int:
+  """R, a power of two: at most a fifth of the mean group, so that partial tiles add about a tenth to the work."""
+  return 2 ** int(math.log2(min(max(rows / (5 * groups), _FEWEST), _MOST)))
+
+
+def _tiles(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Each group's first row [G], its first tile [G], and the number of tiles of them all."""
+  ends, counts = jnp.cumsum(sizes), -(-sizes // rows)
+  last = jnp.cumsum(counts)
+  return ends - sizes, last - counts, last[-1]
+
+
+def _group_of(tile: jax.Array, first_tiles: jax.Array) -> jax.Array:
+  """The group of a tile: the last one that begins at it or before it and is not empty."""
+  return jnp.searchsorted(first_tiles, tile, side="right") - 1
+
+
+def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
+  """x[m] @ w[group of m] for every row m.
+
+  Args:
+    x_MD: rows, those of group 0 first, then those of group 1, ...
+    w_GDF: a matrix for each group, of x's dtype.
+    sizes: int32 [G], rows of each group; their sum is M.
+    precision: of each product.
+
+  Returns:
+    [M, F] in x's dtype, accumulated in float32.
+  """
+  return _product(*vary_alike(x_MD, w_GDF), sizes, precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x, w, sizes, precision):
+  return _rows_times_groups(x, w, sizes, precision, transposed=False)
+
+
+def _rows_times_groups(x, w, sizes, precision, *, transposed):
+  """[M, F]; with ``transposed`` x is [M, F] and the result [M, D]."""
+  R = tile_rows(x.shape[0], w.shape[0])
+  first_rows, first_tiles, tiles = _tiles(sizes, R)
+  padded = jnp.pad(x, ((0, R), (0, 0)))  # the last tile may reach beyond the rows
+
+  def one(tile, out):
+    group = _group_of(tile, first_tiles)
+    at = first_rows[group] + (tile - first_tiles[group]) * R
+    rows, weight = jax.lax.dynamic_slice_in_dim(padded, at, R), jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
+    spec = "RF,DF->RD" if transposed else "RD,DF->RF"
+    made = jnp.einsum(spec, rows, weight, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dynamic_update_slice_in_dim(out, made.astype(x.dtype), at, 0)
+
+  out = jnp.zeros((x.shape[0] + R, w.shape[1] if transposed else w.shape[2]), x.dtype)
+  out, _ = vary_alike(out, x)
+  return jax.lax.fori_loop(0, tiles, one, out)[: x.shape[0]]
+
+
+def _forward(x, w, sizes, precision):
+  return _product(x, w, sizes, precision), (x, w, sizes)
+
+
+def _backward(precision, saved, g):
+  x, w, sizes = saved
+  dx = _rows_times_groups(g.astype(x.dtype), w, sizes, precision, transposed=True)
+  return dx, _groups_of_rows(x, g.astype(x.dtype), sizes, precision).astype(w.dtype), None
+
+
+def _groups_of_rows(x, g, sizes, precision):
+  """The gradient of the weights, float32 [G, D, F]: x.T @ g over the rows of each group."""
+  R = tile_rows(x.shape[0], sizes.shape[0])
+  first_rows, first_tiles, tiles = _tiles(sizes, R)
+  ends = first_rows + sizes
+  x, g = (jnp.pad(y, ((0, R), (0, 0))) for y in (x, g))
+
+  def one(tile, dw):
+    group = _group_of(tile, first_tiles)
+    at = first_rows[group] + (tile - first_tiles[group]) * R
+    own = at + jnp.arange(R) < ends[group]
+    rows = jnp.where(own[:, None], jax.lax.dynamic_slice_in_dim(x, at, R), 0)
+    made = jnp.einsum(
+      "RD,RF->DF", rows, jnp.where(own[:, None], jax.lax.dynamic_slice_in_dim(g, at, R), 0),
+      precision=precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    before = jax.lax.dynamic_index_in_dim(dw, group, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(dw, before + made, group, 0)
+
+  dw, _ = vary_alike(jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), jnp.float32), x)
+  return jax.lax.fori_loop(0, tiles, one, dw)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _avoided(case: Case) -> str:
+  return "a GPU waits between the tiles" if case.platform == "gpu" else ""
+
+
+KERNEL = GroupedKernel(name="tiles", refuses=lambda case: [], avoided=_avoided, run=product)

@@ -1,0 +1,1 @@
+"""Mixture of experts: routers, experts, auxiliary losses and expert parallelism."""

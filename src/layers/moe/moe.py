@@ -1,0 +1,397 @@
+"""Mixture of experts: the two routers (softmax, and DeepSeek's grouped sigmoid), the experts, nothing dropped.
+
+B batch, T position, D model, E experts, k experts a token, F hidden size of an expert, G groups of experts.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxtext_like.layers.attention.masks import Tokens
+from maxtext_like.layers.context import CAPTURES, Aux, Context
+from maxtext_like.layers.kernels.grouped_matmul.registry import Name
+from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
+from maxtext_like.layers.moe import load_balance
+from maxtext_like.layers.moe.expert_parallel import Layout, travel
+from maxtext_like.layers.moe.load_balance import NAMES
+from maxtext_like.layers.moe.router_losses import RouterLosses
+from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.param import Param, constant, fan_in
+from maxtext_like.layers.partition import as_stored, by_token, free_mesh, in_float32, on_devices, vary
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.sharding_rules import RULES, Rules
+from maxtext_like.layers.weight import Groups, alone, cast, product
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+  """What routing and experts need to know.
+
+  Attributes:
+    emb_dim, mlp_dim: D and F.
+    num_experts, num_experts_per_tok: E and k.
+    activation: of every expert.
+    router: "softmax" (Qwen3, Gemma 4) or "sigmoid" (DeepSeek "noaux_tc").
+    router_norm: of what the router reads, times a learned scale and D ** -0.5 (Gemma 4); None: the router reads it as it is.
+    per_expert_scale: the weights are multiplied by a learned number for each expert (Gemma 4).
+    norm_topk_prob: the chosen weights are divided by their sum.
+    routed_scaling_factor: multiplies the sigmoid router's weights.
+    n_groups, topk_groups: experts are chosen from the best groups only (sigmoid router); 1, 1 is no limit.
+    selection_bias: the sigmoid router has a bias for the choice.
+    shared_experts: experts that see every token, as one MLP of this many times F.
+    losses: auxiliary losses of the router.
+    output_gain: factor on the initial values of every expert's output projection.
+  """
+
+  emb_dim: int
+  mlp_dim: int
+  num_experts: int
+  num_experts_per_tok: int
+  activation: Activation = "gelu"
+  router: Literal["softmax", "sigmoid"] = "softmax"
+  router_norm: NormConfig | None = None
+  per_expert_scale: bool = False
+  norm_topk_prob: bool = True
+  routed_scaling_factor: float = 1.0
+  n_groups: int = 1
+  topk_groups: int = 1
+  selection_bias: bool = True
+  shared_experts: int = 0
+  losses: RouterLosses = RouterLosses()
+  output_gain: float = 1.0
+
+  def __post_init__(self):
+    if not 1 <= self.num_experts_per_tok <= self.num_experts:
+      raise ValueError(f"cannot choose {self.num_experts_per_tok} of {self.num_experts} experts")
+    if self.num_experts % self.n_groups or not 1 <= self.topk_groups <= self.n_groups:
+      raise ValueError(f"{self.num_experts} experts in {self.n_groups} groups, best {self.topk_groups}: not possible")
+    if self.num_experts_per_tok > self.topk_groups * self.num_experts // self.n_groups:
+      raise ValueError(f"{self.topk_groups} groups hold fewer than {self.num_experts_per_tok} experts")
+    if self.router == "sigmoid" and (self.router_norm or self.per_expert_scale):
+      raise ValueError("router_norm and per_expert_scale belong to the softmax router")
+    if self.router_norm and (self.router_norm.dim != self.emb_dim or self.router_norm.with_scale):
+      raise ValueError("router_norm norms emb_dim numbers, and its scale is the router's own")
+
+  def layer(self, precision: Precision) -> "MoE":
+    """The feed-forward of this configuration."""
+    return MoE(self, precision)
+
+  @property
+  def experts(self) -> "MoEConfig":
+    """Of every feed-forward: the configuration of its experts."""
+    return self
+
+
+@dataclass(frozen=True)
+class Router:
+  """Which experts a token goes to, and with which weights.
+
+  "softmax": probabilities over all experts, the k largest, renormalised with ``norm_topk_prob``. "sigmoid": scores in
+  (0, 1); a bias that no gradient changes takes part in the choice and not in the weight (Wang et al. 2024), and experts come
+  from the groups whose two best biased scores sum highest (DeepSeek-V3, 2.1.2).
+  """
+
+  cfg: MoEConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    spec = {"kernel": Param((c.emb_dim, c.num_experts), ("embed", "expert"), dtype)}
+    if c.router_norm:
+      spec["scale"] = Param((c.emb_dim,), (None,), dtype, constant(1.0))
+    if c.per_expert_scale:
+      spec["per_expert_scale"] = Param((c.num_experts,), (None,), dtype, constant(1.0))
+    if c.router == "sigmoid" and c.selection_bias:
+      # float32 always: the update of 0.001 a step is below bfloat16's spacing.
+      spec["bias"] = Param((c.num_experts,), (None,), "float32", constant(0.0), trainable=False)
+    return spec
+
+  def _logits(self, p: dict, x: jax.Array) -> jax.Array:
+    precision = self.precision.exact if self.precision.float32_gate_logits else self.precision
+    return product(precision, "...D,DE->...E", x, p["kernel"])
+
+  @jax.named_scope("router")
+  def __call__(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
+    """Routes.
+
+    Args:
+      p: parameters.
+      x: [B, T, D], normed; the residual stream where the router has its own norm.
+
+    Returns:
+      weights [B, T, k] float32, experts [B, T, k] int32, and aux: "scores" [B, T, E] (softmax probabilities, or raw
+      logits) and "probs" [B, T, E], which sum to one over experts. With a load-balancing loss also "balanced", the
+      probabilities [B, T, E] and the choices [B, T, k] of its definition; with a z-loss "logits" [B, T, E].
+    """
+    c = self.cfg
+    if c.router == "softmax":
+      if c.router_norm:
+        x = RMSNorm(c.router_norm, self.precision)({}, x, "float32" if self.precision.float32_gate_logits else None)
+        x = x * in_float32(p["scale"]).astype(x.dtype) * jnp.asarray(c.emb_dim**-0.5, x.dtype)
+      logits = self._logits(p, x)
+      probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+      weights, experts = jax.lax.top_k(probs, c.num_experts_per_tok)
+      if c.norm_topk_prob:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+      if c.per_expert_scale:
+        weights = weights * in_float32(p["per_expert_scale"])[experts]
+      return weights, experts, {"scores": probs, "probs": probs} | self._for_losses(logits, probs, experts)
+    logits = self._logits(p, x)
+    scores = jax.nn.sigmoid(logits)
+    experts = self._choose(scores + p["bias"].astype(scores.dtype) if c.selection_bias else scores)
+    scores = scores.astype(jnp.float32)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if c.norm_topk_prob:
+      weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    probs = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    balanced = self._balanced(p, logits, scores, probs, experts) if c.losses.weight else (probs, experts)
+    return weights * c.routed_scaling_factor, experts, {"scores": logits, "probs": probs} | self._for_losses(logits, *balanced)
+
+  def _for_losses(self, logits: jax.Array, probs: jax.Array, experts: jax.Array) -> dict:
+    """Entries of aux that the losses of the router read."""
+    losses = self.cfg.losses
+    return ({"balanced": (probs, experts)} if losses.weight else {}) | ({"logits": logits} if losses.z_weight else {})
+
+  def _balanced(
+    self, p: dict, logits: jax.Array, scores: jax.Array, probs: jax.Array, experts: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Probabilities and choices of the load-balancing loss of the sigmoid router.
+
+    Args:
+      p: parameters.
+      logits, scores, probs: [B, T, E]; the scores are sigmoids, the probabilities are scores divided by their sum.
+      experts: [B, T, k], the router's choices.
+    """
+    definition = self.cfg.losses.definition
+    if definition == "switch":
+      return probs, experts
+    if definition == "maxtext":  # MaxText's softmax reads what MaxText chooses by: scores with their bias
+      bias = p["bias"].astype(jnp.float32) if self.cfg.selection_bias else 0
+      return jax.nn.softmax(scores + bias, axis=-1), experts
+    if definition == "huggingface":
+      probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    # Both count the largest values, whatever bias and groups the router chooses with.
+    return probs, jax.lax.top_k(jax.lax.stop_gradient(probs), self.cfg.num_experts_per_tok)[1]
+
+  def _choose(self, biased: jax.Array) -> jax.Array:
+    """The k best of the biased scores [B, T, E] within the best groups; ties go to the lower index."""
+    c = self.cfg
+    biased = jax.lax.stop_gradient(biased)
+    if c.n_groups > 1:
+      grouped = biased.reshape(*biased.shape[:-1], c.n_groups, -1)
+      best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+      groups = jax.lax.top_k(best_two, c.topk_groups)[1]
+      kept = jnp.any(groups[..., None] == jnp.arange(c.n_groups), axis=-2)
+      lowest = jnp.asarray(jnp.finfo(biased.dtype).min, biased.dtype)
+      biased = jnp.where(kept[..., None], grouped, lowest).reshape(biased.shape)
+    return jax.lax.top_k(biased, c.num_experts_per_tok)[1]
+
+
+@dataclass(frozen=True)
+class Experts:
+  """E gated MLPs; every token goes through its k, in one grouped product over tokens sorted by expert."""
+
+  cfg: MoEConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, E, F = c.emb_dim, c.num_experts, c.mlp_dim
+    return {
+      "gate": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
+      "up": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
+      "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, fan_in(1, gain=c.output_gain)),
+    }
+
+  @jax.named_scope("experts")
+  def __call__(
+    self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array, rules: Rules = RULES, by: Name = "ragged_dot"
+  ) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of the chosen experts' outputs.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input.
+      weights, experts: [B, T, k] of the router.
+      rules: how tokens and experts lie on the mesh in use.
+      by: the kernel of the grouped products.
+
+    Returns:
+      [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
+    """
+    p = {name: cast(self.precision, w) for name, w in p.items()}
+    mesh = free_mesh()
+    layout = None if mesh is None else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
+    if mesh is None or layout is None or not layout.every:
+      return self._on_device({name: as_stored(w) for name, w in p.items()}, x_BTD, weights, experts, by)
+    # Each device sorts its own tokens: sorted globally, every token would cross the network.
+
+    def on_device(p, x, w, e):
+      p = {name: layout.weights[name].gather(w) for name, w in p.items()}
+      p, x, w, e = jax.tree.map(lambda a: vary(a, layout.every), (p, x, w, e))
+      out, rescued = self._on_device(p, x, w, e, by, layout)
+      return out, jax.lax.psum(rescued, layout.every)
+
+    tokens = layout.tokens
+    specs = ({name: held.spec for name, held in layout.weights.items()}, tokens, tokens, tokens)
+    return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(alone(p), x_BTD, weights, experts)
+
+  def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
+    """The weighted sum for the tokens of one device, whose experts are all of them or those of a layout."""
+    B, T, D = x_BTD.shape
+    k, E = self.cfg.num_experts_per_tok, self.cfg.num_experts
+    x_ND, chosen_Nk = self.precision.cast(x_BTD).reshape(B * T, D), experts.reshape(B * T, k)
+    run = functools.partial(self._run, by)
+    if layout is None or not layout.experts:
+      out_MD, rescued = run(p, x_ND, chosen_Nk.reshape(-1), E)
+    elif layout.travel:
+      out_MD, rescued = travel(run, p, x_ND, chosen_Nk, E, layout.experts, layout.every)
+    else:
+      own = E // jax.lax.axis_size(layout.experts)
+      number = chosen_Nk.reshape(-1) - jax.lax.axis_index(layout.experts) * own
+      out_MD, rescued = run(p, x_ND, jnp.where((number >= 0) & (number < own), number, own), own, some=True)
+    out = self._combine(out_MD.reshape(B, T, k, D), weights)
+    return jax.lax.psum(out, layout.partial) if layout and layout.partial else out, rescued
+
+  def _run(self, by, p, x_ND, expert_M, count: int, *, some: bool = False):
+    """Experts on rows.
+
+    Args:
+      by: the kernel of the grouped products.
+      p: parameters of ``count`` experts.
+      x_ND: rows in ``dtype``.
+      expert_M: int32, M / N experts for each row.
+      some: there are choices of no expert, numbered ``count``.
+
+    Returns:
+      [M, D] in the order of choices, zeros where there is no expert; and the number of rescued values.
+    """
+    M, N = expert_M.size, x_ND.shape[0]
+    order = jnp.argsort(expert_M, stable=True)  # choices, grouped by expert
+    groups = Groups(jnp.bincount(expert_M, length=count).astype(jnp.int32), by)
+    real_M1 = (jnp.arange(M) < jnp.sum(groups.sizes))[:, None]
+
+    def multiply(x, w):
+      y = product(self.precision, "MD,EDF->MF", x, w, groups=groups, float32=self.sums)
+      return jnp.where(real_M1, y, 0) if some else y  # what a kernel leaves behind the groups is nobody's
+
+    out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
+    # Back to the order of choices; each has its own place, so this is a permutation and not a scatter that adds.
+    return jnp.zeros_like(out).at[order].set(out, unique_indices=True), rescued
+
+  def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    """The same sum with every expert run on every token: E / k times the work, and nothing to get wrong."""
+    B, T, D = x_BTD.shape
+    p = {name: cast(self.precision, w) for name, w in p.items()}
+    x = self.precision.cast(x_BTD).reshape(1, B * T, D)
+
+    def every(x, w):
+      copies = jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:]))
+      return product(self.precision, "EXD,EDF->EXF", copies, w, float32=self.sums)
+
+    out_EXD, _ = self._gated(p, x, every)
+    chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
+    return self._combine(chosen.reshape(B, T, -1, D), weights)
+
+  def _gated(self, p, rows, multiply):
+    """down(act(gate(rows)) * up(rows)) with ``multiply`` for the three products."""
+    gate, up = multiply(rows, p["gate"]), multiply(rows, p["up"])
+    if not keep_float32(self.precision):
+      gate, up = self.precision.cast(gate), self.precision.cast(up)
+    down = lambda hidden: multiply(self.precision.cast(hidden), p["down"])
+    return gated(self.precision, self.cfg.activation, gate, up, down)
+
+  @property
+  def sums(self) -> bool:
+    """The products hand on their float32 sums."""
+    return self.precision.dtype == "float16" or keep_float32(self.precision)
+
+  @jax.named_scope("weight_sum")
+  def _combine(self, out_BTkD, weights):
+    if self.precision.float32_weight_sum or self.precision.dtype == "float16":
+      return jnp.einsum("BTkD,BTk->BTD", out_BTkD.astype(jnp.float32), weights, precision="highest")
+    return self.precision.einsum("BTkD,BTk->BTD", out_BTkD, weights)
+
+
+@dataclass(frozen=True)
+class MoE:
+  """Router, experts and, in DeepSeek, the shared experts that every token passes."""
+
+  name: ClassVar[str | None] = "moe"
+
+  cfg: MoEConfig
+  precision: Precision
+
+  @property
+  def _shared(self) -> MLP:
+    c = self.cfg
+    width = c.mlp_dim * c.shared_experts
+    cfg = MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation, output_gain=c.output_gain)
+    return MLP(cfg, self.precision)
+
+  def params(self) -> dict:
+    spec = {
+      "router": Router(self.cfg, self.precision).params(),
+      "experts": Experts(self.cfg, self.precision).params(),
+    }
+    if self.cfg.shared_experts:
+      spec["shared"] = self._shared.params()
+    return spec
+
+  def alone(
+    self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, real: jax.Array | None = None
+  ) -> tuple[jax.Array, Aux]:
+    """Runs the layer outside a decoder, as a face does: the output, all that it notes and taps, and the router's losses.
+
+    Args:
+      p, x_BTD, router_input: as in the call.
+      real: bool [B, T], real tokens; None: all of them.
+    """
+    tokens = Tokens(None if real is None else real.astype(jnp.int32))
+    ctx = Context.of(x_BTD, tokens=tokens, capture=frozenset(CAPTURES)).collecting()
+    out = self(p, x_BTD, ctx, router_input)
+    return out, {name: x for name, x in ctx.aux.items() if name not in NAMES} | self.losses(ctx.aux)
+
+  def losses(self, aux: Aux) -> dict[str, jax.Array]:
+    """The router's losses by name, for a model that has no other layer with experts; aux: noted by a call."""
+    statistics = {name: aux[name][None] for name in NAMES if name in aux}
+    return load_balance.totals(self.cfg.losses, statistics, self.cfg.num_experts_per_tok)
+
+  @jax.named_scope("moe")
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context, router_input: jax.Array | None = None) -> jax.Array:
+    """Routes and sums.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input of the experts.
+      ctx: its padding is computed and does not count in loads and losses. Noted: "moe_load" [E] share of choices,
+        ``load_balance.statistics``, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
+      router_input: [B, T, D], where the router reads something else than the experts (Gemma 4: the residual).
+
+    Returns:
+      [B, T, D].
+    """
+    c = self.cfg
+    read = x_BTD if router_input is None else router_input
+    weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), alone(p["router"]), read)
+    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
+    ctx.note("rescued", rescued)
+    if c.shared_experts:
+      with jax.named_scope("shared_experts"):
+        shared = self._shared(p["shared"], x_BTD, ctx)
+      out = out + shared.astype(out.dtype)
+    counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.real is None else ctx.real.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(counts), 1.0)
+    chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
+    ctx.note("moe_load", jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok))
+    probs, counted = routing.get("balanced", (routing["probs"], experts))
+    for name, value in load_balance.statistics(c.losses, counts, probs, counted, routing.get("logits")).items():
+      ctx.note(name, value)
+    ctx.tap("router.scores", routing["scores"])
+    ctx.tap("router.topk_weights", weights)
+    ctx.tap("router.topk_idx", experts)
+    return out

@@ -1,0 +1,1 @@
+"""Quantized weights, float8 products and low-rank adapters."""

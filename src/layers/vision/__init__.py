@@ -1,0 +1,1 @@
+"""Vision towers of Gemma 3 and Gemma 4."""

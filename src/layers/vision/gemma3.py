@@ -1,0 +1,205 @@
+"""The vision tower of Gemma 3 (SigLIP) and its projector: from pixels to image tokens for the decoder.
+
+I images, P patches of one image, C channels, D tower width, N heads, H head, F MLP, O decoder width, S image tokens.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from maxtext_like.layers.context import Context
+from maxtext_like.layers.kernels.attention.registry import Choice, Name
+from maxtext_like.layers.mlp import activate
+from maxtext_like.layers.norms import LayerNorm, NormConfig, RMSNorm, named
+from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.sharding_rules import RULES, Rules
+from maxtext_like.layers.vision.attention import attend_patches
+from maxtext_like.layers.weight import product
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiglipConfig:
+  """Sizes of the tower and of its projector.
+
+  Attributes:
+    image_size, patch_size: side of an image and of a patch, in pixels.
+    channels: C.
+    emb_dim, mlp_dim, num_layers, num_heads: D, F, depth, N.
+    tokens_per_image: S, a square number that divides the grid of patches.
+    output_dim: O.
+    epsilon: of every norm, the projector's included.
+    output_gain: factor on the initial values of the output projections of attention and MLP.
+    kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
+  """
+
+  padded: ClassVar[bool] = False
+
+  image_size: int
+  patch_size: int
+  emb_dim: int
+  mlp_dim: int
+  num_layers: int
+  num_heads: int
+  tokens_per_image: int
+  output_dim: int
+  channels: int = 3
+  epsilon: float = 1e-6
+  output_gain: float = 1.0
+  kernel: Choice = "auto"
+  platform: str = "cpu"
+  capability: str | None = None
+  failed: tuple[Name, ...] = ()
+
+  def __post_init__(self):
+    if self.image_size % self.patch_size or self.emb_dim % self.num_heads:
+      raise ValueError(f"image of {self.image_size} in patches of {self.patch_size}, {self.emb_dim} in {self.num_heads} heads")
+    if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
+      raise ValueError(f"a grid of {self.side} x {self.side} patches cannot be pooled to {self.tokens_per_image} tokens")
+
+  def depth_scaled(self) -> "SiglipConfig":
+    """The same tower with output projections scaled by depth before training."""
+    return replace(self, output_gain=(2 * self.num_layers) ** -0.5)
+
+  def layer(self, precision: Precision) -> "Siglip":
+    """The tower of this configuration."""
+    return Siglip(self, precision)
+
+  @property
+  def head_dim(self) -> int:
+    """H."""
+    return self.emb_dim // self.num_heads
+
+  @property
+  def side(self) -> int:
+    """Patches along one side of an image."""
+    return self.image_size // self.patch_size
+
+  @property
+  def side_out(self) -> int:
+    """Image tokens along one side."""
+    return int(self.tokens_per_image**0.5)
+
+
+@dataclass(frozen=True)
+class SiglipLayer:
+  """Norm, full attention, add; norm, MLP, add; everything with biases (Zhai et al. 2023).
+
+  ``rules``: how images lie on the mesh.
+  """
+
+  cfg: SiglipConfig
+  precision: Precision
+  rules: Rules = RULES
+
+  @property
+  def _norm(self) -> LayerNorm:
+    return LayerNorm(NormConfig(dim=self.cfg.emb_dim, epsilon=self.cfg.epsilon), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, N, H, F = c.emb_dim, c.num_heads, c.head_dim, c.mlp_dim
+
+    def bias(*shape):
+      return Param(shape, (None,) * len(shape), dtype, constant(0.0))
+
+    attention = {name: Param((D, N, H), ("embed", "vision_heads", "head_dim"), dtype) for name in "qkv"}
+    attention |= {f"{name}_bias": bias(N, H) for name in "qkv"}
+    attention |= {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))}
+    attention["o_bias"] = bias(D)
+    mlp = {
+      "up": Param((D, F), ("embed", "vision_mlp"), dtype),
+      "up_bias": bias(F),
+      "down": Param((F, D), ("vision_mlp", "embed"), dtype, fan_in(0, gain=c.output_gain)),
+      "down_bias": bias(D),
+    }
+    return {"pre_attention_norm": self._norm.params(), "attention": attention, "pre_mlp_norm": self._norm.params(), "mlp": mlp}
+
+  def __call__(self, p: dict, x_IPD: jax.Array) -> jax.Array:
+    """x: [I, P, D] in the residual dtype; returns the same."""
+    c, plus, residual = self.cfg, self.precision.plus, self.precision.residual
+    multiply = functools.partial(product, self.precision)
+    x_IPD = self.rules.constrain(x_IPD, "batch")
+    a, y = p["attention"], named(self._norm, p, "pre_attention_norm", x_IPD)
+    float32 = self.precision.float32_branches
+    with jax.named_scope("attention"):
+      q, k, v = (plus(multiply("IPD,DNH->IPNH", y, a[n]), a[f"{n}_bias"]) for n in "qkv")
+      out = attend_patches(c, self.precision, self.rules, q, k, v, None, scale=c.head_dim**-0.5)
+      out = plus(multiply("IPNH,NHD->IPD", out, a["o"], float32=float32), a["o_bias"])
+    with jax.named_scope("residual"):
+      x_IPD = x_IPD + out.astype(residual)
+    m, y = p["mlp"], named(self._norm, p, "pre_mlp_norm", x_IPD)
+    with jax.named_scope("mlp"):
+      hidden = activate(plus(multiply("IPD,DF->IPF", y, m["up"]), m["up_bias"]), "gelu")
+      out = plus(multiply("IPF,FD->IPD", hidden, m["down"], float32=float32), m["down_bias"])
+    with jax.named_scope("residual"):
+      return x_IPD + out.astype(residual)
+
+
+@dataclass(frozen=True)
+class Siglip:
+  """Patches, learned positions, a stack of layers, a norm; then pooling, a norm and a projection to the decoder's width."""
+
+  pixel_rank: ClassVar[int] = 4  # of "pixel_values"
+
+  cfg: SiglipConfig
+  precision: Precision
+
+  @property
+  def _final_norm(self) -> LayerNorm:
+    return LayerNorm(NormConfig(dim=self.cfg.emb_dim, epsilon=self.cfg.epsilon), self.precision)
+
+  @property
+  def _projector_norm(self) -> RMSNorm:
+    return RMSNorm(NormConfig(dim=self.cfg.emb_dim, epsilon=self.cfg.epsilon, scale_plus_one=True), self.precision)
+
+  def params(self) -> dict:
+    c, dtype = self.cfg, self.precision.weight_dtype
+    D, inputs = c.emb_dim, c.channels * c.patch_size**2
+    return {
+      "patch": {"kernel": Param((inputs, D), (None, "embed"), dtype), "bias": Param((D,), (None,), dtype, constant(0.0))},
+      "positions": Param((c.side**2, D), (None, "embed"), dtype, normal(0.02)),
+      "layers": stack(SiglipLayer(c, self.precision).params(), c.num_layers),
+      "final_norm": self._final_norm.params(),
+      "projector": {"norm": self._projector_norm.params(), "kernel": Param((D, c.output_dim), ("embed", None), dtype)},
+    }
+
+  @jax.named_scope("vision")
+  def __call__(
+    self,
+    p: dict,
+    pixels: jax.Array,
+    positions: jax.Array | None,
+    ctx: Context,
+    *,
+    wrap: Callable[[Any], Any] = lambda layer: layer,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Image tokens.
+
+    Args:
+      p: parameters.
+      pixels: [I, C, image_size, image_size] in [-1, 1].
+      positions: unused; every image has the same grid.
+      ctx: it taps "vision.tower_out" [I, P, D] and "vision.projected".
+      wrap: of a layer's call, as ``jax.checkpoint``.
+
+    Returns:
+      [I, S, O] in ``dtype``; bool [I, S], all true.
+    """
+    c, precision = self.cfg, self.precision
+    I, g, s = pixels.shape[0], c.side, c.patch_size
+    patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
+    x = precision.plus(product(precision, "IPK,KD->IPD", patches, p["patch"]["kernel"]), p["patch"]["bias"])
+    x = precision.plus(x, p["positions"]).astype(precision.residual)
+    layer = wrap(SiglipLayer(c, precision, ctx.rules))
+    x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
+    tower = ctx.tap("vision.tower_out", named(self._final_norm, p, "final_norm", x))
+    pool = g // c.side_out
+    grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
+    pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)
+    out = product(precision, "ISD,DO->ISO", self._projector_norm(p["projector"]["norm"], pooled), p["projector"]["kernel"])
+    return ctx.tap("vision.projected", out), jnp.ones((I, c.tokens_per_image), bool)

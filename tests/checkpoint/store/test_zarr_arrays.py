@@ -1,0 +1,76 @@
+"""Tests zarr_arrays.py: arrays come back to the bit on another mesh, large ones of several chunks; damage is no value."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxtext_like.checkpoint.store import zarr_arrays
+from maxtext_like.errors import RetryableError
+from maxtext_like.storage import Place
+from tests.gcs_emulator import BUCKET
+from tests.s3_emulator import emulator
+
+SPLIT = {"a": PartitionSpec("x"), "b": PartitionSpec("y", "x"), "c": PartitionSpec(), "scalar": PartitionSpec()}
+
+
+def mesh(*sizes):
+  return jax.make_mesh(sizes, ("x", "y"), devices=jax.devices()[: sizes[0] * sizes[1]])
+
+
+def values():
+  rng = np.random.default_rng(0)
+  return {
+    "a": rng.standard_normal((8, 3)).astype(jnp.bfloat16),
+    "b": rng.standard_normal((4, 6)).astype(np.float32),
+    "c": rng.integers(-8, 7, (5,)).astype(np.int8),
+    "scalar": np.int32(7),
+  }
+
+
+def written(place):
+  """In parts of 2 x 2 devices where this process has so many."""
+  size = 2 if jax.device_count() >= 4 else 1
+  own = mesh(size, size)
+  flat = {name: jax.device_put(x, NamedSharding(own, SPLIT[name])) for name, x in values().items()}
+  writer = zarr_arrays.Writer(60)
+  writer.save(place, flat)
+  for x in flat.values():
+    x.delete()  # the training goes on with their memory
+  writer.wait_until_finished()
+  return flat
+
+
+def read(place, kind=None):
+  sharding = NamedSharding(mesh(1, 1), PartitionSpec(), memory_kind=kind)
+  like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in values().items()}
+  return zarr_arrays.read(place, like)
+
+
+def test_arrays_come_back(monkeypatch):
+  store = emulator()
+  monkeypatch.setattr(zarr_arrays, "_CHUNK_BYTES", 16)
+  place = Place(f"s3://{BUCKET}/arrays/1/state")
+  written(place)
+  for kind in (None, "pinned_host"):
+    for name, x in read(place, kind).items():
+      assert x.dtype == values()[name].dtype
+      assert kind in (None, x.sharding.memory_kind)
+      np.testing.assert_array_equal(np.asarray(x), values()[name])
+  metadata = json.loads(store.read("arrays/1/state/b/zarr.json"))
+  assert np.prod(metadata["chunk_grid"]["configuration"]["chunk_shape"]) * 4 <= 16
+  chunk = next(name for name in store.names("arrays/1/state/b/c/"))
+  content = store.read(chunk)
+  store.write(chunk, content[:2] + bytes([content[2] ^ 1]) + content[3:])
+  with pytest.raises(RetryableError, match=r"arrays/1/state: cannot be read: .*(CRC|checksum|digest)"):
+    read(place)
+
+
+@pytest.mark.parametrize("part", [(), (0, 3), (62, 5376, 21504), (7, 3 << 22), (5, 1 << 24), (1, 1 << 25)])
+def test_chunks_divide_a_part_and_are_no_larger_than_a_request(part):
+  found = zarr_arrays._chunk(part, 4)
+  assert all(size % piece == 0 for size, piece in zip(part, found, strict=True))
+  assert min(2 << 20, int(np.prod(part))) <= 4 * np.prod(found) <= 64 << 20

@@ -1,0 +1,228 @@
+"""Products in float8 against the same rounding written out in numpy's float64, and where ``matmul_dtype`` acts."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from equations import dtypes, named
+from jax.ad_checkpoint import print_saved_residuals
+
+from maxtext_like.layers.context import Context
+from maxtext_like.layers.mlp import MLP, MLPConfig
+from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.quantization import float8
+from maxtext_like.layers.quantization.low_rank import Layout, LowRank
+from maxtext_like.layers.remat import remat
+from maxtext_like.layers.weight import Groups, product
+
+RNG = np.random.default_rng(0)
+LIMITS = {float8.NUMBERS: 448.0, float8.GRADIENTS: 57344.0}
+SPECS = [
+  ("BTD,DF->BTF", [(2, 3, 37), (37, 7)]),
+  ("BTD,DNH->BTNH", [(2, 3, 37), (37, 2, 5)]),
+  ("BTNH,NHD->BTD", [(2, 3, 2, 5), (2, 5, 7)]),
+  ("EXD,EDF->EXF", [(3, 5, 11), (3, 11, 7)]),
+]
+
+
+def quantised(x, dtype: str) -> np.ndarray:
+  """The float64 numbers that are multiplied: x over the least power of two that fits, rounded, and back."""
+  x = np.asarray(x, np.float64)
+  scale = 2.0 ** math.ceil(math.log2(np.abs(x).max() / LIMITS[dtype]))
+  return (x / scale).astype(np.float32).astype(getattr(ml_dtypes, dtype)).astype(np.float64) * scale
+
+
+def draw(*shape: int, dtype: str = "bfloat16", scale: float = 1.0) -> jax.Array:
+  return jnp.asarray(scale * RNG.normal(size=shape), dtype)
+
+
+def vjp(spec: str, precision: Precision, x, y, g, **how: Any):
+  out, pull = jax.vjp(lambda x, y: precision.einsum(spec, x, y, large=True, **how), x, y)
+  return out, *pull(g.astype(out.dtype))
+
+
+def norm_error(got, exact) -> float:
+  return float(np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize(
+  "x", [[448.0, -1.3, 0.01], [449.0, 1e-6, 0.0], [1e-30, -3e-31, 0.0], [3e38, 1.0, -1e37], [-0.3, 0.2, 0.1]]
+)
+def test_a_tensor_is_divided_by_the_least_power_of_two_that_brings_it_within_the_format(x, dtype):
+  values, scale = float8.scaled(jnp.asarray(x, jnp.float32), dtype)
+  scale = float(scale)
+  assert math.frexp(scale)[0] == 0.5
+  largest = max(map(abs, x)) / scale
+  assert LIMITS[dtype] / 2 < largest <= LIMITS[dtype]
+  np.testing.assert_array_equal(np.asarray(values).astype(np.float64) * scale, quantised(np.asarray(x, np.float32), dtype))
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("x", [[0.0, -0.0], [1e-45, 0.0]])
+def test_zeros_and_what_float32_scarcely_holds_are_zeros(x, dtype):
+  values, scale = float8.scaled(jnp.asarray(x, jnp.float32), dtype)
+  assert not np.asarray(values).astype(np.float32).any()
+  assert 0 < float(scale) < 1e-37
+
+
+def test_the_rounding_of_a_number_does_not_depend_on_the_rest_of_the_tensor():
+  """Rows of a batch, microbatches, devices and generated tokens would else see each other."""
+  x = draw(64)
+  alone = float8.scaled(x, float8.NUMBERS)
+  beside = float8.scaled(jnp.concatenate([x, jnp.asarray([31.0], x.dtype)]), float8.NUMBERS)
+  assert float(beside.scale) > 4 * float(alone.scale)
+  back = lambda s: np.asarray(s.values).astype(np.float64)[:64] * float(s.scale)
+  big = np.abs(np.asarray(x, np.float64)) > 31 / 2**14
+  np.testing.assert_array_equal(back(alone)[big], back(beside)[big])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(("spec", "shapes"), SPECS, ids=[s[0] for s in SPECS])
+def test_product_and_gradients_are_those_of_the_rounded_numbers(spec, shapes, dtype, jitted):
+  x, y = draw(*shapes[0], dtype=dtype), draw(*shapes[1], dtype=dtype, scale=0.02)
+  exact = lambda s, a, b: np.einsum(s, a, b)
+  x8, y8 = quantised(x, float8.NUMBERS), quantised(y, float8.NUMBERS)
+  g = draw(*exact(spec, x8, y8).shape, dtype=dtype, scale=1e-3)
+  g8 = quantised(g, float8.GRADIENTS)
+  operands, result = spec.split("->")
+  x_axes, y_axes = operands.split(",")
+  want = exact(spec, x8, y8), exact(f"{result},{y_axes}->{x_axes}", g8, y8), exact(f"{result},{x_axes}->{y_axes}", g8, x8)
+  precision = Precision(dtype=dtype, matmul_dtype="float8")  # type: ignore[arg-type]
+  run = lambda x, y, g: vjp(spec, precision, x, y, g)
+  got = (jax.jit(run) if jitted else run)(x, y, g)
+  # One rounding to the dtype; float16 has subnormal numbers here.
+  tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-10}[dtype]
+  for a, b in zip(got, want, strict=True):
+    assert a.dtype == dtype
+    np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+def test_a_float32_result_is_not_rounded_to_the_dtype():
+  x, y = draw(3, 37), draw(37, 5)
+  out = Precision(matmul_dtype="float8").einsum("BD,DF->BF", x, y, large=True, float32=True)
+  assert out.dtype == jnp.float32
+  np.testing.assert_allclose(out, quantised(x, float8.NUMBERS) @ quantised(y, float8.NUMBERS), rtol=1e-6, atol=1e-6)
+
+
+def test_errors_are_of_the_size_that_the_formats_have():
+  """Relative to the norm: 2^-4 at most for each rounding to e4m3, whose mean square is 2.6 %, twice that for e5m2."""
+  x, y, g = draw(64, 512), draw(512, 96, scale=0.02), draw(64, 96, scale=1e-3)
+  f64 = lambda a: np.asarray(a, np.float64)
+  out, dx, dy = vjp("BD,DF->BF", Precision(matmul_dtype="float8"), x, y, g)
+  errors = [norm_error(out, f64(x) @ f64(y)), norm_error(dx, f64(g) @ f64(y).T), norm_error(dy, f64(x).T @ f64(g))]
+  assert 0.03 < errors[0] < 0.045
+  assert all(0.05 < e < 0.07 for e in errors[1:])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_its_own_sums_and_no_other(bad):
+  x, y, g = draw(2, 3, 37), draw(37, 7), draw(2, 3, 7)
+  run = jax.jit(lambda x, y, g: vjp("BTD,DF->BTF", Precision(matmul_dtype="float8"), x, y, g))
+  clean = run(x, y, g)
+  out, dx, dy = run(x.at[1, 2, 5].set(bad), y, g)
+  assert not np.isfinite(np.asarray(out, np.float32)[1, 2]).any()
+  rest = np.ones((2, 3), bool)
+  rest[1, 2] = False
+  np.testing.assert_array_equal(np.asarray(out)[rest], np.asarray(clean[0])[rest])
+  assert np.isfinite(np.asarray(dx, np.float32)).all()
+  assert not np.isfinite(np.asarray(dy, np.float32)[5]).any()
+  out, dx, dy = run(x, y.at[5, 3].set(bad), g)
+  assert not np.isfinite(np.asarray(out, np.float32)[..., 3]).any()
+  assert not np.isfinite(np.asarray(dx, np.float32)[..., 5]).any()
+  assert np.isfinite(np.asarray(dy, np.float32)).all()
+  out, dx, dy = run(x, y, g.at[1, 2, 3].set(bad))
+  assert not np.isfinite(np.asarray(dx, np.float32)[1, 2]).any()
+  assert not np.isfinite(np.asarray(dy, np.float32)[:, 3]).any()
+
+
+def test_zeros_give_zeros():
+  x, y = draw(3, 37), jnp.zeros((37, 5), jnp.bfloat16)
+  for out in vjp("BD,DF->BF", Precision(matmul_dtype="float8"), x, y, jnp.zeros((3, 5))):
+    assert not np.asarray(out, np.float32).any()
+
+
+def test_forward_and_both_gradients_multiply_float8_numbers():
+  mlp = MLP(MLPConfig(emb_dim=16, mlp_dim=24), Precision(matmul_dtype="float8"))
+  p = {name: draw(*param.shape) for name, param in mlp.params().items()}
+  step = lambda p, x: jax.vjp(lambda p, x: mlp(p, x, Context.of(x)), p, x)[1](jnp.ones((2, 3, 16), jnp.bfloat16))
+  dots = [dtypes(dot) for dot in named(step, p, draw(2, 3, 16), name="dot_general")]
+  assert sorted(dots) == sorted(
+    3 * [(float8.NUMBERS, float8.NUMBERS, "bfloat16")]
+    + 3 * [(float8.GRADIENTS, float8.NUMBERS, "bfloat16")]
+    + 3 * [(float8.NUMBERS, float8.GRADIENTS, "bfloat16")]
+  )
+
+
+@pytest.mark.parametrize("policy", ["minimal", "save_mlp", "save_outputs"])
+def test_a_policy_keeps_the_products_that_it_keeps_in_the_dtype(policy, capsys):
+  """None makes them again in the backward pass where bfloat16 would not."""
+  kept = []
+  for matmul_dtype in ("dtype", "float8"):
+    mlp = MLP(MLPConfig(emb_dim=16, mlp_dim=24), Precision(matmul_dtype=matmul_dtype))  # type: ignore[arg-type]
+    p = {name: draw(*param.shape) for name, param in mlp.params().items()}
+    layer = remat(lambda p, x, mlp=mlp: jnp.sum(jnp.sin(mlp(p, jnp.cos(x), Context.of(x)))), policy, alone=True)
+    print_saved_residuals(layer, p, draw(2, 3, 16))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+    kept.append(sorted(line.split()[0] for line in lines))
+  assert kept[0] == kept[1]
+  assert kept[0]
+
+
+def test_products_that_do_not_ask_for_it_stay_as_they_are():
+  precision, x, w = Precision(matmul_dtype="float8"), draw(4, 8), draw(8, 6)
+  (dot,) = named(lambda x, w: product(precision, "MD,DF->MF", x, w), x, w, name="dot_general")
+  assert dtypes(dot) == ("bfloat16",) * 3
+  groups = Groups(jnp.asarray([1, 3], jnp.int32))
+  grouped = lambda p: product(p, "MD,EDF->MF", x, draw(2, 8, 6), groups=groups, large=True).dtype
+  assert grouped(precision) == jnp.bfloat16  # no grouped kernel multiplies float8
+
+
+def test_an_adapter_stays_in_its_dtype_beside_a_base_in_float8():
+  x, base, a, b = draw(3, 37), draw(37, 5), draw(37, 2, dtype="float32"), draw(2, 5, dtype="float32")
+  weight = LowRank(base, a, b, Layout(2, (0,), False), 0.5)
+  run = lambda x, w: product(Precision(matmul_dtype="float8"), "BD,DF->BF", x, w, large=True)
+  dots = [dtypes(dot)[:2] for dot in named(run, x, weight, name="dot_general")]
+  assert sorted(dots) == sorted([("bfloat16",) * 2, ("bfloat16",) * 2, (float8.NUMBERS,) * 2])
+
+
+def test_on_devices_it_is_what_it_is_on_one():
+  """Scales are of whole tensors, and float32 parts of gradients are added up as ever."""
+  from jax.sharding import NamedSharding, PartitionSpec
+
+  if jax.device_count() < 4:
+    pytest.skip("needs 4 devices")
+  mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+  x, y, g = draw(8, 3, 16), draw(16, 24), draw(8, 3, 24)
+  run = lambda x, y, g: vjp("BTD,DF->BTF", Precision(matmul_dtype="float8"), x, y, g)
+  alone = jax.jit(run)(x, y, g)
+  rows, weight = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec("fsdp"))
+  with jax.set_mesh(mesh):
+    split = jax.jit(run)(jax.device_put(x, rows), jax.device_put(y, weight), jax.device_put(g, rows))
+  for a, b in zip(split, alone, strict=True):
+    np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_family_has_finite_gradients_and_a_loss_near_that_of_its_dtype(family, dtype, tiny_decoder, random_params, batch):
+  def gradients(**precision):
+    decoder = tiny_decoder(family, precision={"dtype": dtype, **precision})
+    p = random_params(decoder.params())
+    loss = lambda p: jnp.mean(jnp.square(decoder(p, batch)[0].astype(jnp.float32)))
+    return jax.jit(jax.value_and_grad(loss))(p)
+
+  (loss, low), (exact, _) = gradients(matmul_dtype="float8"), gradients()
+  assert abs(float(loss) / float(exact) - 1) < 0.1
+  assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(low))
+
+
+def test_a_layer_may_differ():
+  assert Precision().in_layer(matmul_dtype="float8").matmul_dtype == "float8"
+  assert dataclasses.replace(Precision(matmul_dtype="float8"), dtype="float32").matmul_dtype == "float8"

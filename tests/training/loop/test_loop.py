@@ -1,0 +1,181 @@
+"""The times of steps, on a device that is played: what the host is busy with must not show in them."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.config.load import load_config
+from maxtext_like.errors import NonFiniteError
+from maxtext_like.training.loop import loop
+from maxtext_like.training.loop.divergence import Divergence
+from maxtext_like.training.loop.loop import Loop
+from maxtext_like.training.loop.stepper import Stepper
+
+STEP, LAUNCH = 0.3, 0.2  # seconds that the device works on a step, and that launching it keeps the host into it
+
+
+class Clock(threading.local):
+  """Goes on when its thread sleeps, and so shows nothing of what else this machine is busy with."""
+
+  now = 0.0
+
+  def perf_counter(self):
+    return self.now
+
+  def sleep(self, seconds):
+    self.now += max(0.0, seconds)
+
+
+clock = Clock()
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch):
+  monkeypatch.setattr(loop, "time", clock)
+
+
+class Device:
+  """Works on one step after the other; launching one returns only when the device is some way into it."""
+
+  def __init__(self):
+    self.free = clock.perf_counter()
+
+  def step(self, state, batch, check):
+    begin = max(self.free, clock.perf_counter())
+    self.free = begin + STEP
+    clock.sleep(begin + LAUNCH - clock.perf_counter())
+    names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
+    finite = {name: Result(self.free) for name in ("state_parameters", "state_optimizer")}
+    metrics = {name: Result(self.free) for name in (*names, "usual")} | {"skipped": Result(self.free, 0.0)}
+    return state, metrics | {"finite": finite, "known": 1.0}
+
+
+class Doubtful(Device):
+  """Proves no step finite, and so does nothing in any."""
+
+  def step(self, state, batch, check):
+    state, metrics = super().step(state, batch, check)
+    return state, metrics | {"usual": Result(self.free, 0.0)}
+
+
+class Result:
+  """A scalar that is there at a time."""
+
+  def __init__(self, at: float, value: float = 1.0):
+    self._at, self._value = at, value
+
+  def block_until_ready(self):
+    clock.sleep(self._at - clock.perf_counter())
+
+  def copy_to_host_async(self):
+    pass
+
+  def __bool__(self):
+    return bool(self._value)
+
+  def __array__(self, dtype=None, copy=None):
+    self.block_until_ready()
+    return np.asarray(self._value, dtype)
+
+
+BUSY = 0.5  # seconds that the host takes between two steps, while the device has nothing to do
+
+
+def run(steps: int, *words: str, **parts: Any) -> Any:
+  """The files that a loop of so many steps has written to."""
+  program: Any = SimpleNamespace(
+    config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
+    model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)]),
+    global_batch=1, stored=lambda state: state,
+    lower_step=parts.get("lower_step", MagicMock(side_effect=RuntimeError("no memory for the careful form"))),
+  )  # fmt: skip
+  guard = MagicMock(may_end_the_run=False, checking=False, changed=False)
+  guard.observe.return_value = ([], None)
+  guard.before_save.return_value = None
+  stop = MagicMock()
+  stop.should_stop.return_value = False
+  stop.interruptible = lambda work: work()
+  files: Any = MagicMock()
+  data: Any = MagicMock(progress=dict, __next__=lambda _: {})
+  quiet: Any = MagicMock()
+  given = {"evaluate": None, "sample": None, "manager": None} | parts
+  seen = {"known": 1.0, "param_norm": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
+  look: Any = lambda *_: seen
+  stepper = Stepper(program, parts.get("device", Device()).step, look)
+  state = {"step": jnp.int32(0), "params": {}, "opt_state": ()}
+  Loop(
+    program, stepper, state, data, given["evaluate"], given["sample"], given["manager"], files, quiet, stop, guard,
+    Divergence(program.config), 1.0, None,
+    profile=given.get("profile"), best=given.get("best"),
+  ).run(0)  # fmt: skip
+  return files
+
+
+def seconds_of(files: Any) -> list[float]:
+  return [call.args[0]["step_seconds"] for call in files.row.call_args_list]
+
+
+def test_a_step_takes_as_long_as_the_device_works_on_it():
+  seconds = seconds_of(run(5))
+  assert len(seconds) == 5
+  np.testing.assert_allclose(seconds, STEP, atol=1e-6)
+
+
+def busy(result: Any) -> Any:
+  clock.sleep(BUSY)
+  return result
+
+
+def test_what_comes_between_two_steps_is_in_none_of_their_times():
+  """Evaluation after step 1, a save after step 2, samples after step 3, a trace that begins and ends around step 5."""
+  manager = MagicMock(
+    due=lambda step: step == 2, save=lambda *_, **__: busy(True), save_and_wait=lambda *_, **__: False, complete_steps=list
+  )
+  profile = MagicMock(
+    starts=lambda step: step == 5, ends=lambda step: step == 5, start=lambda: busy(None), stop=lambda: busy(None)
+  )
+  evaluated = iter([True])
+  files = run(
+    6, "eval_interval=1", "sample_every=3", "dataset=text", "dataset_path=x",
+    evaluate=lambda _: {"eval_loss": busy(1.0) if next(evaluated, False) else 1.0},
+    sample=lambda step, _: busy([]) if step == 3 else [], manager=manager, profile=profile,
+  )  # fmt: skip
+  np.testing.assert_allclose(seconds_of(files), STEP, atol=1e-6)
+
+
+def test_a_step_that_did_nothing_and_cannot_be_taken_again_is_not_saved_as_done():
+  manager = MagicMock(due=lambda step: False, complete_steps=list)
+  with pytest.raises(RuntimeError, match="no memory"):
+    run(3, manager=manager, device=Doubtful())
+  manager.save_and_wait.assert_not_called()
+
+
+class Skipping(Device):
+  """Applies no update."""
+
+  def step(self, state, batch, check):
+    state, metrics = super().step(state, batch, check)
+    return state, metrics | {"skipped": Result(self.free)}
+
+
+@pytest.mark.parametrize(("kind", "usual"), [(Device, 3), (Skipping, 6)])
+def test_steps_that_no_proof_holds_for_are_not_all_begun_twice(kind, usual):
+  """After two of them in a row; not where two were left out, of which the next one need not be."""
+  begun, taken = MagicMock(side_effect=Doubtful().step), MagicMock(side_effect=kind().step)
+  parts: dict[str, Any] = {
+    "device": SimpleNamespace(step=begun),
+    "lower_step": lambda careful: SimpleNamespace(compile=lambda: taken),
+  }
+  if kind is Skipping:
+    with pytest.raises(NonFiniteError, match=r"the last 6 steps \(1 to 6\) were skipped"):
+      run(6, **parts)
+    assert taken.call_count == 6
+  else:
+    run(6, **parts)
+    assert taken.call_count == 7  # and the loss of the final weights
+  assert begun.call_count >= 6 if usual == 6 else begun.call_count == usual

@@ -1,0 +1,156 @@
+"""Tests remote_run_directory.py and remote_lock.py on emulated stores: one holder, files that follow, a store that fails."""
+
+import itertools
+import json
+import threading
+import time
+
+import pytest
+
+from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.local_copies import FOLDER_VARIABLE
+from maxtext_like.storage import Place
+from maxtext_like.training.run import remote_lock, remote_run_directory, run_directory
+from maxtext_like.training.run.remote_lock import RemoteLock
+from maxtext_like.training.run.remote_run_directory import RemoteRunDirectory
+from tests.gcs_emulator import BUCKET
+from tests.s3_emulator import store_of
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
+def place(request, monkeypatch, tmp_path):
+  """Where runs are, empty; and this machine's cache is."""
+  store_of(request.param)
+  monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "copies"))
+  monkeypatch.setattr(remote_lock, "BEAT_SECONDS", 0.05)
+  monkeypatch.setattr(remote_lock, "WATCH_SECONDS", 2.0)
+  monkeypatch.setattr(remote_run_directory, "_COPY_SECONDS", 0.05)
+  return Place(f"{request.param}://{BUCKET}/of-runs/{next(NUMBERS)}")
+
+
+def wait_for(what):
+  deadline = time.monotonic() + 60
+  while not what():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+def content(place):
+  return store_of(place).read("/".join(place.parts[1:]))
+
+
+def there(place):
+  return store_of(place).names("/".join([*place.parts[1:], ""]))
+
+
+def elsewhere(token="other"):
+  return {
+    "host": "elsewhere",
+    "boot": "b",
+    "pid_namespace": "p",
+    "pid": 7,
+    "started": "then",
+    "command": "train",
+    "token": token,
+  }
+
+
+@pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
+def test_files_follow_and_are_what_the_next_start_begins_with(place, monkeypatch, tmp_path):
+  with RemoteRunDirectory(str(place), "run") as directory:
+    assert directory.shown == directory.url == f"{place}/run"
+    (directory.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st')
+    directory.write_text("config.yml", "a: 1\n")
+    wait_for(lambda: len(there(place / "run")) == 3)
+    assert content(place / "run" / "metrics.jsonl") == b'{"step": 1}\n'
+    (directory.path / "profile").mkdir()
+    (directory.path / "profile" / "state").write_bytes(b"large")
+    (directory.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n')
+  assert content(place / "run" / "metrics.jsonl").count(b"\n") == 2  # the end is there when it is left
+  assert [name.rpartition("/")[2] for name in there(place / "run")] == ["config.yml", "metrics.jsonl"]
+  monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "another machine" / "copies"))
+  store_of(place).remove("/".join((place / "run" / "config.yml").parts[1:]))
+  with RemoteRunDirectory(str(place), "run") as directory:
+    assert sorted(path.name for path in directory.path.glob("[!r]*")) == ["metrics.jsonl"]
+    assert (directory.path / "metrics.jsonl").read_text().count("\n") == 2
+
+
+def test_the_run_of_a_holder_elsewhere_is_refused_while_it_lives_and_taken_over_when_not(place, caplog):
+  lost = []
+  lock = RemoteLock(place / "run" / "run.lock", elsewhere(), lambda holder: None, lost.append)
+  assert lock.acquire() is None
+  with pytest.raises(UserError, match="in use by process 7 on elsewhere"), RemoteRunDirectory(str(place), "run"):
+    pass
+  assert there(place / "run") == ["/".join((place / "run" / "run.lock").parts[1:])]  # nothing else was written
+  lock._stop.set()  # as of a process that was stopped
+  with RemoteRunDirectory(str(place), "run") as directory:
+    assert json.loads(content(place / "run" / "run.lock"))["token"] == directory.holder
+    directory.require_shared(directory.holder)
+    assert "taken over from one that is gone" in caplog.text
+    lock._stop.clear()
+    threading.Thread(target=lock._beat, daemon=True).start()  # it goes on, and learns that it has lost the run
+    wait_for(lambda: lost)
+    assert "took it over" in lost[0]
+    lock.release()
+    with directory.exclusive():
+      pass
+  assert there(place / "run") == []
+
+
+@pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
+def test_whoever_lost_the_run_publishes_nothing_more(place, monkeypatch):
+  def ended(error):
+    raise error
+
+  monkeypatch.setattr(run_directory, "end_now", ended)
+  monkeypatch.setattr(remote_lock, "BEAT_SECONDS", 60.0)
+  with RemoteRunDirectory(str(place), "run") as directory:
+    (place / "run" / "run.lock").write_bytes(json.dumps(elsewhere()).encode())
+    with pytest.raises(RetryableError, match=f"process 7 on elsewhere took it over; in {place}/run"), directory.exclusive():
+      pytest.fail("inside")
+  assert json.loads(content(place / "run" / "run.lock"))["token"] == "other"
+
+
+def test_a_directory_that_is_not_shared(place, monkeypatch):
+  monkeypatch.setattr(remote_run_directory, "SHARED_SECONDS", 0.1)
+  with pytest.raises(UserError, match="does not find there the lock that process 0 holds"):
+    RemoteRunDirectory(str(place), "run").require_shared("token")
+
+
+def test_a_store_that_fails_is_told_once_and_has_all_in_the_end(place, caplog):
+  with RemoteRunDirectory(str(place), "run") as directory:
+    with store_of(place).failing(lambda *_: "403"):
+      (directory.path / "metrics.jsonl").write_bytes(b"1\n")
+      wait_for(lambda: "files of the run cannot be copied there" in caplog.text and "heartbeat failed" in caplog.text)
+    wait_for(lambda: "takes the files of the run again" in caplog.text and "heartbeat works again" in caplog.text)
+  assert caplog.text.count("files of the run cannot be copied there") == 1
+  assert content(place / "run" / "metrics.jsonl") == b"1\n"
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(place, monkeypatch, caplog):
+  monkeypatch.setattr(remote_run_directory, "_LEAVE_SECONDS", 0.2)
+  directory = RemoteRunDirectory(str(place), "run")
+  directory.__enter__()
+  answers = threading.Event()
+  try:
+    store_of(place).fault = lambda *_: "503" if answers.wait(60) else None
+    (directory.path / "metrics.jsonl").write_bytes(b"1\n")
+    begin = time.monotonic()
+    directory.__exit__(None, None, None)
+    assert time.monotonic() - begin < 40
+  finally:
+    store_of(place).fault = None
+    answers.set()
+  assert "the store does not answer; what it lacks is in" in caplog.text
+
+
+def test_where_the_store_cannot_be_used_the_start_ends(place):
+  with (
+    store_of(place).failing(lambda *_: "403"),
+    pytest.raises(UserError, match="permission denied"),
+    RemoteRunDirectory(str(place), "a"),
+  ):
+    pass
+  assert there(place) == []
