@@ -1,1 +1,1 @@
-"""Devices and how arrays are laid out over them."""
+"""The device mesh, divisibility checks, and the coordination of several processes."""

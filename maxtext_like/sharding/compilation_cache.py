@@ -1,4 +1,4 @@
-"""Compiled programs that outlive their process."""
+"""JAX's persistent compilation cache: compiled programs are reused by later processes."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def use_compilation_cache(directory: str | None) -> None:
-  """Keeps compiled programs between runs in ``directory``; None: not."""
+  """Keeps compiled programs in ``directory`` for later runs. None disables the cache."""
   if directory is None:
     jax.config.update("jax_enable_compilation_cache", False)
     return
@@ -22,7 +22,7 @@ def use_compilation_cache(directory: str | None) -> None:
   try:
     os.makedirs(path, exist_ok=True)
   except OSError as error:
-    _log.warning("compilation_cache_dir %s: %s; compiled programs are not kept", directory, error.strerror)
+    _log.warning("compilation_cache_dir %s: %s; compiled programs are not cached", directory, error.strerror)
     jax.config.update("jax_enable_compilation_cache", False)
     return
   jax.config.update("jax_compilation_cache_dir", path)
@@ -33,9 +33,9 @@ def use_compilation_cache(directory: str | None) -> None:
 
 
 def _let_every_process_write() -> None:
-  """Make this process write the programs that it compiled to the cache.
+  """Lets every process write its compiled programs to the cache.
 
-  JAX lets process 0 alone write. That is right where all processes look for a program under one key, as on GPUs and TPUs. On
+  JAX lets only process 0 write. That is right on GPUs and TPUs, where all processes look up a program under the same key. On
   CPUs the key differs between processes, so the others would find nothing and compile again at every start.
   """
   from jax._src import compiler, distributed  # JAX has no public option for this

@@ -1,6 +1,6 @@
-"""What cannot be split evenly over a mesh: refused with sizes and a remedy, instead of lying whole on every device unsaid.
+"""Checks that dimensions divide evenly over the mesh, so that no array is silently replicated. Errors give sizes and a remedy.
 
-Parameters that are split to save memory alone are no fault: they lie whole, and the estimate of the memory counts them so.
+Parameters that are split only to save memory (data, fsdp) may be uneven: they are replicated, and the memory estimate knows.
 """
 
 import math
@@ -19,24 +19,27 @@ Axes = tuple[str, ...]
 
 
 def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
-  """Refuses a mesh that heads, hidden sizes, experts, the vocabulary or the positions of a row do not divide among, one of
-  which tokens are split over some axes of the experts only, and one of which an axis splits both the rows and their positions.
+  """Refuses a mesh over which the dimensions of the model do not divide evenly.
 
-  Key-value heads that are fewer than the devices may be copied (``copied``).
+  It refuses three cases: heads, hidden sizes, experts, vocabulary or positions that do not divide; an axis that splits both the
+  sequences and their positions; tokens that are split over only some of the experts' axes. Key-value heads may be fewer than
+  the devices: they are copied (see ``copied``).
 
   Args:
-    spec: declared parameters.
-    length: positions of a row.
-    rules, mesh: how they are split.
+    spec: tree of declared parameters.
+    length: positions of a sequence.
+    rules, mesh: how the dimensions are split.
 
   Raises:
-    UserError: names the dimensions with sizes, mesh axis and what to do.
+    UserError: names each dimension with its size, the mesh axis and the remedy.
   """
   found: dict[tuple[str, int, Axes], str] = {}
+  # Dimensions of parameters.
   for name, axis, size, axes in _uneven(spec, rules, mesh):
     if not _may_copy(axis, size, axes, mesh):
       found.setdefault((axis, size, axes), name)
   faults = [_fault(f"{axis} of {size} ({name})", size, axis, axes, mesh) for (axis, size, axes), name in found.items()]
+  # Positions of a sequence, and axes that split sequences and positions at once.
   if length % rules.ways("sequence", mesh):
     axes = rules.mesh_axes("sequence", mesh)
     faults.append(_fault(f"{length} positions (max_target_length)", length, "sequence", axes, mesh))
@@ -47,13 +50,14 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
       f"sharding_rules: batch and sequence are both split over the mesh axis {' x '.join(shared)}; an axis can split only one "
       f"dimension of the tokens\n"
       f"  fix: sharding_rules='{{batch: [{', '.join(of_batch)}], sequence: [{', '.join(sequence)}]}}' to split positions, "
-      f"or sharding_rules='{{batch: [{', '.join(batch)}], sequence: [{', '.join(of_sequence)}]}}' to split rows"
+      f"or sharding_rules='{{batch: [{', '.join(batch)}], sequence: [{', '.join(of_sequence)}]}}' to split sequences"
     )
+  # Tokens travel to their experts along the experts' axes: either all of these axes split the tokens, or none.
   if any("expert" in p.axes for p in jax.tree.leaves(spec)):
     experts, tokens = rules.mesh_axes("expert", mesh), {*batch, *sequence}
     if 0 < len(own := [a for a in experts if a in tokens]) < len(experts):
       faults.append(
-        f"experts lie on the mesh axes {' x '.join(experts)}, of which tokens are split over {' x '.join(own)} only\n"
+        f"experts are split over the mesh axes {' x '.join(experts)}, but tokens over {' x '.join(own)} only\n"
         f"  fix: sharding_rules='{{expert: [{', '.join(own)}]}}'"
       )
   if faults:
@@ -61,16 +65,17 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
 
 
 def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, rules: Rules, mesh: Mesh) -> None:
-  """Refuses a mesh on which devices would multiply by parts of a block of a quantised weight. Those that hold parts of it to
-  save memory alone fetch the rest before.
+  """Refuses a mesh on which a device would multiply by a part of a quantization block.
+
+  Axes that split a weight only to save memory are allowed: the device gathers the rest before it multiplies.
 
   Args:
-    weights: that are quantised, by path.
-    form: that they are stored in.
-    rules, mesh: how they are split.
+    weights: the quantized weights by path.
+    form: their storage format.
+    rules, mesh: how the weights are split.
 
   Raises:
-    UserError: names weights with sizes, mesh axes and what to do.
+    UserError: names each weight with its size, the mesh axes and the remedy.
   """
   faults: dict[tuple[str | None, int, Axes], str] = {}
   for path, p in weights.items():
@@ -86,23 +91,23 @@ def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, r
     listed = "\n  ".join(faults.values())
     whole = ", ".join(dict.fromkeys(f"{axis}: null" for axis, _, _ in faults))
     raise UserError(
-      f"base_weights={form.name}: the mesh would cut blocks in two\n  {listed}\n"
-      f"  fix: fewer devices along it, sharding_rules='{{{whole}}}' to have all on every device, or base_weights=int8"
+      f"base_weights={form.name}: the mesh would split quantization blocks\n  {listed}\n"
+      f"  fix: use fewer devices along this axis, sharding_rules='{{{whole}}}' to replicate the weights, or base_weights=int8"
     )
 
 
 def copied(spec: Any, rules: Rules, mesh: Mesh) -> str | None:
-  """The key-value heads that several devices of an axis compute, in words; None: there are none."""
+  """Describes the key-value heads that several devices compute redundantly; None if there are none."""
   found = {
     f"{size} on {math.prod(mesh.shape[a] for a in axes)} devices ({' x '.join(axes)})"
     for _, axis, size, axes in _uneven(spec, rules, mesh)
     if _may_copy(axis, size, axes, mesh)
   }
-  return f"key-value heads are fewer than devices, and copied: {' and '.join(sorted(found))}" if found else None
+  return f"there are fewer key-value heads than devices, so they are copied: {' and '.join(sorted(found))}" if found else None
 
 
 def _uneven(spec: Any, rules: Rules, mesh: Mesh) -> Iterator[tuple[str, str, int, Axes]]:
-  """(name, logical axis, size, mesh axes) of every dimension that cannot be split, and that is no matter of memory alone."""
+  """Yields (name, logical axis, size, mesh axes) of every dimension that must divide evenly and does not."""
   for path, p in jax.tree_util.tree_leaves_with_path(spec):
     for dimension, axes in rules.uneven(p.shape, p.axes, mesh):
       if p.axes[dimension] not in GATHERED and not {"data", "fsdp"}.issuperset(axes):
@@ -116,8 +121,8 @@ def _may_copy(axis: str, size: int, axes: Axes, mesh: Mesh) -> bool:
 def _fault(what: str, size: int, axis: str, axes: Axes, mesh: Mesh) -> str:
   names, devices = " x ".join(axes), math.prod(mesh.shape[a] for a in axes)
   possible = " or ".join(str(n) for n in range(1, devices) if size % n == 0 and mesh.size % n == 0)
-  whole = "" if axis == "sequence" else f", or sharding_rules='{{{axis}: null}}' to have all on every device"
+  whole = "" if axis == "sequence" else f", or sharding_rules='{{{axis}: null}}' to replicate it on every device"
   return (
     f"{what} cannot be split over the {devices} devices of the mesh axis {names}\n"
-    f"  fix: {possible} devices along it (ici_{axes[-1]}_parallelism){whole}"
+    f"  fix: use {possible} devices along it (ici_{axes[-1]}_parallelism){whole}"
   )

@@ -1,7 +1,7 @@
-"""The mesh of a run: its devices in a grid whose axes are named in the ``mesh:`` section.
+"""Builds the device mesh of a run from the ``mesh:`` section.
 
-Where there are several slices, every axis is made of a part over slices (``dcn_*``) and one inside them (``ici_*``), the slices
-outside: what neighbours along an axis send each other leaves a slice as seldom as can be.
+With several TPU slices, every axis has a part across slices (``dcn_*``) and a part inside them (``ici_*``), with the slices
+outermost. Traffic between neighbours along an axis then rarely leaves a slice.
 """
 
 import math
@@ -21,10 +21,15 @@ from maxtext_like.layers.sharding_rules import MESH_AXES, Rules
 
 
 def abstract_mesh(config: MeshConfig, devices: int, slices: int | None = None) -> AbstractMesh:
-  """A mesh of so many devices that are not there, and of so many slices where they are TPUs.
+  """Returns a mesh without real devices.
+
+  Args:
+    config: sizes of the axes.
+    devices: number of devices.
+    slices: number of TPU slices; None for other devices.
 
   Raises:
-    UserError: the axes do not multiply to the number of devices, or slices.
+    UserError: the axis sizes do not multiply to the number of devices or slices.
   """
   try:
     sizes = config.axis_sizes(devices, slices)
@@ -34,22 +39,22 @@ def abstract_mesh(config: MeshConfig, devices: int, slices: int | None = None) -
 
 
 def use_mesh(mesh: Mesh) -> AbstractContextManager[Any]:
-  """The context in which programs are traced and lowered for a mesh."""
+  """Returns the context in which programs for a mesh are traced and lowered."""
   return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-  """The mesh of all devices, or of the given ones.
+  """Builds the mesh of all devices, or of the given ones.
 
-  TPUs know which slice they belong to. Other devices do not: as many slices as the ``dcn_*`` keys say are cut from their list,
-  in which those of a process follow each other.
+  TPU devices know their slice. The list of other devices is cut into as many slices as the ``dcn_*`` keys say. The devices of
+  one process are consecutive in that list.
 
   Args:
-    config: sizes of the axes, -1 for what the others leave.
-    devices: jax devices, or those of a topology; default: every device of the run.
+    config: sizes of the axes; -1 means all devices that the other axes leave.
+    devices: JAX devices, or those of a topology; default: every device of the run.
 
   Raises:
-    UserError: the axes do not multiply to the number of devices, or slices.
+    UserError: the axis sizes do not multiply to the number of devices or slices.
   """
   devices = jax.devices() if devices is None else list(devices)
   slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else None
@@ -62,8 +67,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
 
 
 def _grid(devices: list[Any], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:
-  """The devices, of shape dcn * ici; where the network is a torus, neighbours in the grid are neighbours in it."""
-  if devices[0].platform != "tpu" or set(devices) < set(jax.devices()):  # some of a slice's devices make no torus
+  """Returns the devices as an array of shape dcn * ici. On a torus network, neighbours in the array are network neighbours."""
+  if devices[0].platform != "tpu" or set(devices) < set(jax.devices()):  # a subset of a slice is not a torus
     blocks = np.asarray(devices).reshape(*dcn, *ici)
     pairs = [axis + part for axis in range(len(ici)) for part in (0, len(ici))]
     return blocks.transpose(pairs).reshape([a * b for a, b in zip(dcn, ici, strict=True)])
@@ -75,20 +80,20 @@ def _grid(devices: list[Any], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.
 
   try:
     return torus(False)
-  except NotImplementedError:  # an axis that is a part of one of the torus's
+  except NotImplementedError:  # an axis covers only a part of a torus axis
     return torus(True)
 
 
 def in_words(sizes: Mapping[str, int]) -> str:
-  """ "data 2 x fsdp 4": the axes of a mesh with their devices; the less usual ones where they have several."""
+  """Returns the axis sizes in words: "data 2 x fsdp 4". Axes other than data and fsdp appear only if larger than 1."""
   return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ("data", "fsdp"))
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-  """How a batch [B, T] lies on the mesh: its sequences over every axis that the rules give to "batch"."""
+  """Returns the sharding of a batch [B, T]: sequences are split over the mesh axes of the rule "batch"."""
   return NamedSharding(mesh, PartitionSpec(rules.batch))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The same array on every device."""
+  """Returns the sharding that copies an array to every device."""
   return NamedSharding(mesh, PartitionSpec())

@@ -1,7 +1,7 @@
-"""Several processes as one run: joined once, then they agree on what must be the same in all, and miss the one that is lost.
+"""Several processes as one run: joining, barriers, shared values, shared decisions, and detection of a lost process.
 
-Alone, which is the default, nothing here touches a network, and every function answers at once. What travels goes through the
-key-value store of JAX's coordinator, which lives in process 0; arrays never do.
+With a single process, the default, nothing here uses a network and every function returns at once. Messages go through the
+key-value store of JAX's coordinator, which runs in process 0. Arrays are never sent through it.
 """
 
 import concurrent.futures
@@ -24,10 +24,10 @@ from maxtext_like.errors import ExitError, RetryableError, UserError
 from maxtext_like.sharding import launchers, rendezvous
 
 _PREFIX = "maxtext_like"
-_LOOK_SECONDS = 0.5  # between two looks whether another process has failed at what all do together
-_GATHER_SECONDS = 0.05  # between two looks whether all are there
-_GOODBYE_SECONDS = 10.0  # between the ends of the first process and the last
-_JAX_SECONDS = 24 * 3600  # JAX must not end a process before we have said which one is lost
+_LOOK_SECONDS = 0.5  # poll interval: has another process failed in a joint operation?
+_GATHER_SECONDS = 0.05  # poll interval: have all processes arrived?
+_GOODBYE_SECONDS = 10.0  # longest time between the exit of the first process and of the last
+_JAX_SECONDS = 24 * 3600  # JAX's own limits must not end a process before this module has named the lost one
 T = TypeVar("T")
 
 
@@ -44,51 +44,51 @@ _meetings = itertools.count()
 
 
 def index() -> int:
-  """Which process this is."""
+  """Returns the index of this process."""
   return _joined.index if _joined else 0
 
 
 def count() -> int:
-  """How many processes the run has."""
+  """Returns the number of processes of the run."""
   return len(_joined.hosts) if _joined else 1
 
 
 def primary() -> bool:
-  """Whether this is process 0, which alone writes what is not a checkpoint."""
+  """Returns True in process 0. Every file except a checkpoint's arrays is written by process 0 only."""
   return index() == 0
 
 
 def name_of(number: int) -> str:
-  """A process as it is told: its number and its host."""
+  """Returns the name of a process in messages: its index and host."""
   return f"process {number} (host {_joined.hosts[number]})" if _joined else "process 0"
 
 
 def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str] = os.environ) -> None:
-  """Joins the other processes of the run, if a launcher started several. Before the first device is touched, and once.
+  """Joins the other processes of the run if a launcher started several. Call it once, before JAX touches a device.
 
   Args:
-    facts: what must be the same in all of them: {what it is: its value}.
-    seconds: how long to wait for the others.
-    environment: of this process.
+    facts: description -> value of everything that must be equal in all processes.
+    seconds: how long to wait for the other processes.
+    environment: environment variables of this process.
 
   Raises:
-    UserError: they are not of one run, their port is taken, or this process was one of several already.
-    RetryableError: some did not come.
+    UserError: the processes do not belong to one run, their port is in use, or this process has joined a run before.
+    RetryableError: some processes did not arrive in time.
   """
   global _joined
   place = launchers.place(environment) or launchers.place_of_tpu_vm(environment)
   if place is None:
     return
   if _joined is not None:
-    was = f"this Python was {name_of(index())} of a run already, and JAX joins once"
-    raise UserError(f"{was}\n  fix: a new Python, in all of them, for each run")
+    was = f"this Python process has already been {name_of(index())} of a run, and JAX can join only once"
+    raise UserError(f"{was}\n  fix: start a new Python process on every host for each run")
   import jax
 
   address, total, number = place.address, place.count, place.index
   if address is None or total is None or number is None:
     address, total, number = _found_by_jax(place.launcher, seconds)
   hosts = rendezvous.meet(address, number, total, facts, seconds)
-  # We end the run ourselves when a process is lost, naming it; SIGTERM stays ours too.
+  # This module ends the run when a process is lost, so that the message names it. It also keeps its own SIGTERM handler.
   jax.config.update("jax_enable_recoverability", True)
   jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(
@@ -101,61 +101,67 @@ def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str
 
 
 def _found_by_jax(launcher: str, seconds: float) -> tuple[str, int, int]:
-  from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() asks
+  from jax._src.clusters import ClusterEnv  # jax.distributed.initialize() uses it too
 
-  reason = "it does not know where they meet"
+  reason = "the coordinator's address is unknown"
   try:
     address, total, number, _ = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(seconds))
-  except Exception as error:  # each cluster has its own ways to fail, from missing variables to a metadata server
+  except Exception as error:  # each cluster type fails in its own way, from a missing variable to a metadata server
     address, total, number, reason = None, None, None, f"{type(error).__name__}: {error}"
   if address is None or total is None or number is None:
     raise UserError(
       f"{launcher}: JAX cannot find the other processes: {reason}\n"
-      "  fix: set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each of them"
+      "  fix: set JAX_COORDINATOR_ADDRESS=host:port, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process"
     )
   return address, total, number
 
 
 def barrier(name: str, seconds: float) -> None:
-  """Waits until every process is here. ``name``: of this meeting, the same in all; used again only when it is over.
+  """Waits until every process has called it.
+
+  Args:
+    name: name of the barrier, the same in all processes. It may be reused after the barrier is complete.
+    seconds: how long to wait.
 
   Raises:
-    RetryableError: some did not come.
+    RetryableError: some processes did not arrive in time.
   """
   if _joined is None:
     return
   try:
     _joined.client.wait_at_barrier(f"{_PREFIX}/{name}", _milliseconds(seconds))
-  except Exception as error:  # of JAX's own kind, which has no public name
+  except Exception as error:  # JAX's exception type has no public name
     reason = str(error).splitlines()[0]
-    raise RetryableError(f"not all processes came to {name!r} in {seconds:.0f} s: {reason}") from error
+    raise RetryableError(f"not all processes reached {name!r} within {seconds:.0f} s: {reason}") from error
 
 
 def await_compiled(program: str, seconds: float) -> None:
-  """Wait until every process has compiled a program; call it before the program first runs.
+  """Waits until every process has compiled a program. Call it before the program first runs.
 
-  The collectives of a CPU (gloo) wait 30 s for the other processes to connect and then fail. One process may find its program
+  The CPU collectives (gloo) wait 30 s for the other processes to connect and then fail. One process may find its program
   in the compilation cache while another compiles for minutes.
-
   Args:
-    program: its name, the same in all processes.
-    seconds: the limit of a compilation; 0 for none.
+    program: name of the program, the same in all processes.
+    seconds: time limit of a compilation; 0 for none.
 
   Raises:
-    RetryableError: a process did not finish in time.
+    RetryableError: a process did not finish compiling in time.
   """
   barrier(f"compiled {program}", seconds or math.inf)
 
 
 def gather(name: str, seconds: float) -> None:
-  """``barrier`` for what runs in ``together``: its thread may be left behind, and must not be in JAX's client when that ends.
+  """Waits like ``barrier``, for code that runs inside ``together``.
+
+  The thread of ``together`` may be abandoned. It must not be inside a call of JAX's client when that client shuts down, so this
+  function polls instead of blocking.
 
   Args:
-    name: of this meeting, the same in all; never used again.
-    seconds: how long to wait for the others.
+    name: name of the barrier, the same in all processes; never reused.
+    seconds: how long to wait.
 
   Raises:
-    RetryableError: some did not come.
+    RetryableError: some processes did not arrive in time.
   """
   if _joined is None:
     return
@@ -163,15 +169,21 @@ def gather(name: str, seconds: float) -> None:
   deadline = time.monotonic() + seconds
   while len(_joined.client.key_value_dir_get(f"{_PREFIX}/{name}/")) < count():
     if time.monotonic() > deadline:
-      raise RetryableError(f"not all processes came to {name!r} in {seconds:.0f} s")
+      raise RetryableError(f"not all processes reached {name!r} within {seconds:.0f} s")
     time.sleep(_GATHER_SECONDS)
 
 
 def everyone(value: str, seconds: float, name: str | None = None) -> list[str]:
-  """What each process gives, in their order. Every process calls it at the same point; ``name`` as ``barrier``, for threads."""
+  """Gathers one string from every process, in process order. All processes must call it at the same point.
+
+  Args:
+    value: the value of this process.
+    seconds: how long to wait for the others.
+    name: name of the exchange as for ``barrier``; required on threads other than the main thread.
+  """
   if _joined is None:
     return [value]
-  # Two names in turn are enough, and the store stays small: who is at the next meeting has read what was said at this one.
+  # Two alternating names keep the store small: a process that reaches the next exchange has read all values of this one.
   name = name or f"meeting-{next(_meetings) % 2}"
   put(f"{name}/{_joined.index}", value)
   barrier(name, seconds)
@@ -180,14 +192,14 @@ def everyone(value: str, seconds: float, name: str | None = None) -> list[str]:
 
 
 def require_same(values: Mapping[str, Any], seconds: float) -> None:
-  """Looks whether what each process found on its host is the same.
+  """Checks that every process found the same values on its host.
 
   Args:
-    values: {what it is: a JSON value}, with the same keys in all.
+    values: description -> JSON object, with the same descriptions in all processes.
     seconds: how long to wait for the others.
 
   Raises:
-    UserError: it differs; the same one in all of them.
+    UserError: a value differs. Every process raises the same error.
   """
   if _joined is None:
     return
@@ -197,13 +209,21 @@ def require_same(values: Mapping[str, Any], seconds: float) -> None:
       if (there := other[what]) != here:
         names = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
         raise UserError(
-          f"the {what} of {name_of(number)} are not those of {name_of(0)}: {', '.join(names)} differs\n"
-          "  fix: a disk that all of the hosts share, or the same files on each"
+          f"the {what} of {name_of(number)} differ from those of {name_of(0)}: {', '.join(names)}\n"
+          "  fix: use a disk that all hosts share, or copy the same files to each host"
         )
 
 
 def from_primary(make: Callable[[], T], seconds: float) -> T:
-  """What process 0 makes (a JSON value), in all of them; or its error: an ``ExitError`` as it is, others with exit code 1."""
+  """Computes a value in process 0 and returns it in every process. An error of process 0 is raised everywhere.
+
+  Args:
+    make: called in process 0 only; returns a JSON value.
+    seconds: how long the other processes wait.
+
+  Raises:
+    ExitError: ``make`` failed; an ``ExitError`` keeps its exit code, any other exception gets exit code 1.
+  """
   if _joined is None:
     return make()
   name = f"turn-{next(_turns)}"
@@ -226,22 +246,22 @@ def from_primary(make: Callable[[], T], seconds: float) -> T:
 
 
 def on_primary(do: Callable[[], T], seconds: float) -> T | None:
-  """Lets process 0 do something, for which the others wait. Its result there, None elsewhere; its error everywhere."""
+  """Runs ``do`` in process 0 while the others wait. Returns its result there, None elsewhere; an error is raised everywhere."""
   results: list[T] = []
   from_primary(lambda: results.append(do()), seconds)
   return results[0] if results else None
 
 
 def together(do: Callable[[], T], name: str) -> T:
-  """What every process does, waiting for the others in it: not any longer, when one of them has failed at it.
+  """Runs an operation in which all processes wait for each other, and stops waiting as soon as one of them has failed.
 
   Args:
-    do: runs on a thread of its own, which is left behind when another process has failed.
-    name: of this work, the same in all; never used again.
+    do: the operation. It runs on its own thread, which is abandoned when another process fails.
+    name: name of the operation, the same in all processes; never reused.
 
   Raises:
-    RetryableError: another process failed, and why.
-    Whatever ``do`` raises.
+    RetryableError: another process failed; says why.
+    Exception: whatever ``do`` raises.
   """
   if _joined is None:
     return do()
@@ -259,22 +279,22 @@ def together(do: Callable[[], T], name: str) -> T:
 
 
 def put(key: str, value: str) -> None:
-  """Gives a value to all processes."""
+  """Publishes a value to all processes."""
   assert _joined is not None
   _joined.client.key_value_set(f"{_PREFIX}/{key}", value, allow_overwrite=True)
 
 
 def get(key: str, seconds: float) -> str:
-  """A value that some process gives, or gave.
+  """Waits for a value that some process publishes.
 
   Raises:
-    RetryableError: it did not come.
+    RetryableError: the value was not published in time.
   """
   assert _joined is not None
   try:
     return _joined.client.blocking_key_value_get(f"{_PREFIX}/{key}", _milliseconds(seconds))
-  except Exception as error:  # of JAX's own kind
-    raise RetryableError(f"another process did not say {key!r} in {seconds:.0f} s: {str(error).splitlines()[0]}") from error
+  except Exception as error:  # JAX's exception type has no public name
+    raise RetryableError(f"no process sent {key!r} within {seconds:.0f} s: {str(error).splitlines()[0]}") from error
 
 
 def _milliseconds(seconds: float) -> int:
@@ -282,16 +302,16 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
-  """What the store answers: it never does while process 0 is frozen, or out of reach, and has no limit of its own.
+  """Calls the store with a time limit. Its calls have none, and block forever if process 0 is frozen or unreachable.
 
   Raises:
-    TimeoutError: it did not answer.
+    TimeoutError: the store did not answer in time.
   """
   return _on_thread(ask).result(seconds)
 
 
 def _on_thread(do: Callable[[], T]) -> Future[T]:
-  """What comes of it, when it is done; the thread keeps nobody."""
+  """Runs ``do`` on a daemon thread, which does not delay the exit of the process. Returns a future of the result."""
   answer: Future[T] = Future()
 
   def run() -> None:
@@ -305,13 +325,14 @@ def _on_thread(do: Callable[[], T]) -> Future[T]:
 
 
 class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
-  """Tells the other processes that this one lives, while it is entered, and notices which of them does not.
+  """Sends a heartbeat to the other processes while entered, and detects a process whose heartbeat stops.
 
-  Leaving it, processes wait a moment for each other: who holds the store must go last.
+  On exit the processes briefly wait for each other, because process 0 holds the store and must be the last to leave.
 
   Args:
-    seconds: after which a process that nothing was heard of is lost.
-    lost: takes a sentence that names it, and the exit code of an error that it ended with; called once, from a thread.
+    seconds: a process is lost if it sends no heartbeat for this long.
+    lost: called once, from a thread, with a sentence that names the lost process and with an exit code: the one of the error
+      that ended the process, or 42.
   """
 
   def __init__(self, seconds: float, lost: Callable[[str, int], None]):
@@ -330,7 +351,7 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
     return self
 
   def leave(self) -> None:
-    """What is left to do needs no other process: none of them is missed any more."""
+    """From now on this process needs no other one, so the loss of a process is no longer reported."""
     self._leaving = True
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
@@ -339,7 +360,7 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
     self._stop.set()
     self._thread.join()
     code = getattr(error, "exit_code", 0 if error is None else 1)
-    with contextlib.suppress(Exception):  # process 0 may be gone, and with it whoever would read this
+    with contextlib.suppress(Exception):  # process 0 may be gone, and nobody would read this
       farewell = json.dumps([code, "" if error is None else f"{error}".partition("\n")[0]])
       _within(self._seconds, lambda: put(f"ended/{index()}", farewell))
       if primary():
@@ -350,7 +371,7 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
 
   def _wait_for_others(self) -> None:
     assert _joined is not None
-    # Longer than the others take to notice how this process ended, and to end with its exit code.
+    # The others need this long to notice how this process ended and to exit with its exit code.
     deadline = time.monotonic() + min(self._seconds, _GOODBYE_SECONDS) + 2 * self._period
     numbers = range(count())
     while time.monotonic() < deadline and len(_joined.client.key_value_dir_get(f"{_PREFIX}/ended/")) < count():
@@ -360,24 +381,24 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
       time.sleep(0.05)
 
   def wait_for_verdict(self) -> None:
-    """For whoever saw a collective fail: waits until the process that is lost has been named, if one is."""
+    """Waits until a lost process has been named, if there is one. Call it after a collective operation has failed."""
     if self._thread is not None:
       self._verdict.wait(self._seconds + 5)
 
   def _outlive_aborts(self) -> None:
-    """Keeps an aborting process until the one that is lost has been named.
+    """Delays an aborting process until the lost process has been named.
 
-    JAX's client aborts when process 0 is gone, gloo when any peer is. The handler waits on the thread that aborts, while the
-    others go on; Python's own handlers run too late for that.
+    JAX's client aborts when process 0 is gone, and gloo aborts when any peer is gone. This handler blocks the aborting thread
+    while the other threads continue. A Python signal handler would run too late.
     """
 
     def handler(_: int) -> None:
       if not self._verdict.wait(self._seconds + 2.0):
-        self._tell(f"{name_of(0)}, which holds the others together, is lost: the connection to it broke")
-      time.sleep(5.0)  # whoever is told ends the process
+        self._tell(f"{name_of(0)}, which runs the coordinator, is lost: the connection to it broke")
+      time.sleep(5.0)  # the callback that receives the message ends the process
       os._exit(128 + signal.SIGABRT)
 
-    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)  # C has no reference to it
+    self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handler)  # keeps a reference, because C holds none
     ctypes.CDLL(None).signal(signal.SIGABRT, self._handler)
 
   def _run(self) -> None:
@@ -392,17 +413,20 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
     for beat in itertools.count():
       if self._stop.wait(self._period if beat else 0.0):
         return
-      if time.monotonic() - before > 4 * self._period:  # this process was stopped, and the others perhaps with it
+      # A long pause means that this process was suspended, and perhaps the others with it: restart all clocks.
+      if time.monotonic() - before > 4 * self._period:
         seen = {number: (value, time.monotonic()) for number, (value, _) in seen.items()}
+      # Send this heartbeat and read those of the others. Process 0 runs the store: no answer means that it is lost.
       try:
         found, ended = _within(self._seconds, functools.partial(exchange, beat))
       except TimeoutError:
-        self._tell(f"{name_of(0)}, which holds the others together, is lost: it did not answer for {self._seconds:.0f} s")
+        self._tell(f"{name_of(0)}, which runs the coordinator, is lost: it did not answer for {self._seconds:.0f} s")
         return
       except Exception as error:
-        self._tell(f"{name_of(0)}, which holds the others together, is lost: {str(error).splitlines()[0]}")
+        self._tell(f"{name_of(0)}, which runs the coordinator, is lost: {str(error).splitlines()[0]}")
         return
       now = before = time.monotonic()
+      # Compare with the previous heartbeats.
       for number, (value, since) in seen.items():
         last = found.get(f"{_PREFIX}/beat/{number}", "")
         if number == index():
@@ -410,15 +434,15 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
         if farewell := ended.get(f"{_PREFIX}/ended/{number}"):
           code, reason = json.loads(farewell)
           if code == 0:
-            continue  # done, as this one soon will be: process 0 writes a report, and waits for the mirror
-          # What ends one may end all, each with its own words: they get time for that.
+            continue  # it finished normally; process 0 may still be writing a report or waiting for the mirror
+          # The cause may end every process with its own, more precise error. Give them time to report it first.
           if not self._stop.wait(min(self._seconds, _GOODBYE_SECONDS)):
             self._tell(f"{name_of(number)} ended{f': {reason}' if reason else ''}", code or RetryableError.exit_code)
           return
         if last != value:
           seen[number] = (last, now)
         elif now - since > self._seconds:
-          self._tell(f"{name_of(number)} is lost: nothing was heard of it for {self._seconds:.0f} s")
+          self._tell(f"{name_of(number)} is lost: it sent no heartbeat for {self._seconds:.0f} s")
           return
 
   def _tell(self, what: str, code: int = RetryableError.exit_code) -> None:
@@ -428,10 +452,10 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
 
 
 class Agreement:
-  """What some process wishes becomes known to all of them at the same step. They ask about once a second.
+  """Makes a request of any process known to all processes at the same step. They exchange requests about once a second.
 
   Args:
-    seconds: how long a process may be behind the others; beyond that it is stuck.
+    seconds: how long to wait for a process that is behind; a longer delay counts as a hang.
   """
 
   def __init__(self, seconds: float):
@@ -440,14 +464,21 @@ class Agreement:
     self._before: tuple[int, float] | None = None
 
   def anew(self) -> "Agreement":
-    """Another one, of what is counted from 0 again."""
+    """Returns a new agreement for a step counter that starts at 0 again."""
     return Agreement(self._seconds)
 
   def __call__(self, step: int, wish: str = "") -> list[str]:
-    """The wishes of all processes, "" for none; [] at steps at which nothing is asked. Every process calls it every step.
+    """Exchanges requests if an exchange is due at this step. Every process must call it at every step.
+
+    Args:
+      step: index of the training step.
+      wish: the request of this process, "" for none.
+
+    Returns:
+      The requests of all processes in process order, or [] if no exchange is due at this step.
 
     Raises:
-      RetryableError: a process did not come to this step.
+      RetryableError: a process did not reach this step in time.
     """
     if count() == 1:
       return [wish]
@@ -457,7 +488,7 @@ class Agreement:
     pause = 1
     if self._before is not None:
       taken = max((now - self._before[1]) / max(1, step - self._before[0]), 1e-4)
-      # Between two calls may lie a launch alone, whose step runs on: a pause grows over several of them.
+      # The time between two calls may cover only the launch of a step that is still running, so the pause grows gradually.
       pause = int(min(max(1.0 / taken, 1), 2 * self._pause, 100))
     self._before = (step, now)
     said = [json.loads(value) for value in everyone(json.dumps([wish, pause]), self._seconds)]

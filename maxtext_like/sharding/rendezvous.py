@@ -1,7 +1,8 @@
-"""The processes of a run meet once, before JAX connects them: who is there, and do all of them run the same.
+"""Rendezvous of the processes of a run, before JAX connects them: are all present, and do all run the same configuration?
 
-JAX's own meeting ends a process with SIGABRT when a peer does not come, and does not look at what its peers run. So they
-meet here first, at the address where JAX's coordinator will listen: each sends one line, process 0 judges, all get its verdict.
+JAX's own rendezvous ends a process with SIGABRT if a peer does not arrive, and does not compare configurations. The processes
+therefore meet here first, at the address where JAX's coordinator will listen. Each process sends one JSON line. Process 0
+compares them and sends its verdict to all.
 """
 
 import contextlib
@@ -20,18 +21,18 @@ from maxtext_like import strict_json
 from maxtext_like.errors import ExitError, RetryableError, UserError
 from maxtext_like.masking import masked
 
-_LONGEST = 4 << 20  # bytes of a line
+_LONGEST = 4 << 20  # maximum bytes of a line
 _PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Card:
-  """What a process says of itself.
+  """The JSON line in which a process describes itself.
 
   Attributes:
-    index, count: which of how many.
-    host, pid: where it runs.
-    facts: what must be the same in all of them: {what it is: its value}.
+    index, count: index of the process and number of processes.
+    host, pid: host name and process id.
+    facts: description -> value of everything that must be equal in all processes.
   """
 
   index: int
@@ -45,17 +46,20 @@ class Card:
 
 
 def meet(address: str, index: int, count: int, facts: Mapping[str, str], seconds: float) -> list[str]:
-  """Waits for all processes and compares them. Returns the host of each, the same list in all of them.
+  """Waits for all processes and compares them.
 
   Args:
     address: host:port of process 0.
-    index, count: which of how many this one is.
-    facts: as ``Card``.
+    index, count: index of this process and number of processes.
+    facts: as for ``Card``.
     seconds: how long to wait.
 
+  Returns:
+    The host name of each process, the same list in all processes.
+
   Raises:
-    UserError: they are not of one run, or the port is taken.
-    RetryableError: some did not come.
+    UserError: the processes do not belong to one run, or the port is in use.
+    RetryableError: some processes did not arrive in time.
   """
   host, _, port = address.rpartition(":")
   card = Card(index, count, facts, platform.node(), os.getpid())
@@ -69,26 +73,28 @@ def _preside(card: Card, port: int, deadline: float, seconds: float) -> list[str
   with _listener(port) as listener:
     came: dict[int, tuple[Card, socket.socket]] = {}
     with contextlib.ExitStack() as open_ones:
+      # Accept the processes one by one, until all have arrived or one does not belong to this run.
       error: ExitError | None = None
       while len(came) < card.count - 1 and error is None:
         if not select.select([listener], [], [], max(0.0, deadline - time.monotonic()))[0]:
           missing = [str(i) for i in range(1, card.count) if i not in came]
-          there = "".join(f"\n  {other} is there" for other, _ in came.values())
+          there = "".join(f"\n  {other} is present" for other, _ in came.values())
           error = RetryableError(
-            f"process {', '.join(missing)} of {card.count} did not come to port {port} of {card.host} in {seconds:.0f} s "
-            f"(watchdog_peers_seconds); see its log{there}"
+            f"process {', '.join(missing)} of {card.count} did not connect to port {port} of {card.host} in {seconds:.0f} s "
+            f"(watchdog_peers_seconds); see the log of that process{there}"
           )
           break
         connection = open_ones.enter_context(listener.accept()[0])
         other = _read_card(connection)
         if other is None:
-          continue  # not one of ours: a port scan, a probe of the cluster's
+          continue  # not one of our processes: a port scan or a health check
         error = _differs(card, other, came[other.index][0] if other.index in came else None)
         came[other.index if error is None else -1] = (other, connection)
+      # Send the verdict to everyone who connected.
       hosts = [card.host, *(came[i][0].host for i in sorted(came) if i > 0)]
       verdict = {"error": error and str(error), "code": error.exit_code if error else 0, "hosts": hosts}
       for _, connection in came.values():
-        with contextlib.suppress(OSError):  # it is gone, and will be missed
+        with contextlib.suppress(OSError):  # the process is gone and will be reported as missing
           connection.sendall(json.dumps(verdict).encode() + b"\n")
       if error is not None:
         raise error
@@ -101,7 +107,7 @@ def _listener(port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
   except OSError as error:
     reason = "it is in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
-    raise UserError(f"port {port} of {platform.node()}, where the processes are to meet: {reason}; choose another") from error
+    raise UserError(f"port {port} of {platform.node()} cannot be opened for a rendezvous: {reason}; choose another") from error
 
 
 def _read_card(connection: socket.socket) -> Card | None:
@@ -117,23 +123,23 @@ def _read_card(connection: socket.socket) -> Card | None:
 
 
 def _differs(mine: Card, other: Card, same_index: Card | None) -> ExitError | None:
-  """Why another process is not one of this run's."""
+  """Compares another process with this one. Returns the error to raise if they do not belong to one run, else None."""
   if other.count != mine.count:
-    return UserError(f"{other} was told of {other.count} processes, {mine} of {mine.count}; give all of them the same number")
+    return UserError(f"{other} expects {other.count} processes, {mine} expects {mine.count}; start all with the same number")
   if not 0 < other.index < mine.count or same_index is not None:
     twin = mine if other.index == 0 else same_index
-    return UserError(f"two processes have the number {other.index}: {other} and {twin}; number them from 0")
+    return UserError(f"two processes have the index {other.index}: {other} and {twin}; number the processes from 0")
   for what in sorted(mine.facts.keys() | other.facts.keys()):
     here, there = mine.facts.get(what, "(none)"), other.facts.get(what, "(none)")
     if here != there:
       return UserError(
-        f"{what} differs: {masked(there)} in {other}, {masked(here)} in {mine}; give all of them the same command and code"
+        f"{what} differs: {masked(there)} in {other}, {masked(here)} in {mine}; start all with the same command and code"
       )
   return None
 
 
 def _attend(card: Card, place: tuple[str, int], deadline: float, seconds: float) -> list[str]:
-  absent = f"process 0 is not at {place[0]}:{place[1]}"
+  absent = f"cannot reach process 0 at {place[0]}:{place[1]}"
   while True:
     try:
       with socket.create_connection(place, timeout=max(0.1, min(10.0, deadline - time.monotonic()))) as connection:
@@ -143,15 +149,15 @@ def _attend(card: Card, place: tuple[str, int], deadline: float, seconds: float)
     except (OSError, ValueError) as error:
       if time.monotonic() > deadline:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RetryableError(f"{card}: {absent} after {seconds:.0f} s (watchdog_peers_seconds): {reason}") from None
-      time.sleep(_PAUSE_SECONDS)  # not up yet, or the last run's
+        raise RetryableError(f"{card}: {absent} within {seconds:.0f} s (watchdog_peers_seconds): {reason}") from None
+      time.sleep(_PAUSE_SECONDS)  # process 0 has not started yet, or the last run still holds the port
   if verdict["error"]:
     raise (UserError if verdict["code"] == UserError.exit_code else RetryableError)(verdict["error"])
   return verdict["hosts"]
 
 
 def _line(connection: socket.socket, deadline: float) -> bytes:
-  """Reads up to a newline. OSError when it does not come in time, or is too long."""
+  """Reads up to a newline. Raises OSError if the line does not arrive in time or is too long."""
   read = b""
   while not read.endswith(b"\n"):
     connection.settimeout(max(0.1, deadline - time.monotonic()))
@@ -165,7 +171,7 @@ def _line(connection: socket.socket, deadline: float) -> bytes:
 
 
 def as_facts(text: str, name: str) -> dict[str, str]:
-  """The lines "key: value" of a YAML text as facts, so that a difference is one key and not a hash."""
+  """Splits YAML text into facts, one for each "key: value" line, so that an error names the key that differs."""
   facts: dict[str, Any] = {}
   for line in text.splitlines():
     key, _, value = line.partition(":")

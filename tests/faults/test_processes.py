@@ -197,7 +197,7 @@ provenance.same_everywhere = lambda: same() | {"code of maxtext_like": "another"
     ({"each": {1: {"learning_rate": 0.5}}}, "key learning_rate differs: 0.5 in process 1 (host "),
     ({"each": {1: {"output_dir": "/tmp/elsewhere-of-maxtext-like"}}}, "key output_dir differs"),
     ({"faults": {1: OTHER_CODE}}, "code of maxtext_like differs: another in process 1 (host "),
-    ({"told": {1: (3, 1)}}, ") was told of 3 processes, process 0 (host "),
+    ({"told": {1: (3, 1)}}, ") expects 3 processes, process 0 (host "),
   ],
   ids=["key", "directory", "code", "count"],
 )
@@ -211,7 +211,7 @@ def test_they_run_different_things(train, odd, said):
 def test_two_have_the_same_number(train):
   three = Ranks(train, "a", count=3, devices=3, told={2: (3, 1)})
   assert three.codes() == [2, 2, 2], three.texts()
-  assert all("two processes have the number 1: process 1 (host " in text for text in three.texts())
+  assert all("the index 1: process 1 (host " in text for text in three.texts())
 
 
 @pytest.mark.slow
@@ -219,10 +219,10 @@ def test_one_does_not_come_or_the_port_is_taken(train):
   variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
   process = train.start("a", variables=variables, **KEYS | QUICK | {"watchdog_peers_seconds": 3})
   assert process.wait() == 42
-  assert "process 1 of 2 did not come to port" in train.log.read_text()
+  assert "process 1 of 2 did not connect to port" in train.log.read_text()
   process = train.start("a", variables=variables | {"JAX_PROCESS_ID": "1"}, **KEYS | QUICK | {"watchdog_peers_seconds": 3})
   assert process.wait() == 42
-  assert f"process 0 is not at {variables['JAX_COORDINATOR_ADDRESS']} after 3 s" in train.log.read_text()
+  assert f"process 0 at {variables['JAX_COORDINATOR_ADDRESS']} within 3 s" in train.log.read_text()
   with socket.create_server(("", 0)) as other:
     port = other.getsockname()[1]
     process = train.start("a", variables=variables | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}, **KEYS)

@@ -24,19 +24,19 @@ TENSOR = "ici_tensor_parallelism"
     (
       "gemma4-tiny",
       [f"{TENSOR}=8"],
-      r"heads of 4 \(stack_0/layer_\d/attention/[qo]\).* 8 .* axis tensor\n  fix: 1 or 2 or 4 d",
+      r"heads of 4 \(stack_0/layer_\d/attention/[qo]\).* 8 .* axis tensor\n  fix: .*1 or 2 or 4 d",
     ),
-    ("gemma4-tiny", [f"{TENSOR}=8"], r"\(ici_tensor_parallelism\), or sharding_rules='{heads: null}' to have all"),
-    ("gemma4-tiny", [f"{TENSOR}=4", "vocab_size=514"], r"vocab of 514 \(embedding/table\).*\n  fix: 1 or 2 devices"),
+    ("gemma4-tiny", [f"{TENSOR}=8"], r"\(ici_tensor_parallelism\), or sharding_rules='{heads: null}'"),
+    ("gemma4-tiny", [f"{TENSOR}=4", "vocab_size=514"], r"vocab of 514 \(embedding/table\).*\n  fix: .*1 or 2 devices"),
     ("gemma4-tiny", [f"{TENSOR}=4", "mlp_dim=386"], r"mlp of 386 \(stack_0/layer_\d/mlp/"),
     ("gemma4-tiny", [f"{TENSOR}=2", "sharding_rules={mlp: [fsdp, tensor]}", "mlp_dim=386"], "8 .* axis fsdp x tensor"),
     ("deepseek3.2-tiny", [f"{TENSOR}=4", "indexer_n_heads=2"], r"index_heads of 2 \(stack"),
     ("qwen3-moe-tiny", ["ici_expert_parallelism=4", "num_experts=6"], r"expert of 6 .* 4 devices of the mesh axis expert"),
-    ("gemma4-tiny", [f"{TENSOR}=4", "mlp_dim=102"], r"mlp of 102 .*\n  fix: 1 or 2 devices"),  # 3 do not divide the 8
+    ("gemma4-tiny", [f"{TENSOR}=4", "mlp_dim=102"], r"mlp of 102 .*\n  fix: .*1 or 2 devices"),  # 3 do not divide the 8
     (
       "qwen3-moe-tiny",
       ["ici_expert_parallelism=2", f"{TENSOR}=2", "sharding_rules={expert: [expert, tensor]}"],
-      r"experts lie on the mesh axes expert x tensor, .* over expert only\n  fix: sharding_rules='{expert: \[expert\]}'",
+      r"experts .* expert x tensor, .* over expert only\n  fix: sharding_rules='{expert: \[expert\]}'",
     ),
     (
       "gemma4-tiny",
@@ -64,7 +64,8 @@ def test_what_does_not_divide_is_refused(model, words, told):
 
 def test_few_key_value_heads_are_copied_and_told():
   told = model_on(8, "gemma4-tiny", f"{TENSOR}=4").copied_heads
-  assert told == "key-value heads are fewer than devices, and copied: 1 on 4 devices (tensor) and 2 on 4 devices (tensor)"
+  assert told is not None
+  assert "copied: 1 on 4 devices (tensor) and 2 on 4 devices (tensor)" in told
   assert model_on(8, "gemma4-tiny").copied_heads is None
   assert model_on(8, "gemma4-tiny", f"{TENSOR}=4", "sharding_rules={kv_heads: null}").copied_heads is None
 

@@ -37,14 +37,14 @@ def test_one_does_not_come(port):
   first, other = all_of(port, (0, 3, {}), (1, 3, {}), seconds=2.0)
   for error in (first, other):
     assert isinstance(error, RetryableError)
-    assert f"process 2 of 3 did not come to port {port}" in str(error)
+    assert f"process 2 of 3 did not connect to port {port}" in str(error)
     assert "process 1 (host " in str(error)
 
 
 def test_nobody_is_there(port):
   error = outcome(port, 1, 2, {}, seconds=0.3)
   assert isinstance(error, RetryableError)
-  assert f"process 0 is not at 127.0.0.1:{port} after 0 s (watchdog_peers_seconds): Connection refused" in str(error)
+  assert f"process 0 at 127.0.0.1:{port} within 0 s (watchdog_peers_seconds): Connection refused" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_nobody_is_there(port):
   [
     ([(0, 2, {"jax version": "0.10"}), (1, 2, {"jax version": "0.12"})], "jax version differs: 0.12 in process 1 (host "),
     ([(0, 2, {"key steps": "5"}), (1, 2, {})], "key steps differs: (none) in process 1 (host "),
-    ([(0, 2, {}), (1, 3, {})], "was told of 3 processes"),
-    ([(0, 3, {}), (1, 3, {}), (1, 3, {})], "two processes have the number 1: process 1 (host "),
+    ([(0, 2, {}), (1, 3, {})], "expects 3 processes"),
+    ([(0, 3, {}), (1, 3, {}), (1, 3, {})], "the index 1: process 1 (host "),
   ],
 )
 def test_they_are_not_of_one_run(port, cards, said):

@@ -79,14 +79,21 @@ def test_one_of_which_nothing_is_heard_is_lost(heartbeat, store):
   assert not told
   store.other_lives = False
   wait_for(lambda: told)
-  assert told == [("process 0 (host here) is lost: nothing was heard of it for 1 s", 42)]
+  ((message, code),) = told
+  assert message.startswith("process 0 (host here) is lost: ")
+  assert "for 1 s" in message
+  assert code == 42
 
 
 def test_a_frozen_store_is_noticed(heartbeat, store):
   _, told = heartbeat
   store.silent.set()
   wait_for(lambda: told)
-  assert told == [("process 0 (host here), which holds the others together, is lost: it did not answer for 1 s", 42)]
+  ((message, code),) = told
+  assert message.startswith("process 0 (host here)")
+  assert "coordinator" in message
+  assert "did not answer for 1 s" in message
+  assert code == 42
 
 
 def test_one_that_ends_badly_ends_this_one_with_its_code(heartbeat, store):
@@ -154,11 +161,11 @@ def test_what_differs_between_hosts_is_refused(store):
   for name in OTHERS:
     store.values[f"maxtext_like/{name}/0"] = json.dumps({"train data": {"files": "a1", "split": "train"}})
   processes.require_same({"train data": {"files": "a1", "split": "train"}}, 1)
-  with pytest.raises(UserError, match=r"the train data of process 1 \(host there\) are not those .*: files differs"):
+  with pytest.raises(UserError, match=r"train data of process 1 \(host there\) differ .*: files\n  fix: "):
     processes.require_same({"train data": {"files": "b2", "split": "train"}}, 1)
 
 
 def test_one_of_several_cannot_join_again(store):
   variables = {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-  with pytest.raises(UserError, match=r"this Python was process 1 \(host there\) of a run already, and JAX joins once"):
+  with pytest.raises(UserError, match=r"(?s)process 1 \(host there\) of a run, and JAX can join only once.*fix: "):
     processes.join({}, 1, variables)
