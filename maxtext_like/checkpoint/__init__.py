@@ -1,1 +1,1 @@
-"""Checkpoints: what a run stores and how it comes back, and Hugging Face checkpoints in and out."""
+"""Checkpoints: saving and restoring the state of a run, adapters, and reading and writing Hugging Face checkpoints."""

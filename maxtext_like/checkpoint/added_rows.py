@@ -1,7 +1,7 @@
-"""Rows of new tokens: a checkpoint for a model with a larger vocabulary.
+"""Extends the embedding and output head of a checkpoint for a model with a larger vocabulary.
 
-A tokenizer with added tokens has more ids than the checkpoint has rows in its embedding, and in its output head if that is
-another table. Each new row is the mean of the checkpoint's rows. transformers' ``resize_token_embeddings`` does the same, and
+A tokenizer with added tokens has more ids than the checkpoint has rows in its embedding, and in its output head if that is a
+separate table. Each new row is the mean of the checkpoint's rows. transformers' ``resize_token_embeddings`` does the same, and
 adds noise with 1e-9 times their covariance.
 """
 
@@ -26,15 +26,15 @@ from maxtext_like.storage import Place
 _log = logging.getLogger(__name__)
 
 _SIZES = ("vocab_size", "vocab_size_per_layer_input")
-"""Keys of numbers of rows; the second one is Gemma 4's, of the table that every layer reads."""
+"""Keys that give numbers of rows. The second is for Gemma 4's per-layer embedding."""
 
 
 def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | None:
-  """The model with the vocabulary of a checkpoint; None unless the checkpoint has a smaller one than the model.
+  """Returns the model with the vocabulary of a checkpoint if that is smaller than the model's, else None.
 
   Args:
-    directory: a Hugging Face checkpoint, a run or a step. Unreadable files are reported when its weights are read.
-    model: whose parameters the checkpoint's become.
+    directory: a Hugging Face checkpoint, a run or a step. Unreadable files are reported later, when its weights are read.
+    model: the model that gets the parameters.
 
   Raises:
     UserError: as ``read_config``; the smaller vocabulary cannot be split over the mesh.
@@ -43,7 +43,7 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
   if stored.get("decoder_block") != own.decoder_block:
     return None  # reading the weights refuses another family
   there = unchecked_section("model", stored)
-  # Null means another key's value, and a key without effect is None.
+  # A null key means the value of another key, and a key without effect is None.
   sizes = {key: (there.effective(key), own.effective(key)) for key in _SIZES if hasattr(own, key)}
   if not any(was and now and was < now for was, now in sizes.values()):
     return None
@@ -54,7 +54,7 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
 
 
 def _stored_model(directory: Path | Place) -> dict[str, Any]:
-  """The ``model:`` section of a checkpoint; empty if it is damaged or not there."""
+  """Returns the ``model:`` section of a checkpoint; empty if it is damaged or missing."""
   if is_hugging_face(directory):
     return read_config(hugging_face_here(directory, weights=False)).model
   if (step := find_step(directory)) is None:
@@ -66,12 +66,12 @@ def _stored_model(directory: Path | Place) -> dict[str, Any]:
 
 
 def with_added_rows(params: Any, model: Model, directory: Path | Place) -> Any:
-  """The parameters of a smaller vocabulary, with rows added for those of ``model``.
+  """Adds rows to the parameters of a smaller vocabulary.
 
   Args:
-    params: as ``with_stored_vocabulary``'s model has them.
-    model: whose they become, each array where it has it.
-    directory: where they came from, for the log.
+    params: parameters of ``with_stored_vocabulary``'s model.
+    model: the model that gets them; it also determines the shardings.
+    directory: source of the parameters, for the log.
   """
   wanted = dict(tensors.flatten(model.abstract_params))
   fewer = {path: x for path, x in tensors.flatten(params) if x.shape != wanted[path].shape}
@@ -83,10 +83,10 @@ def with_added_rows(params: Any, model: Model, directory: Path | Place) -> Any:
     grown = grow(fewer)
   adapter = model.config.adapter
   _log.warning(
-    "%s has fewer token ids than vocab_size=%d: rows are added to %s, each the mean of the rows that are there%s",
+    "%s has fewer token ids than vocab_size=%d: rows are added to %s; each new row is the mean of the existing rows%s",
     directory, model.config.model.vocab_size,
     ", ".join(f"{'.'.join(path)} {x.shape} -> {wanted[path].shape}" for path, x in fewer.items()),
-    "; the adapter does not train them, modules_to_save=[embed_tokens] does"
+    "; the adapter does not train them, set modules_to_save=[embed_tokens] to do so"
     if adapter.lora_rank and not adapter.modules_to_save else "",
   )  # fmt: skip
 
@@ -99,7 +99,7 @@ def with_added_rows(params: Any, model: Model, directory: Path | Place) -> Any:
 
 
 def _grown(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """An array with rows added along the axis in which it is shorter than ``shape``."""
+  """Returns an array extended along the one axis in which it is shorter than ``shape``."""
   (axis,) = (i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if a != b)
   mean = jnp.mean(x, axis, keepdims=True, dtype=jnp.float32).astype(x.dtype)
   added = [*x.shape]

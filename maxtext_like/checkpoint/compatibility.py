@@ -1,7 +1,7 @@
-"""Whether a run may go on from a stored step: configuration and leaves are compared before a single array is read.
+"""Decides whether a run may resume from a stored step. Configuration and leaves are compared before any array is read.
 
-Orbax refuses other shapes but casts dtypes silently (float32 to int8 included) and cannot see that the number of heads
-or the rope base changed when all shapes agree. So the configuration is stored with each step and compared key by key.
+Orbax refuses other shapes but casts dtypes silently (float32 to int8 included), and it cannot see that the number of heads or
+the RoPE base changed when all shapes agree. The configuration is therefore stored with each step and compared key by key.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from maxtext_like.config.schema import SECTIONS, section_type
 from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
 
-# Mappings that are one value: another entry is another value, not a key of another version.
+# Mappings that are compared as one value: a new entry is a change of the value, not a key of another version.
 _MAPPINGS = frozenset({"adapter.lora_rank_pattern", "adapter.lora_alpha_pattern"})
 GRADIENT_SHARES, LOSS_SCALE, MOMENTS = "gradient_shares", "loss_scale", "opt_state"
-# Parts of a state that a run may want and a checkpoint lack, or the other way round: they begin anew.
+# Optional parts of the state: they are initialized again if the checkpoint lacks them, and ignored if the run does not use
+# them.
 BEGUN_ANEW = frozenset({GRADIENT_SHARES, LOSS_SCALE})
-# What says how long a run is.
+# Keys that determine how long a run trains.
 _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
 )
@@ -31,17 +32,17 @@ def record(config: Any) -> dict[str, Any]:
   """Returns a configuration (dataclass or mapping) or other data as the JSON values that a manifest stores.
 
   Raises:
-    ValueError: a value that JSON has no form for.
+    ValueError: a value cannot be represented in JSON.
   """
   values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
   try:
     return json.loads(json.dumps(values, allow_nan=False))
   except (TypeError, ValueError) as error:
-    raise ValueError(f"cannot be stored in a checkpoint, which keeps JSON values: {error}") from error
+    raise ValueError(f"cannot be stored in a checkpoint, which holds JSON values: {error}") from error
 
 
 def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns nested sections as ``section.key`` -> value."""
+  """Flattens nested sections into ``section.key`` -> value."""
   flat: dict[str, Any] = {}
   for key, value in values.items():
     if isinstance(value, dict) and value and prefix + key not in _MAPPINGS:
@@ -54,19 +55,19 @@ def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
   """Returns ``(section.key, saved value, current value)`` of every key that both have with different values.
 
-  A key that only one of them has was added or dropped by another version of the program; it is no change of the user's.
+  A key that only one of them has was added or removed by another version of the program. It is not a change by the user.
   """
   old, new = flat_keys(saved), flat_keys(current)
   return [(key, old[key], new[key]) for key in old if key in new and old[key] != new[key]]
 
 
 def part_of(name: str) -> str:
-  """The part of a state that a leaf is in."""
+  """Returns the part of the state that a leaf belongs to."""
   return name.split(".", 1)[0]
 
 
 def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-  """Whether no key differs that could make other arrays; where one does, the arrays themselves have to be compared."""
+  """Returns True if no changed key can affect the arrays. Otherwise the arrays themselves have to be compared."""
   parts = [
     {name: values.get(name, {}) for name in ("model", "vision", "precision", "training", "adapter")}
     for values in (saved, current)
@@ -75,11 +76,11 @@ def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 
 def _keys(kinds: Container[KeyClass], *, trained: bool = False) -> frozenset[str]:
-  """``section.key`` of the keys of some classes that decide about a state and are not the model's.
+  """Returns the ``section.key`` of all keys of some classes outside the model that affect a state.
 
   Args:
     kinds: the classes.
-    trained: also the keys that decide which parameters are trained.
+    trained: also include the keys that select which parameters are trained.
   """
   return frozenset(
     f"{section}.{key}"
@@ -90,11 +91,11 @@ def _keys(kinds: Container[KeyClass], *, trained: bool = False) -> frozenset[str
 
 
 def changes_of(saved: dict[str, Any], current: dict[str, Any], keys: Container[str]) -> list[Change]:
-  """The changes of some keys that are not the model's.
+  """Returns the changes of some keys that do not belong to the model.
 
   Args:
-    saved, current: the configurations of checkpoint and run.
-    keys: ``section.key``.
+    saved, current: configurations of the checkpoint and of the run.
+    keys: ``section.key`` of the keys.
   """
   none = Marks()
   pairs = ((*key.split(".", 1), old, new) for key, old, new in differences(saved, current) if key in keys)
@@ -102,7 +103,7 @@ def changes_of(saved: dict[str, Any], current: dict[str, Any], keys: Container[s
 
 
 def trains_others(saved: dict[str, Any], current: dict[str, Any]) -> bool:
-  """Return True if the same optimizer trains other parameters than the checkpoint's did, so that moments differ."""
+  """Returns True if the same optimizer trains other parameters than the checkpoint's did, so that the moments differ."""
   block = current.get("model", {}).get("decoder_block")
   sections = {"training": SECTIONS["training"]} | ({"model": section_type("model", block)} if block in FAMILIES else {})
   selecting = {f"{name}.{key}" for name, cls in sections.items() for key, own in marks(cls).items() if own.selects_trained}
@@ -111,7 +112,7 @@ def trains_others(saved: dict[str, Any], current: dict[str, Any]) -> bool:
 
 
 def require_same_model(where: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
-  """The part of ``check_state`` that needs no arrays, for a run that resumes. Raises UserError."""
+  """Does the part of ``check_state`` that needs no arrays, for a run that resumes. Raises UserError."""
   check_state(where, saved, current, {}, {}, allow_dtype_change=True, resumes=True)
 
 
@@ -127,25 +128,26 @@ def check_state(
   resumes: bool = False,
   adds: bool = False,
 ) -> None:
-  """Refuses a checkpoint of another model, even when every shape agrees, and one with other arrays.
+  """Refuses a checkpoint of another model, even if every shape agrees, and a checkpoint with other arrays.
 
   Args:
-    where: the step's directory, for the message.
+    where: directory of the step, for the message.
     saved: configuration of the checkpoint, by section.
-    current: configuration of this run, by section; None leaves the configurations uncompared. Its ``allow_model_change`` lets
-      the mathematics of the model differ.
+    current: configuration of this run, by section; None skips the comparison of configurations. With its
+      ``allow_model_change`` the mathematics of the model may differ.
     saved_leaves: shape and dtype of every stored leaf by name.
-    wanted_leaves: the same of this run's state. Either may lack parts of ``BEGUN_ANEW``, and moments if other parameters are
-      trained.
+    wanted_leaves: the same for this run's state. Either may lack the parts in ``BEGUN_ANEW``, and moments if other parameters
+      are trained.
     allow_dtype_change: the key of that name; a float may then become another float.
-    subset: the checkpoint may hold more leaves than are wanted.
-    resumes: the run resumes from this step; False if a new run starts with the step's weights.
+    subset: the checkpoint may contain further leaves.
+    resumes: True if the run resumes from this step; False if a new run starts with its weights.
     adds: the caller initializes the parameters of a part that this model has and the checkpoint lacks.
 
   Raises:
     UserError: lists the configuration keys and the leaves that differ, and what to type.
   """
   current = current or {}
+  # Compare the model keys and the leaves.
   model = compared(saved, current, subset=subset)
   if adds:
     model = model.without_added()
@@ -154,12 +156,14 @@ def check_state(
     saved_leaves, wanted_leaves, subset=subset, spared={MOMENTS} if trains_others(saved, current) else ()
   )
   shapes = model.of(KeyClass.SHAPE)
+  # Other arrays although the model keys agree: the cause is a key of training, precision or adapter.
   if leaves and not shapes:
     causes = changes_of(saved, current, _keys({KeyClass.SHAPE, KeyClass.DTYPE}, trained=True))
     fixes = [f"{' '.join(change.word for change in causes)} (the checkpoint's values)"] if causes else []
-    fixes.append(f"run_name=NAME init_from={where} (a new run with these weights)" if resumes else "name another checkpoint")
-    lines = [f"{where}: the checkpoint's arrays are not this run's:", *(change.line for change in causes), *leaves]
+    fixes.append(f"run_name=NAME init_from={where} (a new run with these weights)" if resumes else "use another checkpoint")
+    lines = [f"{where}: the checkpoint's arrays differ from this run's:", *(change.line for change in causes), *leaves]
     raise UserError("\n".join([*lines, "  fix: " + "\n       or ".join(fixes)]))
+  # Other shapes or mathematics of the model, then other dtypes.
   require_same(where, model, allow=allow, resumes=resumes)
   changed = changes_of(saved, current, _keys({KeyClass.DTYPE}))
   _check_dtypes(where, saved_leaves, wanted_leaves, changed, allow=allow_dtype_change)
@@ -173,19 +177,19 @@ def _listed(names: list[str]) -> str:
 def _leaf_complaints(
   saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool, spared: Collection[str]
 ) -> list[str]:
-  """Return the differences between the leaves. Either may lack those of ``BEGUN_ANEW`` and of a ``spared`` part."""
+  """Returns the differences between the leaves. Either may lack the parts in ``BEGUN_ANEW`` and in ``spared``."""
   complaints, may_lack = [], {*BEGUN_ANEW, *spared}
   if absent := [name for name in wanted if name not in saved and part_of(name) not in may_lack]:
-    complaints.append(f"  arrays that are not in the checkpoint:\n{_listed(absent)}")
+    complaints.append(f"  arrays missing in the checkpoint:\n{_listed(absent)}")
   if not subset and (unknown := [name for name in saved if name not in wanted and part_of(name) not in may_lack]):
-    complaints.append(f"  arrays that are only in the checkpoint:\n{_listed(unknown)}")
+    complaints.append(f"  arrays only in the checkpoint:\n{_listed(unknown)}")
   shapes = [
     f"{name}: checkpoint {tuple(saved[name]['shape'])}, this run {tuple(leaf['shape'])}"
     for name, leaf in wanted.items()
     if name in saved and list(saved[name]["shape"]) != list(leaf["shape"])
   ]
   if shapes:
-    complaints.append(f"  arrays of other shapes:\n{_listed(shapes)}")
+    complaints.append(f"  arrays with other shapes:\n{_listed(shapes)}")
   return complaints
 
 
@@ -203,7 +207,7 @@ def _check_dtypes(
   if changed and (fixed or not allow):
     lines = [f"{name}: checkpoint {old}, this run {new}" for name, old, new in fixed or changed]
     if fixed:
-      lines.append("why: integers and floats are never cast into each other")
+      lines.append("why: integers are never cast to floats, nor floats to integers")
     words = " ".join(change.word for change in keys) or "the dtypes of the checkpoint"
     fix = f"{words} (the checkpoint's values)" if keys else words
     if not fixed:

@@ -1,4 +1,4 @@
-"""Parts of the weights as a run multiplies by them, read one layer at a time: quantised, and with an adapter added."""
+"""Reads weights as a run multiplies by them, quantized and with an adapter merged, one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +18,21 @@ Read = Callable[[Path, Index], np.ndarray]
 
 
 class WeightsAtWork:
-  """``params[path][index]`` in float32, of the whole weights that another reader has."""
+  """Returns ``params[path][index]`` in float32, quantized and merged, on top of a reader of the stored weights."""
 
   def __init__(self, read: Read, base: QuantisedBase | None, adapter: Adapter | None = None, factors: Any = None):
     """
     Args:
-      read: of the weights as they are stored.
-      base: which of them are quantised, and how; None: none.
-      adapter: what is added to them; None: nothing.
-      factors: its arrays.
+      read: reader of the stored weights.
+      base: which weights are quantized, and how; None if none are.
+      adapter: the adapter to merge; None if there is none.
+      factors: arrays of the adapter.
     """
     self._read, self._base, self._adapter, self._factors = read, base, adapter, factors
     self._layer: tuple[Any, np.ndarray] = (None, np.empty(0))
 
   def __call__(self, path: Path, index: Index) -> np.ndarray:
-    """Basic indexing, one entry for every axis, of a stack a number for its first one."""
+    """Uses basic indexing with one entry for every axis. The first axis of a stack takes a number."""
     p = self._changed().get(path)
     if self._adapter is not None and path in self._adapter.whole:
       return np.asarray(self._own(path)[WHOLE][index], np.float32)
@@ -47,17 +47,17 @@ class WeightsAtWork:
     return dict(self._base.weights if self._base else {}) | dict(self._adapter.weights if self._adapter else {})
 
   def _own(self, path: Path) -> dict[str, Any]:
-    """What the adapter has where an array stands."""
+    """Returns the adapter's entry at the path of an array."""
     node = self._factors
     for key in path:
       node = node[key]
     return node
 
   def _whole(self, path: Path, p: Param, row: Any) -> np.ndarray:
-    """One layer's weight."""
+    """Returns the weight of one layer."""
     lead = () if row is None else (row,)
     shape = p.shape[len(lead) :]
-    if p.axes[len(lead)] == "expert":  # a file may have each by itself
+    if p.axes[len(lead)] == "expert":  # a file may store each expert separately
       rest = (slice(None),) * (len(shape) - 1)
       x: Any = np.stack([self._read(path, (*lead, e, *rest)) for e in range(shape[0])])
     else:

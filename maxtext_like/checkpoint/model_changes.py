@@ -1,7 +1,7 @@
-"""How the model of a run differs from that of a checkpoint, by the classes of its keys (``config.key_class``). Without JAX.
+"""Compares the model of a run with that of a checkpoint, by the classes of its keys (``config.key_class``). Needs no JAX.
 
-A model is compared by the effective values of its keys: a key that does nothing, or null in place of the value that it means,
-is no difference.
+Models are compared by the effective values of their keys. A key without effect is ignored, and null equals the default that it
+means.
 """
 
 import json
@@ -27,11 +27,11 @@ class Change:
 
   Attributes:
     section, key: section and name of the key.
-    was, now: the values of the checkpoint and of this run, to be shown.
-    stored: the value to type in order to have the checkpoint's.
+    was, now: values of the checkpoint and of this run, for display.
+    stored: the value to type to get the checkpoint's.
     marks: class and conditions that the key declares.
-    label: name in the table of a refusal; empty for ``section.key``.
-    source: where the checkpoint's value is.
+    label: name in the table of an error; empty for ``section.key``.
+    source: where the checkpoint's value was read.
   """
 
   section: str
@@ -50,16 +50,16 @@ class Change:
 
   @property
   def word(self) -> str:
-    """Return the word to type for the checkpoint's value."""
+    """The word to type for the checkpoint's value."""
     return shlex.quote(f"{self.key}={to_text(self.stored)}")
 
   @property
   def note(self) -> str:
-    """Return the meaning of an accepted change, for the log of a run; empty for the label of a model."""
+    """The meaning of an accepted change, for the log; empty for a label of the model."""
     if self.key == "model_name":
       return ""
     if self.marks.selects_trained:
-      return "a stage of training"
+      return "changes which parameters are trained"
     return {
       KeyClass.TRAINING: "training only",
       KeyClass.MATHEMATICS: "the model computes something else: allow_model_change=true",
@@ -67,7 +67,7 @@ class Change:
 
   @property
   def line(self) -> str:
-    """A line of the table of a refusal."""
+    """The line of this change in the table of an error."""
     label = self.label or f"{self.section}.{self.key}"
     return f"  {label}: {self.source} {json.dumps(self.was)}, this run {json.dumps(self.now)}"
 
@@ -77,9 +77,9 @@ class Comparison:
   """All differences between the models of a checkpoint and of a run.
 
   Attributes:
-    changes: of every class.
-    adds: the part that this model has and the checkpoint lacks; None: there is none.
-    untrained: the forward pass uses that part before it has been trained.
+    changes: the changes of every class.
+    adds: the part that this model has and the checkpoint lacks; None if there is none.
+    untrained: True if the forward pass uses that part before it has been trained.
     names: ``model_name`` of the checkpoint and of this run.
     sections: ``model:`` of the checkpoint and of this run.
   """
@@ -91,11 +91,11 @@ class Comparison:
   sections: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
 
   def of(self, kind: KeyClass) -> tuple[Change, ...]:
-    """The changes of one class."""
+    """Returns the changes of one class."""
     return tuple(change for change in self.changes if change.kind is kind)
 
   def without_added(self) -> "Comparison":
-    """The differences that remain where the parameters of the added part are initialized."""
+    """Returns the differences that remain if the parameters of the added part are initialized."""
     if self.adds is None:
       return self
     switch = next(change.key for change in self.changes if change.marks.adds is self.adds)
@@ -103,13 +103,13 @@ class Comparison:
     return replace(self, changes=tuple(c for c in self.changes if not own(c)))
 
   def words(self, changes: Sequence[Change]) -> list[str]:
-    """Return the words to type for the checkpoint's values of some keys, and of keys that have to change with them."""
+    """Returns the words to type for the checkpoint's values of some keys, and of other keys that must change with them."""
     words = {change.key: change.word for change in changes}
     there, here = self.sections
     if here.get("decoder_block") not in FAMILIES:
       return [*words.values()]
     while True:
-      # Of this run's model with those values; a contradiction is between keys of this run and of the checkpoint.
+      # Apply the words to this run's model. A contradiction is then between a key of the run and one of the checkpoint.
       mixed = unchecked_section("model", {**here, **{c.key: c.stored for c in changes if c.section == "model"}})
       wrong = [key for problem in (*mixed.problems(), *mixed.pointless()) for key in problem.keys]
       more = [key for key in dict.fromkeys(wrong) if key not in words and there.get(key) != here.get(key)]
@@ -119,25 +119,26 @@ class Comparison:
       words |= {change.key: change.word for change in changes}
 
   def lines(self) -> Iterator[str]:
-    """A line for each change that was accepted, for the log of a run."""
+    """Yields a line for each accepted change, for the log of a run."""
     for change in self.changes:
       if change.note:
         yield f"changed {change.key}: was {to_text(change.was)}, is {to_text(change.now)} ({change.note})"
 
 
 def compared(saved: Sections, current: Sections, *, subset: bool = False) -> Comparison:
-  """The differences between the models of two configurations.
+  """Returns the differences between the models of two configurations.
 
-  A key that only one of them has was added or dropped by another version of the program: it is not compared.
+  A key that only one of them has was added or removed by another version of the program. It is not compared.
 
   Args:
     saved: configuration of the checkpoint, by section (JSON values).
     current: configuration of this run.
-    subset: arrays that only the checkpoint has, as those of a vision tower, do not matter.
+    subset: ignore arrays that only the checkpoint has, such as those of a vision tower.
   """
   old, new = saved.get("model", {}), current.get("model", {})
   blocks = [values.get("decoder_block") for values in (old, new)]
   names = (str(old.get("model_name", "unnamed")), str(new.get("model_name", "unnamed")))
+  # Models of different families: compare the family alone, or the common keys if a family is unknown.
   if blocks[0] != blocks[1] or blocks[0] not in FAMILIES:
     known = marks(ModelConfig)
     own = {"decoder_block"} if blocks[0] and blocks[1] else old.keys() & new.keys()
@@ -145,6 +146,7 @@ def compared(saved: Sections, current: Sections, *, subset: bool = False) -> Com
     kinds = {key: known.get(key, Marks(KeyClass.SHAPE)) for key in unlike}
     changes = tuple(Change("model", k, old[k], new[k], old[k], kinds[k]) for k in unlike)
     return Comparison(changes, names=names)
+  # The model section, then the vision section if both have a tower.
   found = [*_of_section("model", old, new, blocks[0])]
   there, here = saved.get("vision", {}), current.get("vision", {})
   switch = "use_multimodal"
@@ -176,13 +178,13 @@ def require_same(
   resumes: bool = False,
   notes: Sequence[str] = (),
 ) -> None:
-  """Refuses weights for a model with other shapes, and, unless that is allowed, for one that computes something else.
+  """Refuses weights for a model with other shapes and, unless allowed, for a model that computes something else.
 
   Args:
     where: the checkpoint, for the message.
     comparison: differences between the two models.
     allow: the key ``allow_model_change``.
-    resumes: a run resumes from the checkpoint; otherwise a model is made of its weights.
+    resumes: True if a run resumes from the checkpoint; False if a model is built from its weights.
     notes: lines below the table.
 
   Raises:
@@ -197,14 +199,14 @@ def require_same(
   lines = [change.line for change in (*shapes, *computed)]
   lines += [f"  note: {note}" for note in notes]
   if shapes:
-    first = f"{where}: checkpoint of another model configuration{whose}:"
+    first = f"{where}: the checkpoint has another model configuration{whose}:"
     lines.append("  why: the stored arrays do not fit this model")
   else:
-    first = f"{where}: this model computes something else than the checkpoint's{whose}:"
+    first = f"{where}: this model computes something else than the checkpoint's model{whose}:"
     if computed:
       lines.append("  why: the weights were trained with the checkpoint's values")
     if untrained and comparison.adds is not None:
-      lines.append(f"  why: the {comparison.adds.part} is new, and the model would use it before it is trained")
+      lines.append(f"  why: the {comparison.adds.part} is new, and the model would use it before it has been trained")
   lines.append("  fix: " + "\n       or ".join(_fixes(where, comparison, shapes, computed, resumes)))
   raise UserError("\n".join([first, *lines]))
 
@@ -216,12 +218,12 @@ def _fixes(
   computed: Sequence[Change],
   resumes: bool,
 ) -> Iterator[str]:
-  """Yield the alternatives to type."""
+  """Yields the alternatives to type."""
   changes, adds = (*shapes, *computed), comparison.adds
   family = next((change for change in changes if change.key == "decoder_block"), None)
   if family is not None:
     theirs = _model_of(where, family, comparison.names[0])
-    yield f"name the model of the checkpoint, {theirs}, in place of {comparison.names[1]}"
+    yield f"use the model of the checkpoint, {theirs}, instead of {comparison.names[1]}"
   elif changes:
     yield f"{' '.join(comparison.words(changes))} (the checkpoint's values)"
   elif adds is not None:
@@ -235,12 +237,12 @@ def _fixes(
   elif resumes:
     yield "run_name=NAME (a new run)"
   elif family is not None:
-    yield "name another checkpoint"
+    yield "use another checkpoint"
 
 
 def _model_of(where: str, family: Change, name: str) -> str:
-  """The model of a checkpoint, as it is named in a command."""
+  """Returns the model of a checkpoint as it is named in a command."""
   if family.source != "checkpoint":
     return f"OUT/model.yml (maxtext-like import {where} OUT writes it)"
-  home = Path(where).parent.parent  # of a step; of one in a store nothing is found here
+  home = Path(where).parent.parent  # the run of a step; these files are not looked up in a store
   return next((str(file) for file in (home / "config.yml", home / "model.yml") if file.is_file()), name)

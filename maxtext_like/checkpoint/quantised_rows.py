@@ -1,4 +1,4 @@
-"""Weights that are quantised while they are read: one layer at a time is whole, on the host and on a device."""
+"""Quantizes weights while they are read. Only one layer at a time is unquantized, on the host and on a device."""
 
 import functools
 from collections.abc import Callable
@@ -18,14 +18,16 @@ ReadFloat8 = Callable[[int | None], tuple[np.ndarray, np.ndarray] | None]
 
 
 def read_quantised(form: Form, p: Param, places: Places, read: ReadRow, read_float8: ReadFloat8 = lambda row: None) -> Arrays:
-  """What is stored of a weight, on its devices. Every process reads all of it: a scale may be of all inputs.
+  """Reads a weight and returns its quantized arrays on its devices.
+
+  Every process reads the complete weight, because a scale may depend on all inputs.
 
   Args:
-    form: that it is stored in.
+    form: storage format.
     p: the weight, of one layer or stacked.
-    places: where each stored array lies.
-    read: of the number of a row (None: there are no rows), the weight of that layer in float32, with or without an axis of one.
-    read_float8: the same as codes and scales of blocks of 128 x 128, where a file has them; None where it has not.
+    places: sharding of each stored array.
+    read: (index of a layer, None if the weight is not stacked) -> float32 weight of that layer, with or without an axis of 1.
+    read_float8: the same for codes and scales of blocks of 128 x 128; returns None if the file has none.
   """
   spec = stored_params(form, p)
   own = {name: q.shape if p.rows is None else q.shape[1:] for name, q in spec.items()}
@@ -49,7 +51,7 @@ def read_quantised(form: Form, p: Param, places: Places, read: ReadRow, read_flo
     if stored is None:
       stored = _empty(tuple((name, q.shape, q.dtype, places[name]) for name, q in spec.items()))
     stored = _put(form, p, tuple(places.items()))(stored, found, np.int32(row))
-    jax.block_until_ready(stored)  # before the next one is read
+    jax.block_until_ready(stored)  # limits host memory to one layer
   assert stored is not None
   return stored
 
@@ -65,7 +67,7 @@ def _kept(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -
 
 @functools.lru_cache(maxsize=64)
 def _put(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -> Callable[..., Arrays]:
-  """(stored rows, one row's weight or what is stored of it, its number) -> stored rows, in the same memory."""
+  """Returns a function (stored rows, weight or stored arrays of one row, row index) -> stored rows, in the same memory."""
 
   def put(stored: Arrays, found: Any, row: jax.Array) -> Arrays:
     own = _stored(form, p, found)

@@ -1,4 +1,4 @@
-"""The parameters that a model begins with, from a checkpoint of ours or of Hugging Face."""
+"""Reads the initial parameters of a model from a checkpoint of ours or of Hugging Face."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -35,26 +35,27 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.storage import Place
 
 _log = logging.getLogger(__name__)
-_TOLD_ROUNDING = 0.05  # of what an adapter adds
+_TOLD_ROUNDING = 0.05  # warn if rounding changes more than this share of the adapter's update
 
 
 def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str], None] | None = None) -> Any:
-  """The parameters of ``directory``, each device reading its own part; rows are added if ``model`` has a larger vocabulary.
+  """Reads the parameters in ``directory``; each device reads its own part. Rows are added if ``model`` has a larger vocabulary.
 
   Args:
-    directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints, or one step of them; it may be
-      in a store.
-    model: whose they become.
-    starts: of a run that starts training with them; takes a line for each key that differs from the checkpoint's, and for a
-      part that the checkpoint lacks, whose parameters are then initialized from the run's seed. None: such a part is refused.
+    directory: a Hugging Face checkpoint (config.json and safetensors), a run, its checkpoints folder, or one step; it may be in
+      a store.
+    model: the model that gets the parameters.
+    starts: for a run that starts training with them. It is called with a line for each key that differs from the checkpoint's,
+      and for a part that the checkpoint lacks, which is then initialized from the run's seed. None refuses such a part.
 
   Raises:
-    UserError: nothing of the kind is there, or it is of another model.
+    UserError: there is no checkpoint, or it is of another model.
     NonFiniteError: a weight is not finite.
   """
   if (smaller := with_stored_vocabulary(directory, model)) is not None:
     return with_added_rows(read_weights(directory, smaller, starts=starts), model, directory)
   params = model.abstract_params
+  # A Hugging Face checkpoint.
   if is_hugging_face(directory):
     places = jax.tree.map(lambda x: x.sharding, params)
     config = model.config
@@ -72,25 +73,26 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
       node[path[-1]] = value
     _say(starts, comparison, lacking, config.training.seed)
     return found
+  # A step of a run.
   step = find_step(directory)
   if step is None:
     raise no_checkpoint(f"init_from: {directory}", directory)
   if model.base is not None and isinstance(step, Place):
-    step = copied_step(step)  # single layers are read of it
+    step = copied_step(step)  # single layers are read from it
   step = readable_step(step)
   stored = _manifest(step)
   comparison = compared(stored.config, compatibility.record(model.config), subset=True)
   if adapter_step.holds_adapter_alone(stored):
     if model.base is not None:
       raise UserError(
-        f"init_from: {step}: an adapter on weights of its own, below another adapter on base_weights={model.base.form.name}\n"
-        "  fix: export it first, and name what export writes; or leave base_weights out"
+        f"init_from: {step} contains an adapter, which cannot be merged into base_weights={model.base.form.name}\n"
+        "  fix: export it first and name the exported directory, or leave base_weights out"
       )
     found = adapter_step.read_merged(step, stored, model, read_weights)
     if found.rounding > _TOLD_ROUNDING:
       _log.warning(
-        "%s: the adapter is added to weights in %s, and what rounding changes is %.2g of what it adds; weight_dtype=float32 "
-        "has all of it", step, model.config.precision.weight_dtype, found.rounding,
+        "%s: the adapter is merged into weights in %s; rounding changes %.2g of its update; weight_dtype=float32 avoids that",
+        step, model.config.precision.weight_dtype, found.rounding,
       )  # fmt: skip
     _say(starts, comparison, (), model.config.training.seed)
     return _finite(found.params, step, model)
@@ -106,25 +108,25 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
 
 
 def _lacking(comparison: Comparison, model: Model, starts: bool) -> tuple[tuple[str, ...], ...]:
-  """The paths of the parameters of a part that the model has and the checkpoint lacks, where a run starts training with them.
+  """Returns the paths of the parameters of a part that the model has and the checkpoint lacks, if a run starts training.
 
   Raises:
-    UserError: an adapter alone is trained, so that those parameters would be neither trained nor stored.
+    UserError: the run trains only an adapter, so these parameters would be neither trained nor stored.
   """
   if not starts or comparison.adds is None:
     return ()
   adds = comparison.adds
   if model.config.adapter.trained:
     raise UserError(
-      f"init_from: the checkpoint has no {adds.part}, and the run trains an adapter alone\n"
-      f"  why: the {adds.part} would stay as it is initialized\n"
+      f"init_from: the checkpoint has no {adds.part}, and this run trains only an adapter\n"
+      f"  why: the {adds.part} would keep its random initial values\n"
       f"  fix: train the {adds.part} first, in a run without an adapter and with {adds.stage}={to_text(adds.before)}"
     )
   return tuple(path for path, _ in tensors.flatten(model.spec) if adds.part in path)
 
 
 def _drawn(lacking: Collection[tuple[str, ...]], model: Model) -> dict[tuple[str, ...], jax.Array]:
-  """The parameters of some paths as a new run draws them from its seed."""
+  """Returns the parameters of some paths, initialized as in a new run."""
   if not lacking:
     return {}
   places = {path: x.sharding for path, x in tensors.flatten(model.abstract_params) if path in lacking}
@@ -141,19 +143,19 @@ def _drawn(lacking: Collection[tuple[str, ...]], model: Model) -> dict[tuple[str
 
 
 def _say(starts: Callable[[str], None] | None, comparison: Comparison, lacking: Collection[tuple[str, ...]], seed: int) -> None:
-  """Report the differences from the checkpoint to a run that starts training."""
+  """Reports the differences from the checkpoint to a run that starts training."""
   if starts is None:
     return
   for line in comparison.without_added().lines():
     starts(line)
   if comparison.adds is not None:
     starts(
-      f"new     {comparison.adds.part}: not in the checkpoint; {len(lacking)} arrays of parameters initialized from seed {seed}"
+      f"new     {comparison.adds.part}: not in the checkpoint; {len(lacking)} parameter arrays initialized from seed {seed}"
     )
 
 
 def _quantised_rows(step: Any, model: Model) -> dict[str, Any]:
-  """The weights of a step of ours that are stored in another form, each layer read by itself."""
+  """Reads the weights of a step that this run stores quantized, one layer at a time."""
   if model.base is None:
     return {}
   arrays, places = StoredArrays(step), dict(tensors.flatten(model.abstract_params))
@@ -167,7 +169,7 @@ def _quantised_rows(step: Any, model: Model) -> dict[str, Any]:
 
 
 def _nested(like: Any, *found: dict[str, Any]) -> Any:
-  """The tree of what was found by names."""
+  """Builds a tree from arrays given by name."""
   by_name = {name: value for part in found for name, value in part.items()}
 
   def walk(node: Any, path: tuple[str, ...]) -> Any:
@@ -185,20 +187,22 @@ def _manifest(step: Path | Place) -> manifest.Manifest:
 
 
 def _finite(found: Any, step: Path | Place, model: Model) -> Any:
-  """The weights, none of which is NaN or infinite."""
+  """Returns the weights after a check that none is NaN or infinite."""
   finite = jax.device_get(jax.jit(lambda tree: row_squares(tree).finite)(found))
   if bad := [name for name, good in zip(row_labels(model.decoder, model.spec), finite, strict=True) if not good]:
     raise NonFiniteError(
-      f"init_from: {step}: {len(bad)} arrays hold numbers that are not finite, first {bad[0]}\n"
-      "  why: whatever is computed with them is not finite either\n"
-      "  fix: begin with another step of that run"
+      f"init_from: {step}: {len(bad)} arrays contain non-finite numbers, the first is {bad[0]}\n"
+      "  why: everything computed with them would be non-finite too\n"
+      "  fix: start from another step of that run"
     )
   return found
 
 
 def read_merged(step: Path, stored: manifest.Manifest, model: Model, dtype: str) -> tuple[Any, float]:
-  """The weights below a step's adapter with the adapter added and rounded to a dtype, and what rounding changed beside what the
-  adapter adds.
+  """Reads the base weights of a step's adapter, merges the adapter and rounds to a dtype.
+
+  Returns:
+    The weights, and the change by rounding relative to the adapter's update.
 
   Raises:
     UserError, NonFiniteError: as ``read_weights``.

@@ -1,7 +1,7 @@
-"""Where weights to begin with may lie: a run, its checkpoints, one step of them, or a Hugging Face directory. Without JAX.
+"""Finds initial weights: in a run, its checkpoints folder, one step, or a Hugging Face directory. Needs no JAX.
 
-Each of them may be a URL. A step that a run wrote to gs:// or s3:// is read from there, each process its own part; any other is
-copied to this machine first, as are Hugging Face's files, which are mapped.
+Each may be a URL. A step that a run wrote to gs:// or s3:// is read from there, each process its own part. Any other step, and
+the memory-mapped files of Hugging Face, are copied to this machine first.
 """
 
 import contextlib
@@ -25,22 +25,22 @@ def open_steps(
   fence: Fence = contextlib.nullcontext,
   token: str | None = None,
 ) -> StepDirectories | RemoteSteps:
-  """The steps of a directory, here or in a store."""
+  """Returns the steps of a directory on a disk or in a store."""
   return RemoteSteps(directory, fence, token) if isinstance(directory, Place) else StepDirectories(directory, fence, token)
 
 
 def located(text: str | Path | Place) -> Path | Place:
-  """What a path or a URL names."""
+  """Returns the path or the place that a text names."""
   return Place(str(text)) if is_remote(str(text)) else Path(str(text)).expanduser()
 
 
 def is_hugging_face(directory: Path | Place) -> bool:
-  """Whether a directory is Hugging Face's."""
+  """Returns True if a directory has the format of Hugging Face."""
   return is_there(directory / "config.json")
 
 
 def is_there(place: Path | Place) -> bool:
-  """Whether a file is, or an object.
+  """Returns True if a file or an object exists.
 
   Raises:
     RetryableError: a store does not answer.
@@ -54,12 +54,12 @@ def is_there(place: Path | Place) -> bool:
 
 
 def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
-  """The directory of the newest complete step in a run, a directory of steps, or a step itself; None: there is none.
+  """Returns the newest complete step of a run or of a directory of steps, or the step itself; None if there is none.
 
-  ``checkpoints/best`` of a run is the step that it names as its best.
+  ``checkpoints/best`` of a run is the step that it records as its best.
 
   Raises:
-    UserError: the run has a step under another's name.
+    UserError: a step of the run has another step's name.
     RetryableError: a store does not answer.
   """
   if isinstance(directory, Place):
@@ -97,12 +97,12 @@ def _find_in_store(directory: Place) -> Place | None:
 
 
 def on_this_machine(text: str | Path) -> Path:
-  """Where what somebody named is on this machine: a path as it is, a model of the Hugging Face cache, a URL's copy.
+  """Returns the local directory for a user's input: a path, a model in the Hugging Face cache, or a copy of a URL.
 
-  Of a URL its Hugging Face files are copied, or the newest step of the run that it names.
+  For a URL it copies the Hugging Face files, or the newest step of the run.
 
   Raises:
-    UserError: there is neither, or no room for it, or no permission.
+    UserError: the URL contains neither, or the copy fails for lack of space or permission.
     RetryableError: the store does not answer.
   """
   source = located(text)
@@ -117,7 +117,7 @@ def on_this_machine(text: str | Path) -> Path:
 
 
 def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
-  """A Hugging Face directory on this machine, with or without its weights."""
+  """Returns a local copy of a Hugging Face directory, with or without its weights."""
   if isinstance(source, Path):
     return source
   kinds = (".json", ".model", ".txt", ".jinja", *((".safetensors",) if weights else ()))
@@ -126,7 +126,7 @@ def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
 
 
 def copied_step(step: Place) -> Path:
-  """A complete step, copied to this machine."""
+  """Copies a complete step to this machine and returns its path."""
   try:
     stored = manifest.read(step)
     wanted = {step / manifest.FILE_NAME, *(manifest.home(step, stored) / name for name in stored.files)}
@@ -139,7 +139,7 @@ def copied_step(step: Place) -> Path:
 
 
 def readable_step(step: Path | Place) -> Path | Place:
-  """A step where its arrays can be read: in gs:// or s3:// where a run wrote it there, else on this machine.
+  """Returns a step from which arrays can be read: the place in gs:// or s3:// if a run wrote it there, else a local copy.
 
   Raises:
     UserError, RetryableError: as ``copied_step``.
@@ -152,15 +152,16 @@ def readable_step(step: Path | Place) -> Path | Place:
     raise UserError(f"{step} is not a complete checkpoint: {error}") from error
   except OSError as error:
     raise failed(error) from error
-  return step if written_there and step.protocol in CONDITIONAL else copied_step(step)  # what was hashed is to have its hashes
+  # A step that was uploaded from a disk has hashes of its files, which can be checked only in a local copy.
+  return step if written_there and step.protocol in CONDITIONAL else copied_step(step)
 
 
 def require_source(source: Path | Place, named: str = "init_from") -> None:
-  """Looks for the weights of ``init_from``, whether a run needs them or goes on from a step of its own.
+  """Checks that ``init_from`` contains weights, even if the run resumes from its own checkpoint and does not read them.
 
   Args:
-    source: where they are.
-    named: what to call it in the error.
+    source: where the weights are.
+    named: key or option that names them, for the error.
 
   Raises:
     UserError: there is no checkpoint in ``source``.
@@ -171,12 +172,12 @@ def require_source(source: Path | Place, named: str = "init_from") -> None:
 
 
 def no_checkpoint(what: str, directory: Path | Place) -> UserError:
-  """The error for a directory without weights; ``what`` says who named it, and the directory."""
+  """Returns the error for a directory without weights. ``what`` gives the key and the directory."""
   known = isinstance(directory, Path) and directory.exists()
   if isinstance(directory, Path) and (directory / "adapter_config.json").is_file():
     return UserError(
-      f"{what} is an adapter of peft's, and no weights\n"
-      "  fix: name the weights that it adds to; the adapter is lora_from=DIR of a run, --adapter DIR of generate"
+      f"{what} is a peft adapter, not a model\n"
+      "  fix: name the weights that it was trained on; pass the adapter as lora_from=DIR to train or --adapter DIR to generate"
     )
   return UserError(
     f"{what} {'is no checkpoint' if known or isinstance(directory, Place) else 'does not exist'}{hub.advice(str(directory))}\n"

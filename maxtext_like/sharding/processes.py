@@ -360,7 +360,7 @@ class Heartbeat(contextlib.AbstractContextManager["Heartbeat"]):
     self._stop.set()
     self._thread.join()
     code = getattr(error, "exit_code", 0 if error is None else 1)
-    with contextlib.suppress(Exception):  # process 0 may be gone, and nobody would read this
+    with contextlib.suppress(Exception):  # if process 0 is gone, this message has no reader
       farewell = json.dumps([code, "" if error is None else f"{error}".partition("\n")[0]])
       _within(self._seconds, lambda: put(f"ended/{index()}", farewell))
       if primary():

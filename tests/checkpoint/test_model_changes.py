@@ -162,7 +162,7 @@ def follow(fix: str, model: str, saved: Any, current: Any, words: tuple[str, ...
 def test_the_family_of_another_model_is_all_that_is_listed():
   said = refused(loaded("gemma3-tiny"), loaded("qwen3-tiny"), resumes=True)
   assert re.findall(r"model\.\w+", said) == ["model.decoder_block"]
-  assert "name the model of the checkpoint, gemma3-tiny, in place of qwen3-tiny\n       or run_name=NAME" in said
+  assert "the model of the checkpoint, gemma3-tiny, instead of qwen3-tiny\n       or run_name=NAME" in said
 
 
 def test_training_keys_change_freely_and_shapes_never():
@@ -181,14 +181,15 @@ def test_a_v3_checkpoint_takes_an_indexer_that_is_trained_alone_first():
   assert "run_name=NAME init_from=runs/a/checkpoints/5 indexer_sparse_training=false" in refused(v3, warm_up, resumes=True)
   said = refused(v3, loaded("deepseek3.2-tiny"), resumes=False)
   assert (
-    "why: the indexer is new, and the model would use it before it is trained\n  fix: indexer_sparse_training=false" in said
+    "why: the indexer is new, and the model would use it before it has been trained\n  fix: indexer_sparse_training=false"
+    in said
   )
   assert "model.use_indexer: checkpoint true, this run false" in refused(warm_up, v3, resumes=False)
   for stage in (True, False):
     pair = (warm_up, loaded("deepseek3.2-tiny"))[:: 1 if stage else -1]
     assert not refused(*pair, resumes=True)
     assert list(compared(*(sections for sections, _ in pair)).lines()) == [
-      f"changed indexer_sparse_training: was {to_text(not stage)}, is {to_text(stage)} (a stage of training)"
+      f"changed indexer_sparse_training: was {to_text(not stage)}, is {to_text(stage)} (changes which parameters are trained)"
     ]
 
 

@@ -81,7 +81,7 @@ def test_in_weights_of_our_own_it_is_named_before_anything_is_compiled(trained):
   code, text = runs.run("from-ours", steps=9, init_from=runs.output_dir / "ours")
   assert code == 3, text
   assert (
-    f"error: init_from: {runs.checkpoints('ours')}/5: 1 arrays hold numbers that are not finite, first layers.1.mlp.down"
+    f"error: init_from: {runs.checkpoints('ours')}/5: 1 arrays contain non-finite numbers, the first is layers.1.mlp.down"
     in text
   )
   assert "compiled in" not in text

@@ -98,7 +98,7 @@ def test_killed_in_the_middle_of_a_save_it_goes_on_as_if_nothing_was(train, whol
   assert not [name for name in store.names(f"faults/killed/checkpoints/{kill_at[0]}/") if name.endswith("COMPLETE.json")]
   output = ends(train("killed", steps=40), 0)
   assert f"from step 10 in {protocol}://bucket/faults/killed/checkpoints" in output
-  assert f"{kill_at[0]}: what an interrupted save or removal left is removed" in output
+  assert f"{kill_at[0]}: leftovers of an interrupted save" in output
   assert losses(store, "killed") == whole
 
 

@@ -79,7 +79,8 @@ def test_a_checkpoint_that_a_stop_left_before_the_spike_counts_no_more(poisoned)
   assert runs.complete("stopped")[-1] == last
   code, text = runs.run("stopped")
   assert code == 0, text
-  assert f"the run went back past it, to step {spike['back_to']}; moved to {last}.abandoned" in text
+  assert f"/{last}: the run went back to step {spike['back_to']}" in text
+  assert f"{last}.abandoned" in text
   assert last not in runs.complete("stopped")
   assert_bitwise_equal(runs.state("stopped", 70), runs.state("whole", 70))
 

@@ -106,12 +106,12 @@ def test_other_weights_below_are_refused(workplace, other, capsys):
   words = (f"init_from={other}", *LORA, "steps=6")
   assert train(workplace, "adapter", *words) == 2
   said = capsys.readouterr().err
-  assert "the weights below this adapter are others now" in said
+  assert "the base weights of this adapter have changed" in said
   assert f"then: {workplace}/base" in said
   assert "fix: name the very weights in init_from" in said
   assert train(workplace, "adapter", f"init_from={workplace}/base", *LORA, "steps=6", "base_weights=nf4") == 2
   said = capsys.readouterr().err
-  assert 'are others now\n  adapter.base_weights: checkpoint null, this run "nf4"\n' in said
+  assert 'have changed\n  adapter.base_weights: checkpoint null, this run "nf4"\n' in said
   assert "fix: base_weights=null (the checkpoint's values)" in said
 
 
@@ -185,7 +185,9 @@ def test_an_adapter_of_drawn_weights_says_which_they_are(workplace, tmp_path, ca
   assert train(workplace, "drawn", *LORA, "steps=1", "seed=7") == 0
   capsys.readouterr()
   assert main(["export", str(workplace / "drawn"), "--out", str(tmp_path / "peft"), "--adapter"]) == 0
-  assert capsys.readouterr().out == f"{tmp_path}/peft: an adapter of 14 linear maps, rank 3, of weights drawn from seed 7\n"
+  assert (
+    capsys.readouterr().out == f"{tmp_path}/peft: an adapter of 14 linear maps, rank 3, of weights initialized from seed 7\n"
+  )
 
 
 def test_what_has_no_adapter_is_not_merged(workplace, tmp_path, capsys):
@@ -218,17 +220,17 @@ def test_an_export_has_the_adapter_added(workplace, tmp_path):
   ("change", "said"),
   [
     ({"peft_type": "IA3"}, "not a LoRA adapter"),
-    ({"use_dora": True}, "of lora_A, lora_B, lora_magnitude_vector there is lora_A, lora_B"),
+    ({"use_dora": True}, "has lora_A, lora_B instead of lora_A, lora_B, lora_magnitude_vector"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out = True is not supported"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"lora_alpha": "big"}, "lora_alpha = big is no number"),
-    ({"r": -1}, "r = -1 is no rank"),
-    ({"r": 10**12}, "r = 1000000000000 is no rank"),
-    ({"r": True}, "r = True is no rank"),
+    ({"lora_alpha": "big"}, "lora_alpha = big is not a finite number"),
+    ({"r": -1}, "r = -1 is not a rank"),
+    ({"r": 10**12}, "r = 1000000000000 is not a rank"),
+    ({"r": True}, "r = True is not a rank"),
     ({"r": 64}, "has rank 64 by r and rank_pattern, but its tensors have rank 3"),
     ({"rank_pattern": {"q_proj": 7}}, "has rank 7 by r and rank_pattern, but its tensors have rank 3"),
-    ({"rank_pattern": [3]}, "rank_pattern = \\[3\\] is no object"),
-    ({"init_lora_weights": "pissa_niter_4"}, "takes a part out of the model's own weights"),
+    ({"rank_pattern": [3]}, "rank_pattern = \\[3\\] is not a JSON object"),
+    ({"init_lora_weights": "pissa_niter_4"}, "this initialization changes the base weights"),
     ({"use_qalora": True}, "use_qalora = True is not supported"),
   ],
 )
@@ -241,7 +243,7 @@ def test_what_peft_writes_and_is_not_here_is_refused(workplace, tmp_path, change
 
 
 def test_what_is_no_adapter_is_refused(workplace, tmp_path):
-  with pytest.raises(UserError, match="holds a whole model and no adapter"):
+  with pytest.raises(UserError, match="contains a complete model, not an adapter"):
     maxtext_like.export_adapter(workplace / "base", tmp_path / "peft")
   with pytest.raises(UserError, match="no adapter"):
     _ = maxtext_like.load(workplace / "base", adapters=tmp_path).params
@@ -332,8 +334,8 @@ def test_dora_is_the_same_model_however_it_is_written(workplace, dora, tmp_path)
     (["lora_dropout=0.1", "lora_modules=[all-linear, embed_tokens]"], "there is no dropout before embedding.table"),
     (["lora_dropout=1"], "lora_dropout = 1.0 is outside [0, 1)"),
     (["lora_rank=0", "lora_dora=true"], "lora_dora = true does nothing with lora_rank: 0"),
-    (["lora_rank_pattern={mlp.dwn: 4}"], "lora_rank_pattern: 'mlp.dwn' is no weight of this model"),
-    (["lora_modules=[q_proj]", "lora_alpha_pattern={mlp: 4}"], "'mlp' means no weight that lora_modules means"),
+    (["lora_rank_pattern={mlp.dwn: 4}"], "lora_rank_pattern: 'mlp.dwn' matches no weight of this model"),
+    (["lora_modules=[q_proj]", "lora_alpha_pattern={mlp: 4}"], "'mlp' matches no weight that lora_modules matches"),
     (["lora_rank_pattern={mlp: 0}"], "lora_rank_pattern: mlp: 0 is not above 0"),
   ],
 )
@@ -439,7 +441,11 @@ def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
     (["lora_rank=4"], {}, "lora_rank: 3 there, 4 here"),
     (["lora_rank=3"], {}, "lora_alpha: 6.0 there, None here"),
     (["lora_rank=3", "lora_alpha=6", "lora_modules=[q_proj]"], {}, "lora_modules: "),
-    (["lora_rank=3", "lora_alpha=6"], {"alpha_pattern": {"q_proj": 3}}, "6.0 but for {'attention.q': 3.0} there, 6.0 here"),
+    (
+      ["lora_rank=3", "lora_alpha=6"],
+      {"alpha_pattern": {"q_proj": 3}},
+      "adapter 6.0 except {'attention.q': 3.0}, this run 6.0",
+    ),
     (["lora_rank_pattern={q_proj: 2}"], {}, "does nothing with lora_from: the adapter there brings its own"),
     ([], {"peft_type": "LOHA"}, "not a LoRA adapter (peft_type LOHA)"),
     ([], {"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0 for layers.0."),
@@ -459,19 +465,19 @@ def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_
   drawn = ["learning_rate=0.02", "seed=5", "steps=1"]
   assert train(workplace, "on-others", *drawn, f"lora_from={workplace}/adapter") == 2
   said = capsys.readouterr().err
-  assert f"lora_from: {workplace}/adapter was trained on other weights than these\n  then: {workplace}/base, " in said
-  assert "  now:  drawn from seed 5, " in said
+  assert f"lora_from: {workplace}/adapter was trained on other base weights\n  then: {workplace}/base, " in said
+  assert "  now:  initialized from seed 5, " in said
   # In another form every bit differs: the same source is enough, and another one is not.
   same = load_config("gemma3-tiny", [*WORDS, f"dataset_path={workplace}/text.txt", f"lora_from={workplace}/adapter"]).config
   int8 = dataclasses.replace(same, adapter=dataclasses.replace(same.adapter, base_weights="int8"))
   model: Any = SimpleNamespace(config=int8)
   require_base(model, Base(str(workplace / "base"), 0, "0"))
-  with pytest.raises(UserError, match="was trained on other weights"):
+  with pytest.raises(UserError, match="was trained on other base weights"):
     require_base(model, Base(str(workplace / "elsewhere"), 0, "0"))
   # What its files say goes before their place.
   files = of_files(workplace / "base")
   require_base(model, Base(str(workplace / "moved"), 0, "0", files))
-  with pytest.raises(UserError, match="was trained on other weights"):
+  with pytest.raises(UserError, match="was trained on other base weights"):
     require_base(model, Base(str(workplace / "base"), 0, "0", f"step {'0' * 64}"))
 
 
@@ -524,7 +530,7 @@ def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_p
     path.write_text(json.dumps(said | {"base_model_name_or_path": named}))
     caplog.clear()
     require_base(model, Base(source, 0, "0"))
-    assert (f"was trained on {named}, these weights are {source or 'drawn from seed 0'}" in caplog.text) == warned
+    assert (f"was trained on {named}, but the weights here are {source or 'initialized from seed 0'}" in caplog.text) == warned
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_it_learns_and_goes_on_to_the_bit(workplace):
 def test_the_fingerprint_is_of_what_is_stored(workplace, capsys):
   words = (f"init_from={workplace}/base", *LORA, "steps=6")
   assert train(workplace, "adapter", *words, "base_weights=int8") == 2
-  assert "the weights below this adapter are others now" in capsys.readouterr().err
+  assert "the base weights of this adapter have changed" in capsys.readouterr().err
   prints = {form: maxtext_like_base(workplace, form) for form in ("nf4", "int8")}
   stored = manifest.read(workplace / "adapter/checkpoints/4")
   assert stored.extra["base"]["fingerprint"] == prints["nf4"] != prints["int8"]

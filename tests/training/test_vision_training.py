@@ -201,9 +201,12 @@ def test_what_the_start_says_of_the_tower():
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (["vision_tower=adapted", "lora_modules=[embed_tokens]"], "vision_tower = adapted, but lora_modules means no weight"),
-    (["vision_tower=frozen", "lora_modules=[q_proj, vision]"], "'vision' is no weight of this model but of its vision tower"),
-    (["vision_tower=projector", "lora_modules=[vision]"], "vision tower, which stays but for its projector"),
+    (["vision_tower=adapted", "lora_modules=[embed_tokens]"], "vision_tower = adapted, but lora_modules matches no weight"),
+    (
+      ["vision_tower=frozen", "lora_modules=[q_proj, vision]"],
+      "'vision' matches no weight of this model outside its vision tower",
+    ),
+    (["vision_tower=projector", "lora_modules=[vision]"], "vision tower, which is frozen except for its projector"),
   ],
 )
 def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
@@ -295,7 +298,7 @@ def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, towe
   for adapter in (run, tmp_path / "peft", tmp_path / "imported"):
     added = maxtext_like.load(tmp_path / "base", adapters=adapter).params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), added, merged)
-  with pytest.raises(UserError, match="each has arrays of its own, as a vision tower"):
+  with pytest.raises(UserError, match="each replaces arrays, such as a vision tower"):
     _ = maxtext_like.load(tmp_path / "base", adapters=[run, tmp_path / "peft"]).params
   if tower == "trained":  # the rest is the same for both
     return

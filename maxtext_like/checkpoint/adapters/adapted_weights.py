@@ -1,9 +1,8 @@
-"""Which weights ``lora_modules`` and ``base_weights_modules`` mean: our names of parameters and those that peft and
-transformers have for them.
+"""Resolves ``lora_modules`` and similar keys to weights, and builds the adapter or quantized base of a configuration.
 
-An entry is ``all-linear``, a run of whole parts of a name (``q_proj``, ``self_attn.q_proj``, ``attention``, ``experts``,
-``layers.3``), or a regular expression, searched in both names. Transformers' whole names, with what its classes and peft have
-before the layers (``model.layers.0.self_attn.q_proj``), are taken from their beginnings.
+An entry is ``all-linear``, a sequence of complete parts of a name (``q_proj``, ``self_attn.q_proj``, ``attention``,
+``experts``, ``layers.3``), or a regular expression. It is searched in our names of the parameters and in those of transformers.
+Complete names with the prefix of a transformers or peft class (``model.layers.0.self_attn.q_proj``) match from their beginning.
 """
 
 import dataclasses
@@ -31,30 +30,30 @@ from maxtext_like.sharding.divisibility import require_whole_blocks
 
 ALL_LINEAR = "all-linear"
 _REGULAR = frozenset("*+?[](){}|^$\\")
-# Adapted only by whoever names them: what all layers share, what chooses for a token, and the experts, which are no linear
-# layers in most tools and so not among all of them.
+# Weights that are adapted only if an entry names them: those shared by all layers, those that choose for a token, and the
+# experts. Most tools do not count experts as linear layers, so "all-linear" leaves them out.
 _CHOOSING = frozenset({"router", "indexer"})
 _NAMED_ALONE = _CHOOSING | {"experts"}
 _LAYER = re.compile(r"layers\.\d+\.")
 _OUTER = tuple(peft + prefix for peft in ("", "base_model.model.") for prefix in PREFIXES)
-"""What stands before the names of transformers in its classes, and in peft's."""
+"""Prefixes of transformers' names in its classes and in peft."""
 _TOWER, _TOWER_LAYERS = "vision.", "vision.layers."
-_OF_NONE = {"frozen": "is frozen", "projector": "stays but for its projector", "trained": "is trained itself"}
-"""Values of ``vision_tower`` with which no entry means a weight of the tower."""
+_OF_NONE = {"frozen": "is frozen", "projector": "is frozen except for its projector", "trained": "is trained fully"}
+"""Values of ``vision_tower`` with which no entry matches a weight of the tower, and the reason for messages."""
 _WHOLE: dict[Any, tuple[tuple[str, ...], ...]] = {"projector": (("vision", "projector"),), "trained": (("vision",),)}
-"""What of the tower is trained whole beside an adapter, by ``vision_tower``."""
+"""Parts of the tower that are trained fully next to an adapter, by ``vision_tower``."""
 _TABLE_PATHS = {"embed_tokens": ("embedding", "table"), "lm_head": ("head", "kernel")}
-"""Where the tables of ``modules_to_save`` are."""
+"""Paths of the tables that ``modules_to_save`` can name."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-  """A weight that can have an addition.
+  """A weight that can be adapted.
 
   Attributes:
-    name: ours, ``layers.7.attention.q``.
-    theirs: transformers', ``layers.7.self_attn.q_proj``; several where a file has it in parts.
-    in_layer: it is of a layer whose parts are meant by their names alone.
+    name: our name, such as ``layers.7.attention.q``.
+    theirs: transformers' name, such as ``layers.7.self_attn.q_proj``; several if a file stores the weight in parts.
+    in_layer: True if the weight belongs to a layer whose parts are matched by their names alone.
   """
 
   name: str
@@ -63,16 +62,16 @@ class Candidate:
 
   @property
   def ordinary(self) -> bool:
-    """Whether "all-linear", or the name of a whole part of a layer, means it too."""
+    """True if "all-linear", or the name of a complete part of a layer, matches this weight."""
     return self.in_layer and not _NAMED_ALONE & set(self.name.split("."))
 
   @property
   def chooses(self) -> bool:
-    """Whether it decides where a token goes, or which keys it sees."""
+    """True if this weight decides where a token is routed or which keys it attends to."""
     return bool(_CHOOSING & set(self.name.split(".")))
 
   def means(self, entry: str) -> bool:
-    """Whether an entry of ``lora_modules`` means it."""
+    """Returns True if an entry of ``lora_modules`` matches this weight."""
     if entry == ALL_LINEAR:
       return self.ordinary
     if _REGULAR & set(entry):
@@ -87,34 +86,34 @@ class Candidate:
 
   @property
   def all(self) -> tuple[str, ...]:
-    """Its names, of every spelling."""
+    """All names of this weight."""
     return (self.name, *self.theirs)
 
   @property
   def _outer(self) -> tuple[str, ...]:
-    """What may stand before its names; a tower's are beside the language model."""
+    """Prefixes that may precede its names. A tower is not inside the language model."""
     return tuple(outer for outer in _OUTER if "language_model" not in outer) if self.name.startswith(_TOWER) else _OUTER
 
   @property
   def _own_words(self) -> frozenset[str]:
-    """What names it alone, where it is no ordinary one."""
+    """Words that must occur in an entry to match this weight, unless it is ordinary."""
     parts = self.name.split(".")
     return frozenset(_NAMED_ALONE & set(parts)) if self.in_layer else frozenset({parts[0]})
 
 
 def _run(entry: str, name: str, *, last: bool) -> bool:
-  """Whether the parts of an entry follow each other in a name; with ``last``, up to its end."""
+  """Returns True if the parts of an entry are consecutive parts of a name; with ``last``, they must be its last parts."""
   want, have = entry.split("."), name.split(".")
   begins = range(len(have) - len(want) + 1)
   return any(have[i : i + len(want)] == want and (not last or i + len(want) == len(have)) for i in begins)
 
 
 def candidates(decoder: Decoder, decoder_block: str, *, tower: bool = False) -> list[Candidate]:
-  """Every weight of a model that something is multiplied with, in its order.
+  """Returns every weight of a model that takes part in a matrix product, in model order.
 
   Args:
     decoder, decoder_block: the model.
-    tower: the layers of its vision tower are meant as those of the decoder are.
+    tower: True if entries match the layers of the vision tower like those of the decoder.
   """
   theirs: dict[str, dict[str, None]] = {}
   for tensor in tensor_table(decoder, FAMILIES[decoder_block].huggingface):
@@ -122,7 +121,7 @@ def candidates(decoder: Decoder, decoder_block: str, *, tower: bool = False) -> 
       names = row_names(decoder, piece.path)
       name = names[piece.index[0]] if len(names) > 1 else names[0]
       spelled = re.sub(r"\.experts\.\d+\.", ".experts.", tensor.name.removesuffix(".weight"))
-      if tensor.vision:  # whose layers are one array, and adapted alike
+      if tensor.vision:  # the layers of the tower are one array and are adapted together
         spelled = re.sub(r"\.layers\.\d+\.", ".layers.", spelled)
       theirs.setdefault(name, {})[spelled] = None
   found = []
@@ -142,75 +141,78 @@ def adapted_names(
   *,
   vision_tower: VisionTower | None = None,
 ) -> frozenset[str]:
-  """Our names of the weights that some entries of ``lora_modules``, or another key, mean.
+  """Returns our names of the weights that the entries of ``lora_modules``, or of another key, match.
 
   Args:
     decoder, decoder_block: the model.
-    entries: of the key.
-    key: its name, for messages.
-    vision_tower: the key of that name: whether every entry means the tower's layers as well, or none of it.
+    entries: values of the key.
+    key: name of the key, for messages.
+    vision_tower: the key of that name. It decides whether entries match the layers of the tower.
 
   Raises:
-    UserError: an entry that means none, with the nearest names; none means a tower that is to be adapted.
+    UserError: an entry matches nothing (lists the nearest names), or no entry matches a tower that is to be adapted.
   """
   known = _open_to_entries(decoder, decoder_block, vision_tower)
   chosen = {name for entry in entries for name in _meant(known, entry, key, vision_tower)}
   if vision_tower == "adapted" and not any(name.startswith(_TOWER) for name in chosen):
     raise UserError(
-      f"vision_tower = adapted, but {key} means no weight of its layers\n"
-      f"  fix: name some, as in {key}=[{ALL_LINEAR}] or {key}=[q_proj, v_proj], or leave vision_tower out"
+      f"vision_tower = adapted, but {key} matches no weight of its layers\n"
+      f"  fix: name some, such as {key}=[{ALL_LINEAR}] or {key}=[q_proj, v_proj], or leave vision_tower out"
     )
   return frozenset(chosen)
 
 
 def _open_to_entries(decoder: Decoder, decoder_block: str, vision_tower: VisionTower | None) -> list[Candidate]:
-  """The weights that entries may mean; vision_tower: as of ``adapted_names``."""
+  """Returns the weights that entries may match; ``vision_tower`` as for ``adapted_names``."""
   known = candidates(decoder, decoder_block, tower=vision_tower == "adapted")
   return [c for c in known if not (vision_tower in _OF_NONE and c.name.startswith(_TOWER))]
 
 
 def _meant(known: list[Candidate], entry: str, key: str, vision_tower: VisionTower | None) -> set[str]:
-  """The names of those that one entry means. Raises UserError: none."""
+  """Returns the names of the weights that one entry matches. Raises UserError if there is none."""
   try:
     found = [c for c in known if c.means(entry)]
   except re.error as error:
     raise UserError(f"{key}: {entry!r} is not a regular expression: {error}") from None
-  # "gate" is DeepSeek's router and every MLP's gate: what chooses for a token is adapted by whoever says so.
+  # "gate" is DeepSeek's router and the gate of every MLP. A router is adapted only if the entry says so.
   hits = {c.name for c in found if not c.chooses} or {c.name for c in found}
   hits |= {c.name for c in found if c.chooses and _CHOOSING & set(re.split(r"\W+", entry))}
   if not hits:
     ends = {name.rpartition(".")[2] for c in known for name in c.theirs} | {_LAYER.sub("", c.name) for c in known}
     near = nearest(entry, sorted(ends), 3) or sorted(ends)[:6]
-    where = f" but of its vision tower, which {_OF_NONE[vision_tower]}" if vision_tower in _OF_NONE else ""
-    raise UserError(f"{key}: {entry!r} is no weight of this model{where}\n  fix: {ALL_LINEAR}, or names as {', '.join(near)}")
+    where = f" outside its vision tower, which {_OF_NONE[vision_tower]}" if vision_tower in _OF_NONE else ""
+    raise UserError(
+      f"{key}: {entry!r} matches no weight of this model{where}\n  fix: use {ALL_LINEAR}, or names such as {', '.join(near)}"
+    )
   return hits
 
 
 def _tables(model: Model, settings: AdapterConfig, names: frozenset[str]) -> list[tuple[str, ...]]:
-  """Paths of the tables that are trained whole. Raises UserError: there is none of its own, or it has an addition too."""
+  """Returns the paths of the fully trained tables. Raises UserError if a table does not exist or is adapted too."""
   found = []
   for table in settings.modules_to_save:
     path = _TABLE_PATHS[table]
     if table == "lm_head" and model.config.model.logits_via_embedding:
       raise UserError(
-        "modules_to_save: the head of this model is its embedding (logits_via_embedding)\n"
+        "modules_to_save: the head of this model is its embedding (logits_via_embedding), so there is no lm_head\n"
         "  fix: name embed_tokens, which is both"
       )
     if ".".join(path) in names:
       raise UserError(
-        f"modules_to_save: {table} is trained whole, and lora_modules gives it an addition\n  fix: leave it out of one of them"
+        f"modules_to_save: {table} would be trained fully, and lora_modules adapts it too\n  fix: remove it from one of them"
       )
     found.append(path)
   return found
 
 
 def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: VisionTower | None) -> Adapter:
-  """The adapter of a model that a configuration describes; vision_tower: as of ``adapted_names``.
+  """Builds the adapter that a configuration describes; ``vision_tower`` as for ``adapted_names``.
 
   Raises:
-    UserError: as ``adapted_names``; a table that is not there, or has an addition.
+    UserError: as ``adapted_names``; a table does not exist or is adapted too.
   """
   block = model.config.model.decoder_block
+  # Weights to adapt, and the ranks and alphas of patterns.
   names = adapted_names(model.decoder, block, settings.lora_modules, vision_tower=vision_tower)
   of_their_own: dict[str, dict[str, Any]] = {}
   for key in ("lora_rank_pattern", "lora_alpha_pattern"):
@@ -219,26 +221,29 @@ def configured_adapter(model: Model, settings: AdapterConfig, vision_tower: Visi
     for entry, value in (getattr(settings, key) or {}).items():
       found = _meant(known, entry, key, vision_tower) & names
       if not found:
-        raise UserError(f"{key}: {entry!r} means no weight that lora_modules means\n  fix: name it there too, or leave it out")
-      values |= dict.fromkeys(found - set(values), value)  # the first that fits, as in peft
+        raise UserError(f"{key}: {entry!r} matches no weight that lora_modules matches\n  fix: name it there too, or remove it")
+      values |= dict.fromkeys(found - set(values), value)  # the first match counts, as in peft
   ranks, alphas = of_their_own.values()
+  # Parts that are trained fully. They cannot be quantized.
   whole = (*_WHOLE.get(vision_tower, ()), *_tables(model, settings, names))
   adapter = make_adapter(model.decoder, names, settings, whole, ranks=ranks, alphas=alphas)
   if model.base is not None and (both := sorted(path for path in adapter.whole if path in model.base.weights)):
     tower = both[0][0] == "vision"
     table = next((name for name, path in _TABLE_PATHS.items() if path == both[0]), "")
     who = f"vision_tower = {vision_tower}" if tower else "modules_to_save"
-    fix = "the tower out of base_weights_modules, or vision_tower=frozen" if tower else f"{table} out of one of them"
+    fix = "the tower from base_weights_modules, or set vision_tower=frozen" if tower else f"{table} from one of them"
     raise UserError(
-      f"base_weights_modules: {'.'.join(both[0])} is stored as {model.base.form.name}, and {who} trains it whole\n"
-      f"  fix: leave {fix}"
+      f"base_weights_modules: {'.'.join(both[0])} is stored as {model.base.form.name}, but {who} trains it fully\n"
+      f"  fix: remove {fix}"
     )
   return adapter
 
 
 def require_dropout(adapter: Adapter, model: Model) -> None:
-  """Refuses dropout before additions whose inputs are no rows of the batch in their order: those of experts, which are sorted,
-  of routers, which each device runs on its own tokens, and of the head, which has a piece of every row at a time.
+  """Refuses dropout for adapted weights whose inputs are not the tokens of the batch in their order.
+
+  These are the experts (their tokens are sorted), routers (each device routes its own tokens) and the head (which processes a
+  piece of every sequence at a time).
 
   Raises:
     UserError: names them.
@@ -247,17 +252,17 @@ def require_dropout(adapter: Adapter, model: Model) -> None:
   found = sorted({_LAYER.sub("", name) for name in adapter.names if apart & set(name.split("."))})
   if adapter.dropout and found:
     raise UserError(
-      f"lora_dropout = {adapter.dropout:g}: there is no dropout before {', '.join(found)}"
+      f"lora_dropout = {adapter.dropout:g}: dropout is not supported for {', '.join(found)}"
       f"{' with ici_context_parallelism' if found == ['attention.kv_b'] else ''}\n"
-      "  fix: lora_dropout=0, or lora_modules without them"
+      "  fix: set lora_dropout=0, or remove them from lora_modules"
     )
 
 
 def with_base(model: Model, settings: AdapterConfig) -> Model:
-  """The model with its weights stored as ``base_weights`` says.
+  """Returns the model with its weights stored in the format of ``base_weights``.
 
   Raises:
-    UserError: ``base_weights_modules`` means none or what cannot be quantised, or the mesh would split a block.
+    UserError: ``base_weights_modules`` matches nothing or a weight that cannot be quantized, or the mesh would split a block.
   """
   decoder = model.decoder
   if settings.base_weights is None:
@@ -270,6 +275,6 @@ def with_base(model: Model, settings: AdapterConfig) -> Model:
   try:
     base = make_base(decoder, names, settings.base_weights)
   except ValueError as error:
-    raise UserError(f"base_weights_modules: {error}\n  fix: leave it out, or name linear maps of all layers") from None
+    raise UserError(f"base_weights_modules: {error}\n  fix: leave it out, or name linear weights of all layers") from None
   require_whole_blocks(base.weights, base.form, decoder.cfg.rules, model.mesh)
   return dataclasses.replace(model, base=base)

@@ -1,4 +1,4 @@
-"""Checkpoints that hold an adapter alone: what names the weights below it, and how both are read together."""
+"""Steps that contain only an adapter: identification of the base weights, and reading both together."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ from maxtext_like.sharding.mesh import replicated
 from maxtext_like.storage import Place
 
 EXTRA = "base"
-"""Where a step of an adapter says what lies below it."""
+"""Key in a step's ``extra`` that identifies the base weights of its adapter."""
 
 
 @dataclass(frozen=True)
 class Base:
-  """The weights below an adapter.
+  """Identifies the base weights of an adapter.
 
   Attributes:
-    source: where they are, an absolute path or a URL; None: they were drawn.
-    seed: that they were drawn from; of no meaning with a source.
-    fingerprint: see the function of this name.
-    files: see ``fingerprint.of_files``; None: unknown, as where an earlier version wrote it.
+    source: their absolute path or URL; None if they were initialized randomly.
+    seed: seed of random weights; unused with a source.
+    fingerprint: see ``fingerprint.fingerprint``.
+    files: see ``fingerprint.of_files``; None if unknown, as in steps of older versions.
   """
 
   source: str | None
@@ -46,12 +46,12 @@ class Base:
 
   @classmethod
   def of(cls, params: dict[str, Any], init_from: str | None, seed: int) -> "Base":
-    """That of a run.
+    """Returns the identification for a run.
 
     Args:
-      params: of the model; an adapter beside them is no part of them.
-      init_from: where they came from; None: from the seed.
-      seed: of the run.
+      params: parameters of the model; those of an adapter are ignored.
+      init_from: source of the weights; None for random weights.
+      seed: seed of the run.
     """
     weights = {name: value for name, value in params.items() if name != ADAPTER}
     place = None if init_from is None else located(init_from)
@@ -59,16 +59,16 @@ class Base:
     return cls(source, seed, fingerprint(weights), None if place is None else of_files(place))
 
   def to_json(self) -> dict[str, Any]:
-    """As ``from_json`` reads it."""
+    """Returns the JSON values that ``from_json`` reads."""
     return asdict(self)
 
   @classmethod
   def from_json(cls, values: dict[str, Any]) -> "Base":
-    """Of what ``to_json`` gave."""
+    """Reads the values that ``to_json`` returned."""
     return cls(**values)
 
   def same_files(self, found: str | None) -> bool | None:
-    """Whether the files are those of ``found`` (``fingerprint.of_files``); None: nobody knows."""
+    """Returns whether the files equal ``found`` (``fingerprint.of_files``); None if that is unknown."""
     if self.files is None or found is None or self.files.split()[0] != found.split()[0]:
       return None
     return self.files == found
@@ -77,46 +77,47 @@ class Base:
     """Refuses other weights than those that an adapter was trained on.
 
     Args:
-      found: what is there.
-      step: of the adapter.
-      same_form: they are in the dtype of then; else every number may be another, and only the files tell.
-      changed: the keys that say how they are read and have other values now.
+      found: identification of the present weights.
+      step: the step of the adapter.
+      same_form: True if the weights are read in the same dtype. Otherwise every number may differ, and only the files are
+        compared.
+      changed: changed keys that affect how the weights are read.
 
     Raises:
-      UserError: they are others.
+      UserError: the weights differ.
     """
     if self.fingerprint != found.fingerprint if same_form else self.same_files(found.files) is False:
       lines = "".join(f"{change.line}\n" for change in changed)
-      fix = "name the very weights in init_from (a step, where it was a run that went on), with the weight_dtype of then"
+      fix = "name the original weights in init_from (a step, if that run was continued), with the original weight_dtype"
       if changed:
         words = " ".join(change.word for change in changed)
         fix = f"{words} (the checkpoint's values)\n       or run_name=NAME (a new run)"
       raise UserError(
-        f"{step}: the weights below this adapter are others now\n{lines}  then: {self}\n  now:  {found}\n  fix: {fix}"
+        f"{step}: the base weights of this adapter have changed\n{lines}  then: {self}\n  now:  {found}\n  fix: {fix}"
       )
 
   def __str__(self) -> str:
-    where = f"drawn from seed {self.seed}" if self.source is None else self.source
+    where = f"initialized from seed {self.seed}" if self.source is None else self.source
     return f"{where}, {self.fingerprint[:16]}"
 
 
 def holds_adapter_alone(stored: manifest.Manifest) -> bool:
-  """Whether a step is an adapter without the weights below it."""
+  """Returns True if a step contains only an adapter, without its base weights."""
   names = [name for name in stored.leaves if name.startswith("params.")]
   return bool(names) and all(name.startswith(f"params.{ADAPTER}.") for name in names)
 
 
 def stored_adapter(stored: manifest.Manifest, model: Model) -> Adapter:
-  """The adapter that a step holds, for a model that is the one it was trained on."""
+  """Builds the adapter that a step contains, for the model that it was trained on."""
   tower = stored.config.get("training", {}).get("vision_tower")
   return configured_adapter(model, section(ADAPTER, stored.config), tower)
 
 
 def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) -> tuple[Adapter, Any]:
-  """The adapter of a step, and its factors on the model's devices.
+  """Reads the adapter of a step. Returns it and its arrays on the model's devices.
 
   Raises:
-    UserError: damaged, or of another model.
+    UserError: the step is damaged or belongs to another model.
   """
   adapter = stored_adapter(stored, model)
   like = placed(adapter.params(), model.mesh, model.decoder.cfg.rules)
@@ -125,14 +126,14 @@ def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) ->
 
 
 def drawn_with(config: dict[str, Any]) -> Scheme:
-  """Return the ``init_scheme`` of a stored configuration. Versions without the key drew MaxText's initial values."""
+  """Returns the ``init_scheme`` of a stored configuration. Versions without the key used MaxText's initial values."""
   return config.get("training", {}).get("init_scheme", "maxtext")
 
 
 def read_base(
   model: Model, init_from: str | None, seed: int, scheme: Scheme, read_weights: Callable[..., Any]
 ) -> tuple[Any, Base]:
-  """Read the weights below an adapter, or draw them again if the run had random weights.
+  """Reads the base weights of an adapter, or initializes them again if the run had random weights.
 
   Args:
     model: the model without the adapter.
@@ -142,7 +143,7 @@ def read_base(
     read_weights: (directory, model) -> the weights in it.
 
   Returns:
-    The weights, and the record that identifies them.
+    The weights, and their identification.
   """
   if init_from is None:
     if scheme != model.config.training.init_scheme:
@@ -153,7 +154,7 @@ def read_base(
     processes.await_compiled("the weights below the adapter", model.config.watchdog.watchdog_compile_seconds)
     params = draw(np.uint32(seed % 2**32))
   else:
-    # The run that started the adapter accepted any change of the model, so none is refused here.
+    # The run that started the adapter accepted all changes of the model, so none is refused here.
     checkpoint = dataclasses.replace(model.config.checkpoint, allow_model_change=True)
     config = dataclasses.replace(model.config, checkpoint=checkpoint)
     params = read_weights(located(init_from), dataclasses.replace(model, config=config))
@@ -167,19 +168,19 @@ def read_merged(
   read_weights: Callable[..., Any],
   dtype: str | None = None,
 ) -> Merged:
-  """The weights below a step's adapter with the adapter added.
+  """Returns the base weights of a step's adapter with the adapter merged.
 
   Args:
-    step: its directory.
+    step: directory of the step.
     stored: its manifest.
-    model: whose they become.
-    read_weights: as of ``read_base``.
-    dtype: of the weights that have an addition; None: their own.
+    model: the model without the adapter.
+    read_weights: as for ``read_base``.
+    dtype: dtype of the merged weights; None keeps their own.
 
   Raises:
-    UserError: the weights below are gone, or others than they were; as ``read_adapter``.
+    UserError: the base weights are missing or have changed; as ``read_adapter``.
   """
-  # What the run cast when it read the weights below is cast again; the fingerprint says whether they are the same.
+  # Repeat the casts that the run made when it read the base weights. The fingerprint shows whether the result is the same.
   config = dataclasses.replace(model.config, checkpoint=dataclasses.replace(model.config.checkpoint, allow_dtype_change=True))
   below = with_base(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
   base = Base.from_json(stored.extra[EXTRA])
@@ -190,13 +191,13 @@ def read_merged(
 
 
 def merged(params: Any, step: Path | Place, stored: manifest.Manifest, model: Model, dtype: str | None = None) -> Merged:
-  """Weights, whose memory is taken where they are not quantised, with a step's adapter added.
+  """Merges a step's adapter into weights. The memory of weights that are not quantized is reused.
 
   Args:
-    params: as the model's base says.
-    step, stored: of the adapter.
-    model: whose they are.
-    dtype: of the weights that have an addition; None: their own.
+    params: weights in the form of the model's base.
+    step, stored: the step of the adapter and its manifest.
+    model: the model.
+    dtype: dtype of the merged weights; None keeps their own.
 
   Raises:
     UserError: as ``read_adapter``.

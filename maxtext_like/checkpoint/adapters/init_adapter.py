@@ -1,4 +1,4 @@
-"""The adapter that a run begins with (``lora_from``): of peft, or of a run here; its settings, and its factors."""
+"""The adapter that a run starts from (``lora_from``), of peft or of another run: its settings and its arrays."""
 
 import dataclasses
 import logging
@@ -31,11 +31,12 @@ _log = logging.getLogger(__name__)
 
 
 def with_given(model: Model) -> Model:
-  """The model whose configuration has the settings of the adapter that ``lora_from`` names, where ``lora_rank`` says nothing;
-  ``base_weights`` too, unless it is given.
+  """Returns the model with the settings of the adapter in ``lora_from``, unless ``lora_rank`` is set.
+
+  The adapter's ``base_weights`` are used too, unless the run sets its own.
 
   Raises:
-    UserError: there is none, it is of another model or of a kind that cannot be trained, or the configuration says otherwise.
+    UserError: there is no adapter, it is of another model, it cannot be trained, or the configuration contradicts it.
   """
   settings = model.config.adapter
   if settings.lora_from is None:
@@ -54,15 +55,15 @@ def with_given(model: Model) -> Model:
 
 
 def _with_tower(model: Model, found: VisionTower | None) -> Model:
-  """The model whose ``vision_tower`` is that of a given adapter, where it says nothing."""
+  """Returns the model with the adapter's ``vision_tower``, unless the run sets its own."""
   training = model.config.training
   if found == training.vision_tower or (found is None and training.vision_tower in ("frozen", "adapted")):
     return model
   if training.vision_tower is not None or found is None:
     raise UserError(
-      f"lora_from: {model.config.adapter.lora_from} is another adapter than this run's\n"
-      f"  vision_tower: {found or 'not trained whole'} there, {training.vision_tower} here\n"
-      "  fix: leave vision_tower out, and it is that of the adapter"
+      f"lora_from: {model.config.adapter.lora_from} does not match this run\n"
+      f"  vision_tower: adapter {found or '(not trained fully)'}, this run {training.vision_tower}\n"
+      "  fix: leave vision_tower out to use the adapter's"
     )
   if model.decoder.cfg.vision is None:
     return model
@@ -71,15 +72,15 @@ def _with_tower(model: Model, found: VisionTower | None) -> Model:
 
 
 def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
-  """The factors of the adapter that ``lora_from`` names, on the model's devices.
+  """Reads the arrays of the adapter in ``lora_from``, on the model's devices.
 
   Args:
     model: its configuration names the adapter.
-    adapter: as the run has it.
-    drawn: its arrays; what the given one has not, as layers that peft left out, stays as it is.
+    adapter: the adapter of the run.
+    drawn: newly initialized arrays; those that the given adapter lacks, such as layers that peft left out, stay unchanged.
 
   Raises:
-    UserError: as ``with_given``; damaged.
+    UserError: as ``with_given``; the adapter is damaged.
   """
   source = model.config.adapter.lora_from
   assert source is not None
@@ -91,15 +92,16 @@ def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
 
 
 def require_base(model: Model, below: Base) -> None:
-  """Refuses weights that the adapter of ``lora_from`` was not trained on, where a run trained it; of one of peft's a name is
-  all that is known, and another one is warned of.
+  """Refuses weights that the adapter of ``lora_from`` was not trained on.
+
+  An adapter of peft records only the name of its base weights; a different name is logged as a warning.
 
   Args:
-    model: of the run.
-    below: what names its weights.
+    model: the model of the run.
+    below: identification of its weights.
 
   Raises:
-    UserError: they are others.
+    UserError: the adapter of a run was trained on other weights.
   """
   source, own = model.config.adapter.lora_from, model.config.adapter
   if source is None:
@@ -108,8 +110,8 @@ def require_base(model: Model, below: Base) -> None:
     named = peft.read_settings(place).get("base_model_name_or_path")
     if isinstance(named, str) and named and not _same_model(named, below.source):
       _log.warning(
-        "lora_from: %s was trained on %s, these weights are %s; where that is another model it is worth nothing here",
-        source, printable(named), below.source or f"drawn from seed {below.seed}",
+        "lora_from: %s was trained on %s, but the weights here are %s; if these are another model, the adapter is useless",
+        source, printable(named), below.source or f"initialized from seed {below.seed}",
       )  # fmt: skip
     return
   stored = step_of_adapter(located(source))[1]
@@ -117,21 +119,21 @@ def require_base(model: Model, below: Base) -> None:
   stored_as = (form.base_weights, form.base_weights_modules, stored.config.get("precision", {}).get("weight_dtype"))
   if stored_as == (own.base_weights, own.base_weights_modules, model.config.precision.weight_dtype):
     same = then.fingerprint == below.fingerprint
-  elif (files := then.same_files(below.files)) is not None:  # every bit is another
+  elif (files := then.same_files(below.files)) is not None:  # another dtype or quantization changes every bit
     same = files
   else:
     same = then.source == below.source and (then.source is not None or then.seed == below.seed)
   if not same:
     raise UserError(
-      f"lora_from: {source} was trained on other weights than these\n  then: {then}\n  now:  {below}\n"
-      "  why: it corrects those, and says nothing of others\n"
-      "  fix: name those in init_from; to train it on these all the same, maxtext-like export RUN --out DIR --adapter, and\n"
-      "    lora_from=DIR"
+      f"lora_from: {source} was trained on other base weights\n  then: {then}\n  now:  {below}\n"
+      "  why: an adapter only fits the weights that it was trained on\n"
+      "  fix: name those weights in init_from\n"
+      "       or run maxtext-like export RUN --out DIR --adapter and set lora_from=DIR (trains it on these weights anyway)"
     )
 
 
 def _same_model(named: str, source: str | None) -> bool:
-  """Whether the name of a model, as peft writes it, may mean what lies at a place; None: weights that were drawn."""
+  """Returns True if the name of a model in a peft file may denote these weights. ``source`` is None for random weights."""
   if source is None:
     return False
   one, other = Path(named).expanduser().resolve(), Path(source).expanduser().resolve()
@@ -139,19 +141,21 @@ def _same_model(named: str, source: str | None) -> bool:
 
 
 def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
-  """Drawn factors with those of peft in their places."""
+  """Returns newly initialized adapter arrays with the values of a peft adapter filled in."""
   found: dict[str, np.ndarray] = {}
+  # Low-rank factors and magnitudes.
   for own, piece in ((each, piece) for each in given.maps for piece in each.tensor.pieces):
     node = drawn
     for key in piece.path:
       node = node[key]
     for name, values in own.factors(piece).items():
       whole = found.setdefault(".".join((*piece.path, name)), np.array(jax.device_get(node[name]), np.float32))
-      if name != "lora_magnitude":  # zeros beyond its rank, where other layers of its stack have a larger one
+      if name != "lora_magnitude":  # pad with zeros if other layers of the stack have a larger rank
         more = [(0, 0)] * values.ndim
         more[-1 if name == "lora_a" else -2] = (0, node["lora_a"].shape[-1] - own.rank)
         values = np.pad(values, more)
       whole[piece.index] = values.reshape(whole[piece.index].shape)
+  # Arrays that are trained fully.
   for piece, values in ((piece, values) for tensor, values in given.whole for piece in tensor.pieces):
     node = drawn
     for key in piece.path:
@@ -167,18 +171,18 @@ def factors(given: peft.PeftAdapter, drawn: Any) -> Any:
 
 
 def peft_settings(directory: Path, model: Model) -> AdapterConfig:
-  """The settings of an adapter of peft as keys of ours.
+  """Returns the settings of a peft adapter as our keys.
 
   Raises:
-    UserError: as ``peft.read_adapter``; maps that two weights of ours share; a ``lora_alpha`` that is not above 0.
+    UserError: as ``peft.read_adapter``; two of our weights share one peft module; or ``lora_alpha`` is not above 0.
   """
   config, given = peft.read_settings(directory), peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
   where = printable(directory / peft.CONFIG)
-  # The halves of an array of experts begin with the same a, and go on each with its own.
+  # In peft the two halves of an expert array share lora_A. Training here would give each half its own.
   if shared := [
     own.tensor.name for own in given.maps if len({piece.half for piece in own.tensor.pieces}) < len(own.tensor.pieces)
   ]:
-    raise UserError(f"{where}: {printable(shared[0])}: two weights here, which cannot share an addition that is trained")
+    raise UserError(f"{where}: {printable(shared[0])}: it is two weights here, which cannot share a trained adapter")
   maps = {peft_targets.name_of(model.decoder, piece): own for own in given.maps for piece in own.tensor.pieces}
   rslora = bool(config.get("use_rslora"))
   ranks = {name: own.rank for name, own in maps.items()}
@@ -187,8 +191,8 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
     key = "lora_alpha" if config.get("lora_alpha") == alphas[low] else "alpha_pattern"
     raise UserError(
       f"{where}: {key} = {alphas[low]:g} for {printable(low)} is not above 0\n"
-      "  why: with 0 nothing of an addition is trained, and below 0 it is taken away\n"
-      "  fix: begin afresh where it is 0 (lora_rank= in the place of lora_from); else write -lora_B and a lora_alpha above 0"
+      "  why: with 0 the adapter would not be trained, and below 0 it would be subtracted\n"
+      "  fix: for 0, start a new adapter (lora_rank= instead of lora_from); below 0, negate lora_B and make lora_alpha positive"
     )
   (rank, rank_pattern), (alpha, alpha_pattern) = (_pattern(values, model) for values in (ranks, alphas))
   return dataclasses.replace(
@@ -199,7 +203,7 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
 
 
 def _pattern(values: dict[str, Any], model: Model) -> tuple[Any, dict[str, Any] | None]:
-  """What most weights have, and the others as entries of a pattern; None: there are none."""
+  """Returns the most common value, and the others as entries of a pattern (None if there are none)."""
   (most, _), *others = Counter(values.values()).most_common()
   found: dict[str, Any] = {}
   for value, _ in others:
@@ -209,14 +213,14 @@ def _pattern(values: dict[str, Any], model: Model) -> tuple[Any, dict[str, Any] 
 
 
 def _entries(names: frozenset[str], model: Model) -> tuple[str, ...]:
-  """``lora_modules`` that mean these weights: without the layers' numbers, where all layers have them."""
+  """Returns ``lora_modules`` that match exactly these weights, without layer numbers if that is possible."""
   short = tuple(sorted({re.sub(r"^layers\.\d+\.", "", name) for name in names}))
   same = adapted_names(model.decoder, model.config.model.decoder_block, short) == names
   return short if same else tuple(sorted(names))
 
 
 def _settings(source: str, model: Model) -> tuple[AdapterConfig, VisionTower | None]:
-  """Those of an adapter, and its ``vision_tower``."""
+  """Returns the settings of an adapter and its ``vision_tower``."""
   place = _peft_place(source)
   if place is not None:
     given = peft.read_adapter(place, model.decoder, model.config.model.decoder_block)
@@ -226,7 +230,7 @@ def _settings(source: str, model: Model) -> tuple[AdapterConfig, VisionTower | N
 
 
 def _peft_place(source: str) -> Path | None:
-  """Where what peft wrote is on this machine; None: it is none of peft's."""
+  """Returns the local directory of a peft adapter; None if the source is not one."""
   place = located(source)
   if isinstance(place, Place):
     try:
@@ -237,18 +241,18 @@ def _peft_place(source: str) -> Path | None:
 
 
 def _shown(settings: AdapterConfig, key: str) -> str:
-  """A setting, and where it is another one."""
+  """Formats a setting and the exceptions of its pattern."""
   pattern = getattr(settings, f"{key}_pattern", None)
-  return f"{getattr(settings, key)}{f' but for {pattern}' if pattern else ''}"
+  return f"{getattr(settings, key)}{f' except {pattern}' if pattern else ''}"
 
 
 def _require_same(settings: AdapterConfig, found: AdapterConfig, model: Model) -> None:
-  """Refuses settings that are not the given adapter's."""
+  """Refuses settings that differ from those of the given adapter."""
   tower = model.config.training.vision_tower
   own, given = (configured_adapter(model, s, tower) for s in (settings, found))
   both = lambda same: all(same(own.sizes[path], given.sizes[path]) for path in own.sizes.keys() & given.sizes.keys())
   differ = [
-    f"{key}: {_shown(found, key)} there, {_shown(settings, key)} here"
+    f"{key}: adapter {_shown(found, key)}, this run {_shown(settings, key)}"
     for key, same in {
       "lora_rank": both(lambda own, given: own.ranks == given.ranks),
       "lora_alpha": both(lambda own, given: np.allclose(own.scales, given.scales, rtol=1e-6, atol=0)),
@@ -260,6 +264,6 @@ def _require_same(settings: AdapterConfig, found: AdapterConfig, model: Model) -
   ]
   if differ:
     raise UserError(
-      f"lora_from: {settings.lora_from} is another adapter than this run's\n  " + "\n  ".join(differ) + "\n"
-      "  fix: leave lora_rank and the rest out, and they are those of the adapter"
+      f"lora_from: {settings.lora_from} does not match this run\n  " + "\n  ".join(differ) + "\n"
+      "  fix: leave lora_rank and the other adapter keys out to use the adapter's settings"
     )

@@ -1,4 +1,4 @@
-"""Adapters added to the weights they are for: of peft, and of runs here; several of them, one after another."""
+"""Merges one or several adapters, of peft or of our own runs, into the weights of a model."""
 
 import logging
 from collections.abc import Sequence
@@ -27,30 +27,33 @@ _log = logging.getLogger(__name__)
 
 
 def with_adapters(params: Any, model: Model, directories: Sequence[Path], weights: Path) -> Any:
-  """The weights with adapters added, in their own dtype. Others than those that a run's adapter was trained on are warned of.
+  """Returns the weights with adapters merged into them, in their own dtype.
+
+  Logs a warning if an adapter of a run was trained on other weights.
 
   Args:
-    params: of the model; their memory is taken where an adapter is of a run.
-    model: whose they are.
-    directories: what peft wrote, runs with ``lora_rank``, or steps of them.
-    weights: where they were read.
+    params: weights of the model. Their memory is reused if an adapter comes from a run.
+    model: the model.
+    directories: peft directories, runs with ``lora_rank``, or steps of such runs.
+    weights: directory from which the weights were read.
 
   Raises:
-    UserError: one is neither, is damaged, or is of another model.
+    UserError: a directory contains no adapter, is damaged, or belongs to another model.
   """
   if len(directories) > 1 and (scaled := [str(d) for d in directories if _has_magnitudes(d)]):
     raise UserError(
-      f"{', '.join(scaled)}: DoRA\n  why: it sets the norms of the weights that it was trained on, which others would change\n"
-      "  fix: one adapter with DoRA, and no other"
+      f"{', '.join(scaled)}: a DoRA adapter cannot be merged together with others\n"
+      "  why: it sets the norms of the weights that it was trained on, which other adapters would change\n"
+      "  fix: name one adapter with DoRA and no other"
     )
   if len(apart := [d for d in directories if _has_whole(d, model)]) > 1:
     raise UserError(
-      f"{', '.join(str(d) for d in apart)}: each has arrays of its own, as a vision tower, its projector, embedding or head\n"
-      "  why: one would take the other's place\n  fix: one of them, and adapters that were trained without"
+      f"{', '.join(str(d) for d in apart)}: each replaces arrays, such as a vision tower, projector, embedding or head\n"
+      "  why: one would overwrite the other\n  fix: name only one of them; the others must be adapters without such arrays"
     )
   _compare(directories, weights)
   params = _rounded(params, model, directories)
-  for directory in sorted(directories, key=lambda d: d not in apart):  # others add to what one of them puts there
+  for directory in sorted(directories, key=lambda d: d not in apart):  # complete arrays first, then updates are added to them
     if peft.is_adapter(directory):
       params = _of_peft(params, model, directory)
     else:
@@ -66,7 +69,7 @@ def _compare(directories: Sequence[Path], weights: Path) -> None:
     then = Base.from_json(step_of_adapter(directory)[1].extra[EXTRA])
     if then.same_files(found) is False:
       _log.warning(
-        "%s was trained on %s, and the files of weights in %s are others: it says nothing of those", directory, then, weights
+        "%s was trained on %s, but %s contains other weights; the adapter may not work with them", directory, then, weights
       )
 
 
@@ -83,10 +86,10 @@ def _has_whole(directory: Path, model: Model) -> bool:
 
 
 def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
-  """The weights as the adapters among runs were trained on them: in fewer bits, where they were.
+  """Returns the weights in the quantized values on which the runs' adapters were trained, if they were quantized.
 
   Raises:
-    UserError: they were trained on different ones.
+    UserError: the adapters were trained on different quantizations.
   """
   settings = {d: section(ADAPTER, step_of_adapter(d)[1].config) for d in directories if not peft.is_adapter(d)}
   found = {(s.base_weights, s.base_weights_modules): d for d, s in settings.items()}
@@ -94,7 +97,7 @@ def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
     (one, first), (other, second) = [(key[0], place) for key, place in found.items()][:2]
     raise UserError(
       f"{first} was trained on base_weights={one or 'null'}, {second} on {other or 'null'}\n"
-      "  why: each corrects the rounding of the weights that it was trained on\n  fix: add adapters of one kind of base"
+      "  why: each corrects the rounding errors of one quantization\n  fix: merge only adapters with the same base_weights"
     )
   base = next((with_base(model, s).base for s in settings.values()), None)
   if base is None:
@@ -104,25 +107,27 @@ def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
 
 
 def step_of_adapter(directory: Any) -> tuple[Any, manifest.Manifest]:
-  """The step of a run that trained an adapter, and its manifest.
+  """Returns the step of a run that trained an adapter, and its manifest.
 
   Args:
-    directory: the run, or a step of it, here or in a store.
+    directory: the run, or a step of it, on a disk or in a store.
 
   Raises:
-    UserError: it has none, or is damaged.
+    UserError: there is no adapter, or it is damaged.
   """
   step = find_step(directory)
   if step is None:
     raise UserError(
-      f"{directory}: no adapter\n  fix: a directory with {peft.CONFIG}, a run that trained with lora_rank, or a step of it"
+      f"{directory}: no adapter\n  fix: name a directory with {peft.CONFIG}, a run trained with lora_rank, or a step of it"
     )
   try:
     stored = manifest.read(step)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   if not adapter_step.holds_adapter_alone(stored):
-    raise UserError(f"{step}: holds a whole model and no adapter\n  fix: name it as the checkpoint, to train in init_from")
+    raise UserError(
+      f"{step}: contains a complete model, not an adapter\n  fix: name it as the checkpoint, or in init_from to train from it"
+    )
   return step, stored
 
 
@@ -132,6 +137,7 @@ def _of_a_run(params: Any, model: Model, directory: Path) -> Any:
 
 def _of_peft(params: Any, model: Model, directory: Path) -> Any:
   adapter = peft.read_adapter(directory, model.decoder, model.config.model.decoder_block)
+  # Sum the updates of all pieces on the host, and collect the magnitudes of DoRA.
   leaves, spec = flatten(params), flatten(model.decoder.params())
   sums: dict[str, np.ndarray] = {}
   norms: dict[str, np.ndarray] = {}
@@ -144,9 +150,10 @@ def _of_peft(params: Any, model: Model, directory: Path) -> Any:
       own = norms.setdefault(name, np.full(outputs, np.nan, np.float32))
       own[piece.index] = magnitude.reshape(own[piece.index].shape)
 
+  # Add them on the device in float32.
   def add(x, y, norms, layout):
     exact = x.astype(jnp.float32) + y
-    if norms is not None:  # layers without an adapter stay as they are
+    if norms is not None:  # layers without an adapter are unchanged
       axes = tuple(i - layout.rank for i in layout.summed)
       exact = jnp.where(jnp.isnan(jnp.expand_dims(norms, axes)), exact, with_magnitude(exact, layout, norms))
     return exact.astype(x.dtype)
@@ -161,6 +168,7 @@ def _of_peft(params: Any, model: Model, directory: Path) -> Any:
       return node
     return add(node, jax.device_put(sums[name], node.sharding), norms.get(name), Layout.of(spec[name]))
 
+  # Replace the arrays that the adapter stores completely.
   replaced: dict[str, np.ndarray] = {}
   for piece, values in ((piece, values) for tensor, values in adapter.whole for piece in tensor.pieces):
     name = ".".join(piece.path)
@@ -170,7 +178,7 @@ def _of_peft(params: Any, model: Model, directory: Path) -> Any:
 
 
 def _in_places(params: Any, arrays: dict[str, np.ndarray]) -> Any:
-  """The tree with some arrays, by name, in the places of its own."""
+  """Returns the tree with some arrays, given by name, replaced. They keep the shardings of the originals."""
 
   def put(path: Any, x: Any) -> Any:
     name = ".".join(path_keys(path))

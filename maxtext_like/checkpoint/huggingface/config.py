@@ -1,8 +1,8 @@
-"""A checkpoint's config.json to the ``model:`` and ``vision:`` sections and back, for every family.
+"""Converts a checkpoint's config.json to the ``model:`` and ``vision:`` sections and back, for every family.
 
-Both forms are read: the Hub's, which leaves out what equals the defaults, and the one that transformers 5 writes
-(``layer_types``, ``rope_parameters``, ``per_layer_config``); equal models give equal sections. Code that a repository
-names in ``auto_map`` is never run: the keys are data here.
+Two formats are read: the Hub's, which omits values that equal the defaults, and the one that transformers 5 writes
+(``layer_types``, ``rope_parameters``, ``per_layer_config``). Equal models give equal sections. Code that a repository names in
+``auto_map`` is never run.
 """
 
 import dataclasses
@@ -23,23 +23,23 @@ from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import parse_file, printable
 
-_LIMIT = 4 << 20  # bytes of a config.json
+_LIMIT = 4 << 20  # maximum bytes of a config.json
 _DEFAULT_BLOCK = (128, 128)
 
 
 @dataclass(frozen=True)
 class HuggingFaceConfig:
-  """What a config.json says.
+  """The contents of a config.json.
 
   Attributes:
     model_type: as in the file.
-    model: values of the ``model:`` section by leaf name; what is not among them keeps the default of configs/base.yml.
+    model: values of the ``model:`` section by leaf name; missing keys keep the defaults of configs/base.yml.
     vision: values of the ``vision:`` section in the same way.
-    multimodal: the text model is nested beside a vision tower, and its parameters are named accordingly.
+    multimodal: True if the text model is nested next to a vision tower, which affects the names of its parameters.
     float8_block: rows and columns that share a ``_scale_inv``.
-    dtype: the dtype the file names for its weights, if any.
+    dtype: dtype that the file gives for its weights, if any.
     notes: remarks about the file, one sentence each.
-    untied: config.json ties the output head to the embedding, but the tensors have another head.
+    untied: True if config.json ties the output head to the embedding, but the tensors contain a different head.
   """
 
   model_type: str
@@ -53,33 +53,33 @@ class HuggingFaceConfig:
 
   @property
   def has_tower(self) -> bool:
-    """Whether the file describes a vision tower."""
+    """True if the file describes a vision tower."""
     return "hidden_size_for_vit" in self.vision
 
 
 def read_config(directory: Path) -> HuggingFaceConfig:
-  """Reads ``directory``/config.json, and what the tensors beside it say otherwise about the output head.
+  """Reads ``directory``/config.json, and checks the tensors next to it for a separate output head.
 
   Raises:
-    UserError: no such file, malformed, or a model that is not supported; says where and what is.
+    UserError: the file is missing or malformed, or the model is not supported.
   """
   path = directory / "config.json"
   if not path.is_file():
     missing = "has no config.json" if directory.is_dir() else f"no such directory{hub.advice(str(directory))}"
     raise UserError(
       f"{printable(directory)}: {missing}; expected a Hugging Face checkpoint directory\n"
-      "  fix: name one; export makes one of a run"
+      "  fix: name such a directory; maxtext-like export writes one from a run"
     )
   config = interpret(parse_file(path, limit=_LIMIT), printable(path))
   if config.model["logits_via_embedding"] and (head := other_head(directory, config.float8_block)):
     untied = config.model | {"logits_via_embedding": False}
-    note = f"{printable(head)} differs from the embedding, so the head is its own, though config.json ties them"
+    note = f"{printable(head)} differs from the embedding, so the head is separate, although config.json ties them"
     return dataclasses.replace(config, model=untied, notes=(*config.notes, note), untied=True)
   return config
 
 
 def interpret(values: Any, where: str) -> HuggingFaceConfig:
-  """What the parsed contents of a config.json say. ``where`` names the file in errors."""
+  """Interprets the parsed contents of a config.json. ``where`` names the file in errors."""
   if not isinstance(values, dict):
     raise UserError(f"{where}: not a JSON object")
   top = Fields(values, where)
@@ -88,7 +88,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
   if family is None:
     found = f"'{printable(model_type)}'" if model_type else "missing"
     supported = ", ".join(name for f in FAMILIES.values() for name in f.huggingface.model_types)
-    raise UserError(f"{where}: model_type {found} is not supported; supported: {supported}")
+    raise UserError(f"{where}: model_type {found} is not supported; supported are {supported}")
   multimodal = family.tower is not None and model_type == family.tower.model_type
   if multimodal and not isinstance(values.get("text_config"), dict):
     raise UserError(f"{where}: text_config is missing; model_type '{model_type}' needs it")
@@ -105,17 +105,17 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
 
 
 def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: VisionConfig | None = None) -> Comparison:
-  """The differences between the model that a config.json describes and that of a run.
+  """Returns the differences between the model that a config.json describes and that of a run.
 
   Args:
     config: the contents of the file.
     model: the ``model:`` section of the run.
-    vision: the ``vision:`` section of the run, whose placeholders count without a tower too; None: they are not compared.
+    vision: the ``vision:`` section of the run. Its image tokens are compared even without a tower; None compares none.
   """
   family = FAMILIES[model.decoder_block].huggingface
   known, here = marks(type(model)), {"model": vars(model)}
   unchecked = set(family.unchecked(config.has_tower))
-  # Labels, and numbers that a model file chooses: a different value in the file is not a change by the user.
+  # Labels, and numbers that a model file may choose freely: a different value in the file is not a change by the user.
   labels = {key for key in config.model if key in known and known[key].kind is KeyClass.TRAINING}
   found = compared({"model": {key: x for key, x in config.model.items() if key not in unchecked | labels}}, here)
   untied = "logits_via_embedding" if config.untied else None
@@ -124,7 +124,7 @@ def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: Vi
     for c in found.changes
   ]
   if vision is not None and config.vision:
-    # Ids beyond the vocabulary never occur where there is no placeholder.
+    # Ids beyond the vocabulary never occur, so they count as absent.
     ids = range(model.vocab_size)
     for key in vision.placeholder_keys:
       was, now = (token if token in ids else None for token in (config.vision[key], getattr(vision, key)))
@@ -134,7 +134,7 @@ def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: Vi
 
 
 def _label(key: str, names: Mapping[str, str]) -> str:
-  """A key as the table of a refusal calls it."""
+  """Returns the label of a key in the table of an error."""
   return f"{names[key]} ({key})" if names.get(key, key) != key else key
 
 
@@ -147,11 +147,11 @@ def require_same_model(
   allow_model_change: bool = False,
   adds: bool = False,
 ) -> None:
-  """Refuses a checkpoint whose config.json describes another model, though every shape may agree.
+  """Refuses a checkpoint whose config.json describes another model, even if every shape agrees.
 
   Args:
     config, model, vision: as for ``compared_with_file``.
-    directory: of the checkpoint.
+    directory: directory of the checkpoint.
     allow_model_change: the key of that name.
     adds: the parameters of a part that the checkpoint lacks are initialized.
 
@@ -165,11 +165,11 @@ def require_same_model(
 
 
 def _float8_block(top: Fields) -> tuple[int, int]:
-  """Checks that the weights are quantised in a way that can be undone, and returns the size of a block."""
+  """Checks that the quantization of the weights is supported, and returns the size of a block."""
   quantization = top.section("quantization_config")
   if not quantization.values:
     return _DEFAULT_BLOCK
-  quantization.only("quant_method", "fp8", "weights must be whole or float8 with scales", default="missing")
+  quantization.only("quant_method", "fp8", "weights must be unquantized or float8 with scales", default="missing")
   sizes = quantization.values.get("weight_block_size")
   if sizes is None:
     return _DEFAULT_BLOCK
@@ -180,17 +180,22 @@ def _float8_block(top: Fields) -> tuple[int, int]:
 
 
 def require_counterpart(model: ModelConfig) -> None:
-  """Raises UserError for a model that no class of transformers computes: written there, it would be another."""
+  """Raises UserError for a model that no class of transformers computes."""
   if model.attn_logits_soft_cap is not None:
     raise UserError(
-      f"attn_logits_soft_cap = {model.attn_logits_soft_cap:g}: transformers' classes of {model.decoder_block} cap no attention "
-      "scores (Gemma 3's ignores attn_logit_softcapping), so that an exported model would compute something else\n"
-      "  fix: train it with attn_logits_soft_cap=null before it is exported"
+      f"attn_logits_soft_cap = {model.attn_logits_soft_cap:g}: transformers' classes of {model.decoder_block} do not cap "
+      "attention scores (Gemma 3's ignores attn_logit_softcapping), so an exported model would compute something else\n"
+      "  fix: train with attn_logits_soft_cap=null before exporting"
     )
 
 
 def export_config(model: ModelConfig, dtype: str, vision: VisionConfig | None = None) -> dict[str, Any]:
-  """config.json, in the Hub's form, of a model whose weights are written in ``dtype``; with the tower of ``vision``, if any.
+  """Returns the config.json of a model, in the Hub's format.
+
+  Args:
+    model: the ``model:`` section.
+    dtype: dtype of the written weights.
+    vision: the ``vision:`` section, if the model may have a tower.
 
   Raises:
     UserError: transformers has no such model.

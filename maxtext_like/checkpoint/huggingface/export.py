@@ -1,4 +1,4 @@
-"""Our parameters as a directory that transformers and vLLM load: config.json, safetensors, the files of the tokenizer."""
+"""Writes parameters as a directory that transformers and vLLM load: config.json, safetensors and the tokenizer."""
 
 import dataclasses
 import json
@@ -32,14 +32,14 @@ _STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @dataclass(frozen=True)
 class Origin:
-  """What a model inherits from the Hugging Face checkpoint that its weights began with.
+  """Properties that a model inherits from the Hugging Face checkpoint from which its training started.
 
   Attributes:
-    files: a tokenizer's and the like, to copy.
-    dtype: of the weights, if it is one that can be exported.
-    nested: its text model is nested although it has no tower; where the family has such, its tensors are named accordingly.
-    token_ids: the keys of config.json beside the text model that name tokens with a meaning.
-    eos: the tokens that end an answer.
+    files: files to copy, such as the tokenizer.
+    dtype: dtype of the weights, if it can be exported.
+    nested: True if the text model is nested although it has no tower. Its tensor names depend on that in some families.
+    token_ids: special token ids that config.json contains outside the text model.
+    eos: tokens that end an answer.
   """
 
   files: tuple[Path, ...] = ()
@@ -50,7 +50,7 @@ class Origin:
 
 
 def read_origin(directory: Path) -> Origin:
-  """What a model that began with the checkpoint in ``directory`` inherits; raises UserError for a malformed config.json."""
+  """Returns what a model inherits from the checkpoint in ``directory``. Raises UserError for a malformed config.json."""
   config = read_config(directory)
   raw = parse_file(directory / "config.json", limit=4 << 20)
   return Origin(
@@ -63,7 +63,7 @@ def read_origin(directory: Path) -> Origin:
 
 
 def hub_names(table: Sequence[Tensor], model: ModelConfig, *, multimodal: bool) -> dict[str, str]:
-  """How released files of the family spell each tensor of the table."""
+  """Returns the name of each tensor of the table in released checkpoints of the family."""
   tower = FAMILIES[model.decoder_block].huggingface.tower if multimodal else None
   prefix, head = (tower.prefix, tower.head_prefix + HEAD) if tower else ("model.", HEAD)
   names = {}
@@ -86,17 +86,17 @@ def export_hugging_face(
   shard_size: int = 5 * 10**9,
   origin: Origin | None = None,
 ) -> int:
-  """Writes ``out`` as a whole or not at all.
+  """Writes a Hugging Face checkpoint, completely or not at all.
 
   Args:
-    out: a directory that does not exist, or an empty one; in a store, config.json comes last.
+    out: a directory that does not exist or is empty; in a store, config.json is uploaded last.
     params: the parameters of ``decoder``.
     decoder: the model.
     model: its ``model:`` section.
     vision: its ``vision:`` section; the tower is written if the decoder has one.
-    dtype: of the weights, but those that are float32 always.
-    shard_size: bytes of one file; more weights are written to several.
-    origin: what the model inherits from the checkpoint that its weights began with.
+    dtype: dtype of the weights, except those that are always float32.
+    shard_size: maximum bytes of one file.
+    origin: properties inherited from the checkpoint from which training started.
 
   Returns:
     The number of tensors.
@@ -108,12 +108,12 @@ def export_hugging_face(
   leaves = dict(flatten(params))
   origin = origin or Origin()
   if isinstance(origin.eos, tuple) and set(model.eos_token_ids) <= set(origin.eos):
-    # A model file names one; the checkpoint's own list has it among others, without which a chat would not end.
+    # A model file names one end token. The checkpoint's list contains further ones, without which a chat would not end.
     model = dataclasses.replace(model, eos_token_id=origin.eos)
   family, tower = FAMILIES[model.decoder_block].huggingface, decoder.cfg.vision is not None
   nested = family.tower.write_nested if family.tower and origin.nested and not tower else None
   multimodal = tower or nested is not None
-  config = export_config(model, dtype, vision if tower else None)  # before anything is written: it may be refused
+  config = export_config(model, dtype, vision if tower else None)  # may refuse the model, so call it before writing
   table = tensor_table(decoder, family)
   names = hub_names(table, model, multimodal=multimodal)
   sources = [_source(tensor, names[tensor.name], leaves, dtype) for tensor in table]
@@ -121,7 +121,7 @@ def export_hugging_face(
     part = new.path
     write(part, sources, shard_size=shard_size, whole=new.is_whole)
     if multimodal:
-      # The Hub's nested files name the tokens that end an answer at the top, too.
+      # Nested files of the Hub repeat the end tokens at the top level.
       config = (nested(config) if nested else config) | origin.token_ids | {"eos_token_id": model.eos_token_id}
     write_json(part / "config.json", config)
     sidecar_files.copy(origin.files, part)
@@ -139,12 +139,12 @@ def _source(tensor: Tensor, name: str, leaves: dict, dtype: ExportDtype) -> Sour
     with np.errstate(over="ignore"):
       converted = array.astype(DTYPES[stored])
     if stored == "F16" and np.isinf(converted).any() and np.isfinite(array.astype(np.float32)).all():
-      raise UserError(f"{name}: holds numbers beyond 65504, which float16 cannot hold; use dtype bfloat16")
+      raise UserError(f"{name}: contains numbers beyond 65504, which do not fit float16\n  fix: use dtype bfloat16")
     return converted
 
   return Source(name, stored, tensor.shape, values)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-  """Writes values as people and Hugging Face read them."""
+  """Writes values as indented JSON."""
   path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

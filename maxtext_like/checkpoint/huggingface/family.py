@@ -1,4 +1,4 @@
-"""What a family of models says of itself at Hugging Face: the ``HUGGING_FACE`` of ``models/<family>/huggingface.py``."""
+"""Types in which a model family declares its Hugging Face format (``HUGGING_FACE`` in ``models/<family>/huggingface.py``)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,17 +11,16 @@ Kind = Literal["same", "scalar", "flat", "linear", "linear2", "conv", "experts"]
 
 @dataclass(frozen=True)
 class Rule:
-  """How one of our parameters stands in a file.
+  """How one of our parameters is stored in a file.
 
   Attributes:
-    name: after the layer's prefix; ``{e}`` is the number of an expert with a tensor of its own.
-    kind: "same"; "scalar": [1]; "linear": [out, in] with one input axis on our side; "linear2": with two;
-      "experts": [E, out, in]; "flat": [all axes]; "conv": [out, 3, side, side] of a patch, ours with the input axes
-      flattened first.
-    half: 0 or 1: the tensor holds two parameters one above the other along its output axis, and this is the first or
-      second.
-    buffer: no parameter in transformers: it has no gradient there.
-    float32: it is written in float32, whatever the others are.
+    name: tensor name after the prefix of the layer; ``{e}`` is the index of an expert if each expert has its own tensor.
+    kind: layout of the tensor. "same": as ours. "scalar": [1]. "linear": [out, in], with one input axis on our side.
+      "linear2": the same with two input axes. "experts": [E, out, in]. "flat": all axes flattened. "conv": [out, 3, side, side]
+      of a patch; ours has the flattened input axes first.
+    half: 0 or 1 if the tensor contains two parameters concatenated along its output axis, and this is the first or second.
+    buffer: True if it is not a parameter in transformers, so that it has no gradient there.
+    float32: True if it is always written in float32.
   """
 
   name: str
@@ -32,7 +31,7 @@ class Rule:
 
 
 def gated(ours: str, theirs: str) -> dict[str, Rule]:
-  """The three products of a gated MLP."""
+  """Returns the rules of the three weights of a gated MLP."""
   return {f"{ours}.{part}": Rule(f"{theirs}.{part}_proj.weight", "linear") for part in ("gate", "up", "down")}
 
 
@@ -51,20 +50,22 @@ STACKED_EXPERTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-  """What a family with a vision tower has besides. Its tensors are called here as transformers has them in memory, without its
-  leading ``model.``.
+  """Additional declarations of a family with a vision tower.
+
+  Tensors have the names that transformers uses in memory, without the leading ``model.``.
 
   Attributes:
-    model_type: of a config.json whose text model is nested in ``text_config``.
-    read: config.json to values of the ``vision:`` section by leaf name; without a tower, what there is to say all the same.
-    write: (config.json of the text model alone, ``model:``, ``vision:``) to that of both.
-    write_nested: config.json of a text model that is nested although it has no tower, from its own; None: it is not nested.
-    layer: our parameters of a layer of the tower, whose prefix is ``layers``.
-    rules: the others of tower and projector.
+    model_type: ``model_type`` of a config.json whose text model is nested in ``text_config``.
+    read: config.json -> values of the ``vision:`` section by leaf name; some are set even without a tower.
+    write: (config.json of the text model alone, ``model:``, ``vision:``) -> config.json of both.
+    write_nested: config.json of the text model -> config.json of a nested text model without a tower; None if the family has
+      no such format.
+    layer: rules of our parameters in a layer of the tower, relative to ``layers``.
+    rules: rules of the other parameters of tower and projector.
     layers: prefix of the tower's layers.
-    spellings: how files may spell a tensor; the first is how released ones do.
-    prefix, head_prefix: of the text model and of its head, beside a tower in released files.
-    unused: (a tensor of a file that is not expected, is there a tower) to why nothing needs it; None: something does.
+    spellings: tensor name -> possible names in files; the first is that of released checkpoints.
+    prefix, head_prefix: prefixes of the text model and its head next to a tower in released checkpoints.
+    unused: (name of an unexpected tensor, whether there is a tower) -> why it is not needed; None if it is needed.
   """
 
   model_type: str
@@ -82,21 +83,20 @@ class Tower:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-  """A family at Hugging Face.
+  """Declarations of a family.
 
   Attributes:
-    model_types: in config.json.
-    read: config.json to values of the ``model:`` section by leaf name; what is not among them keeps the default of base.yml.
-    write: ``model:`` to config.json in the Hub's form, of the text model alone.
-    names: our key to config.json's; what is not here has the same name.
-    layer: our parameters of a layer, as ``mlp.down``, to how they stand in a file.
-    stacked: those that are others as transformers holds them in memory: one array for all experts, which it splits when it
-      saves.
-    dense_is_moe: a model without experts has the model_type of those with.
-    unchecked: keys that do not make another model; the argument says whether the checkpoint has a tower.
-    unused: (the file's values, layers of the model, number of a layer, rest of the name) to why a tensor that is not expected
-      is not needed; None: it is.
-    tower: of a family that takes images.
+    model_types: supported ``model_type`` values in config.json.
+    read: config.json -> values of the ``model:`` section by leaf name; missing keys keep the defaults of base.yml.
+    write: ``model:`` -> config.json of the text model in the Hub's format.
+    names: our key -> key in config.json, where they differ.
+    layer: our parameter of a layer, such as ``mlp.down`` -> its rule.
+    stacked: rules that differ in transformers' memory, which has one array for all experts and splits it on saving.
+    dense_is_moe: True if a model without experts has the same model_type as one with experts.
+    unchecked: (whether the checkpoint has a tower) -> keys whose difference does not make another model.
+    unused: (values of the file, number of layers, layer index, rest of the name) -> why an unexpected tensor is not needed;
+      None if it is needed.
+    tower: declarations of a family that accepts images.
   """
 
   model_types: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Typed reading of a Hugging Face config.json: every value has a default, a type and a range, every error a place.
+"""Typed access to a Hugging Face config.json. Every value has a default, a type and a range; every error names its key.
 
-An absent key has the default of the transformers class that it configures. null is another matter: most keys may not be null
-there, some have a meaning of their own for it (false, often), which whoever reads them says here (``null``).
+An absent key has the default of the transformers class. Most keys must not be null. For the others, the caller passes the
+meaning of null as ``null`` (often false).
 """
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping
@@ -11,17 +11,17 @@ from maxtext_like.errors import UserError
 from maxtext_like.strict_json import printable
 
 REFUSED: Any = object()
-"""What null comes to where nobody has said what it means."""
-_LARGEST = 2**31 - 1  # no size or count of a model is larger, and a larger one would overflow arithmetic on it
+"""Value of ``null`` for keys that must not be null."""
+_LARGEST = 2**31 - 1  # larger sizes do not occur, and could overflow later arithmetic
 
 
 def rope_type(rope: "Fields", default: str) -> str:
-  """The kind of a rotary table, under its present name or its old one."""
+  """Returns the type of the RoPE parameters, under the current key or the old one."""
   return rope.text("rope_type" if "rope_type" in rope.values else "type", default)
 
 
 class _Noted(Mapping[str, Any]):
-  """A mapping that notes which of its keys were asked for. Iteration asks for none."""
+  """A mapping that records which of its keys were read. Iteration records none."""
 
   def __init__(self, values: Mapping[str, Any]):
     self._values = values
@@ -50,8 +50,8 @@ class Fields:
 
   Attributes:
     values: the object.
-    where: its place, for errors.
-    sections: the objects in it that were read, by key.
+    where: name of the object in errors.
+    sections: nested objects that were read, by key.
   """
 
   def __init__(self, values: Mapping[str, Any], where: str):
@@ -65,7 +65,7 @@ class Fields:
     return self.values.read
 
   def over(self, other: "Fields") -> "Fields":
-    """Returns these keys laid over those of another object. All keys of both count as read there."""
+    """Returns these keys laid over those of another object, and marks all keys of both as read."""
     self.read.update(self.values)
     other.read.update(other.values)
     return Fields({**dict(other.values.items()), **dict(self.values.items())}, self.where)
@@ -80,17 +80,17 @@ class Fields:
     return self.error(key, f"{printable(repr(self.values[key]))} is not {expected}")
 
   def _read(self, key: str, default: Any, null: Any, check: Callable[[Any], Any]) -> Any:
-    """The checked value of a key; ``default`` where it is absent, ``null`` where it is null."""
+    """Returns the checked value of a key, ``default`` if it is absent, or ``null`` if it is null."""
     if key not in self.values:
       return default
     if self.values[key] is not None:
       return check(self.values[key])
     if null is REFUSED:
-      raise self.error(key, "is null, which transformers does not take for the default\n  fix: write a value, or leave it out")
+      raise self.error(key, "is null, which transformers does not replace by a default\n  fix: write a value or remove the key")
     return null
 
   def integer(self, key: str, default: int, *, least: int = 1, null: Any = REFUSED) -> int:
-    """An integer from ``least`` up."""
+    """Returns an integer that is at least ``least``."""
 
     def check(value: Any) -> int:
       if isinstance(value, float) and value.is_integer():
@@ -102,7 +102,7 @@ class Fields:
     return self._read(key, default, null, check)
 
   def number(self, key: str, default: float, *, above: float = 0.0, null: Any = REFUSED) -> float:
-    """A finite number above ``above``."""
+    """Returns a finite number above ``above``."""
 
     def check(value: Any) -> float:
       if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e38:
@@ -112,7 +112,7 @@ class Fields:
     return self._read(key, default, null, check)
 
   def boolean(self, key: str, default: bool, *, null: Any = REFUSED) -> bool:
-    """true or false."""
+    """Returns true or false."""
 
     def check(value: Any) -> bool:
       if not isinstance(value, bool):
@@ -122,7 +122,7 @@ class Fields:
     return self._read(key, default, null, check)
 
   def text(self, key: str, default: str, *, null: Any = REFUSED) -> str:
-    """Text."""
+    """Returns a string."""
 
     def check(value: Any) -> str:
       if not isinstance(value, str):
@@ -132,18 +132,18 @@ class Fields:
     return self._read(key, default, null, check)
 
   def texts(self, key: str, length: int) -> list[str] | None:
-    """A list of ``length`` texts, or None where absent or null."""
+    """Returns a list of ``length`` strings, or None if the key is absent or null."""
     value = self.values.get(key)
     if value is None:
       return None
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
       raise self._wrong(key, "a list of texts")
     if len(value) != length:
-      raise self.error(key, f"has {len(value)} entries, the model {length} layers")
+      raise self.error(key, f"has {len(value)} entries, but the model has {length} layers")
     return value
 
   def section(self, key: str) -> "Fields":
-    """A nested object; empty where absent or null."""
+    """Returns a nested object, empty if the key is absent or null."""
     value = self.values.get(key)
     if value is None:
       value = {}
@@ -154,32 +154,32 @@ class Fields:
     return self.sections[key]
 
   def only(self, key: str, allowed: Any, reason: str, *, default: Any = None, nullable: bool = False) -> None:
-    """Refuses every value but ``allowed``.
+    """Refuses every value except ``allowed``.
 
     Args:
-      key: whose value.
-      allowed: the value.
-      reason: why no other.
-      default: what an absent key means; None: what is allowed.
-      nullable: null means what is allowed, too.
+      key: the key.
+      allowed: the only supported value.
+      reason: why no other value is supported.
+      default: value of an absent key; None means ``allowed``.
+      nullable: True if null also means ``allowed``.
     """
     value = self._read(key, allowed if default is None else default, allowed if nullable else REFUSED, lambda value: value)
     if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
       raise self.error(key, f"{printable(repr(value))} is not supported ({reason}); supported: {allowed!r}")
 
   def token(self, key: str, default: int | None, *, null: Any = None) -> int | None:
-    """A token id; null, unless it is said to mean another thing: there is no such token."""
+    """Returns a token id. null means that there is no such token, unless ``null`` says otherwise."""
     return self._read(key, default, null, lambda value: self.integer(key, 0, least=0))
 
   def tokens(self, key: str, default: int | None) -> int | tuple[int, ...] | None:
-    """As ``token``, or a list of tokens, of which there are several."""
+    """Returns a token id, or a tuple if the file lists several."""
 
     def check(value: Any) -> int | tuple[int, ...]:
       if not isinstance(value, list):
         return self.integer(key, 0, least=0)
       found = dict.fromkeys(Fields({key: item}, self.where).integer(key, 0, least=0) for item in value)
       if not found:
-        raise self._wrong(key, "a token or a list of them")
+        raise self._wrong(key, "a token or a list of tokens")
       return tuple(found) if len(found) > 1 else next(iter(found))
 
     return self._read(key, default, None, check)

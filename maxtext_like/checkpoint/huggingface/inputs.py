@@ -1,4 +1,4 @@
-"""The arrays of an .npz file, named and meant as Hugging Face's, checked and turned into a batch for a decoder.
+"""Reads the inputs of ``forward`` from an .npz file in Hugging Face's format and turns them into a batch for a decoder.
 
 B batch, T position.
 """
@@ -19,17 +19,17 @@ from maxtext_like.strict_json import printable
 from maxtext_like.targets import IGNORED
 
 TEXT_INPUTS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
-_SIZE_LIMIT = 8 << 30  # bytes of all arrays, unpacked
+_SIZE_LIMIT = 8 << 30  # maximum bytes of all unpacked arrays
 
 
 @dataclass(frozen=True)
 class Inputs:
-  """A checked batch: int32 [B, T] arrays "tokens", "positions", "segments" and, with labels, "targets" (shifted);
-  with images also those of ``inputs_vision.image_batch``.
+  """A checked batch.
 
   Attributes:
-    batch: the arrays.
-    unused: names in the file that mean nothing to ``forward``.
+    batch: int32 [B, T] arrays "tokens", "positions", "segments" and, with labels, "targets" (shifted); with images also those
+      of ``inputs_vision.image_batch``.
+    unused: names in the file that ``forward`` does not use.
   """
 
   batch: dict[str, np.ndarray]
@@ -37,24 +37,24 @@ class Inputs:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-  """The arrays of an .npz file; objects, which would be unpickled, are refused.
+  """Reads the arrays of an .npz file. Object arrays are refused, because reading them would unpickle.
 
   Raises:
-    UserError: not a readable .npz file of plain arrays, or one that unpacks to more than 8 GiB.
+    UserError: the file is not a readable .npz file of plain arrays, or it unpacks to more than 8 GiB.
   """
   where = printable(path)
   try:
     with zipfile.ZipFile(path) as archive:
       size = sum(member.file_size for member in archive.infolist())
     if size > _SIZE_LIMIT:
-      raise UserError(f"{where}: unpacks to {size} bytes, more than the {_SIZE_LIMIT} that inputs may have")
+      raise UserError(f"{where}: unpacks to {size} bytes, more than the limit of {_SIZE_LIMIT}")
     with np.load(path, allow_pickle=False) as file:
       return {name: file[name] for name in file.files}
   except OSError as error:
     raise UserError(f"{where}: cannot be read: {error.strerror or error}") from None
   except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError, zlib.error) as error:
-    reason = "holds Python objects, which are pickles; pickle can run code" if "allow_pickle" in str(error) else error
-    raise UserError(f"{where}: not an .npz file of plain arrays: {printable(reason)}") from None
+    reason = "contains Python objects, which are pickles; pickle can run code" if "allow_pickle" in str(error) else error
+    raise UserError(f"{where}: is not an .npz file of plain arrays: {printable(reason)}") from None
 
 
 def make_batch(
@@ -65,21 +65,21 @@ def make_batch(
   lookup: Lookup | None = None,
   vision: VisionConfig | None = None,
 ) -> Inputs:
-  """Checks inputs and makes a batch of them; the meaning of every array is Hugging Face's (tests/golden, README).
+  """Checks inputs and builds a batch. Every array has the meaning of Hugging Face (tests/golden, README).
+
+  Positions count from 0 unless given. With ``segment_ids`` alone they restart in every segment. Without mask and segments, a
+  jump in the given positions begins a new segment, as transformers infers packed documents. The target of a token is the next
+  label; there is no target across given segments or at padding.
 
   Args:
-    arrays: as ``read_arrays`` reads them.
-    where: what they are, for messages: usually a path.
-    vocab_size: tokens of the model, which every label must be below.
-    lookup: of its decoder, which must have a row for every token; None: tokens are below ``vocab_size``.
-    vision: the model's vision tower, if it has one; images without one are an error.
-
-  Positions count from 0 unless given; with ``segment_ids`` alone they begin anew in every segment. Without mask and
-  segments, given positions that do not go up by one begin a new segment, as transformers infers packed documents.
-  The target of a token is the next label; none crosses a given segment or stands at padding.
+    arrays: as ``read_arrays`` returns them.
+    where: name of the file in messages.
+    vocab_size: number of tokens of the model; labels must be below it.
+    lookup: embedding lookup of the decoder, which must have a row for every token; None requires tokens below ``vocab_size``.
+    vision: the model's vision tower, if it has one; images without a tower are an error.
 
   Raises:
-    UserError: an array that is missing, or of a wrong type, shape or range; the message names it.
+    UserError: an array is missing, or has a wrong type, shape or range; the message names it.
   """
   check = _Check(arrays, where)
   if "input_ids" not in arrays:
@@ -87,16 +87,18 @@ def make_batch(
     raise UserError(f"{where}: input_ids is missing; found {found}")
   tokens = check.integers("input_ids", 0, None)
   if tokens.ndim != 2 or 0 in tokens.shape:
-    raise UserError(f"{where}: input_ids: shape {list(tokens.shape)}, expected [rows, positions], neither of them 0")
+    raise UserError(f"{where}: input_ids: shape {list(tokens.shape)}, expected [rows, positions] with at least one of each")
   images = image_batch(arrays, tokens, where, vision)
-  # An image token is never looked up where images take its place; the decoder sees to that.
+  # Image tokens are replaced by image features and never looked up, so their ids may be outside the table.
   placed = tokens == vision.image_token_id if images and vision else np.zeros(tokens.shape, bool)
   lookup = lookup or Lookup(vocab_size=vocab_size)
+  # Every other token must have a row in the embedding.
   outside = lookup.missing(tokens) & ~placed
   if outside.any():
     row, column = np.argwhere(outside)[0]
     token = int(tokens[row, column])
     raise UserError(f"{where}: input_ids[{row}, {column}] = {token}: {lookup.why_missing(token)}")
+  # Segments and positions, given or derived from each other.
   B, T = tokens.shape
   mask = check.optional("attention_mask", (B, T), 0, 1)
   positions = check.optional("position_ids", (B, T), 0, 2**31 - 1, one_row=True)
@@ -112,10 +114,11 @@ def make_batch(
   if positions is None:
     positions = _restarting(segment_ids) if segment_ids is not None else np.broadcast_to(np.arange(T), (B, T))
   batch = {"tokens": tokens, "positions": positions, "segments": segments}
+  # Targets: labels shifted by one position.
   labels = check.optional("labels", (B, T), IGNORED, vocab_size - 1)
   if labels is not None:
     if ((labels < 0) & (labels != IGNORED)).any():
-      raise UserError(f"{where}: labels: negative values other than {IGNORED}, which marks what does not count")
+      raise UserError(f"{where}: labels: negative values other than {IGNORED}, which marks positions without a target")
     targets = np.full((B, T), IGNORED, np.int64)
     targets[:, :-1] = labels[:, 1:]
     if segment_ids is not None:
@@ -129,7 +132,7 @@ def make_batch(
 
 
 def _restarting(segments: np.ndarray) -> np.ndarray:
-  """Positions that count from 0 in every run of equal segments."""
+  """Returns positions that count from 0 in every run of equal segments."""
   index = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
   starts = np.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
   return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)

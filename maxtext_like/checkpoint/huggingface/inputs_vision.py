@@ -1,4 +1,4 @@
-"""The image arrays of an .npz file, named and meant as Hugging Face's processors make them, checked against the tower.
+"""Checks the image arrays of an .npz file, in the format of Hugging Face's processors, against the vision tower.
 
 I images, P patches of one image, T position.
 """
@@ -15,23 +15,26 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def has_images(arrays: Mapping[str, np.ndarray]) -> bool:
-  """Whether the arrays hold images for a vision tower."""
+  """Returns True if the arrays contain images."""
   return "pixel_values" in arrays
 
 
 def image_batch(
   arrays: Mapping[str, np.ndarray], tokens: np.ndarray, where: str, vision: VisionConfig | None
 ) -> dict[str, np.ndarray]:
-  """The decoder's image inputs: "pixel_values" float32, "image_position_ids" and "token_types" int32; empty without images.
+  """Returns the image inputs of the decoder: float32 "pixel_values", int32 "image_position_ids" and "token_types".
 
   Args:
-    arrays: of the file.
+    arrays: arrays of the file.
     tokens: [B, T].
-    where: names the file in errors.
-    vision: the ``vision:`` section of the model; None: it has none.
+    where: name of the file in errors.
+    vision: the ``vision:`` section of the model; None if it has none.
+
+  Returns:
+    The arrays by name; empty without images.
 
   Raises:
-    UserError: arrays that do not fit the tower or the tokens; images or image tokens for a model that takes none.
+    UserError: arrays do not fit the tower or the tokens, or the model has no tower for the images or image tokens.
   """
   types = _token_types(arrays, tokens.shape, where)
   on = vision is not None and vision.use_multimodal
@@ -47,7 +50,7 @@ def image_batch(
   batch = {"pixel_values": _pixels(arrays["pixel_values"], where, vision)}
   if isinstance(vision, SquareVision):
     if "image_position_ids" in arrays:
-      raise UserError(f"{where}: image_position_ids: the tower of Gemma 3 has images of one size and takes none")
+      raise UserError(f"{where}: image_position_ids: not used by Gemma 3, whose images all have one size\n  fix: remove it")
     features = len(batch["pixel_values"]) * vision.vision_output_length
   else:
     assert isinstance(vision, PatchVision), "the two kinds of towers"
@@ -56,7 +59,7 @@ def image_batch(
   placed = int((tokens == vision.image_token_id).sum())
   if placed != features:
     raise UserError(
-      f"{where}: input_ids has {placed} image tokens (id {vision.image_token_id}), pixel_values makes {features} of them"
+      f"{where}: input_ids has {placed} image tokens (id {vision.image_token_id}), but pixel_values gives {features}"
     )
   if types is not None:
     batch["token_types"] = types.astype(np.int32)
@@ -68,18 +71,18 @@ def _token_types(arrays: Mapping[str, np.ndarray], shape: tuple[int, ...], where
   if not given:
     return None
   if len(given) == 2:
-    raise UserError(f"{where}: both {given[0]} and {given[1]}; one of them is enough")
+    raise UserError(f"{where}: both {given[0]} and {given[1]} are present\n  fix: remove one of them")
   types = arrays[given[0]]
   if types.dtype.kind not in "iu" or types.shape != shape:
     raise UserError(f"{where}: {given[0]}: {types.dtype} {list(types.shape)}, expected integers {list(shape)}")
   if types.size and (types.min() < 0 or types.max() > 3):
-    raise UserError(f"{where}: {given[0]}: out of range, expected 0 text, 1 image, 2 video, 3 sound")
+    raise UserError(f"{where}: {given[0]}: out of range, expected 0 (text), 1 (image), 2 (video) or 3 (audio)")
   return types
 
 
 def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
   if pixels.dtype.kind != "f":
-    raise UserError(f"{where}: pixel_values: dtype {pixels.dtype}, expected floating point, as the processor makes them")
+    raise UserError(f"{where}: pixel_values: dtype {pixels.dtype}, expected floating point, as the processor returns")
   if isinstance(vision, SquareVision):
     side = vision.image_size_for_vit
     fits, expected = pixels.ndim == 4 and pixels.shape[1:] == (3, side, side), f"[images, 3, {side}, {side}]"
@@ -87,7 +90,7 @@ def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
     assert isinstance(vision, PatchVision), "the two kinds of towers"
     size, squares = 3 * vision.patch_size_for_vit**2, vision.pooling_size_for_vit**2
     fits = pixels.ndim == 3 and pixels.shape[2] == size and pixels.shape[1] > 0 and pixels.shape[1] % squares == 0
-    expected = f"[images, patches, {size}], patches a multiple of {squares}"
+    expected = f"[images, patches, {size}] with patches a multiple of {squares}"
   if not fits or not len(pixels):
     raise UserError(f"{where}: pixel_values: shape {list(pixels.shape)}, expected {expected}")
   if not np.isfinite(pixels).all():
@@ -97,7 +100,7 @@ def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
 
 def _positions(arrays: Mapping[str, np.ndarray], where: str, vision: PatchVision, shape: tuple[int, ...]) -> np.ndarray:
   if "image_position_ids" not in arrays:
-    raise UserError(f"{where}: pixel_values without image_position_ids, which the tower of Gemma 4 needs")
+    raise UserError(f"{where}: pixel_values without image_position_ids, which Gemma 4's tower needs")
   positions, rows = arrays["image_position_ids"], vision.num_position_embeddings_for_vit
   if positions.dtype.kind not in "iu" or positions.shape != (*shape, 2):
     found = f"{positions.dtype} {list(positions.shape)}"
@@ -108,5 +111,5 @@ def _positions(arrays: Mapping[str, np.ndarray], where: str, vision: PatchVision
 
 
 def _pooled_tokens(positions: np.ndarray, pooling: int) -> int:
-  """Image tokens of all images: squares of pooling x pooling patches that hold a patch."""
+  """Returns the number of image tokens of all images: squares of pooling x pooling patches that contain a patch."""
   return sum(len(np.unique(image[image[:, 0] >= 0] // pooling, axis=0)) for image in positions)

@@ -1,4 +1,4 @@
-"""A checkpoint's config.json as one of our model files, so that it is merged, overridden and checked like any other."""
+"""Converts a checkpoint's config.json to a model file, so that it is merged, overridden and checked like any other."""
 
 import re
 import tempfile
@@ -14,12 +14,12 @@ from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import printable
 
-_HERE = "\0"  # stands for the path, whose words are nobody's names
+_HERE = "\0"  # placeholder for the path, so that its words are not translated
 
 
 def model_file(config: HuggingFaceConfig, directory: str | Path) -> str:
-  """The text of a model file with the values of the config.json of ``directory``, which is what the model is called by."""
-  name = hub.name_of(Path(directory))  # model_type is a whole family's
+  """Returns the text of a model file for the config.json of ``directory``. The model gets the name of the directory."""
+  name = hub.name_of(Path(directory))  # model_type would only name the family
   values = config.model | ({"model_name": name} if name and name.isprintable() else {})
   lines = [f"# Made from {printable(directory)}.", "", "model:"]
   lines += [f"  {key}: {to_text(value)}" for key, value in values.items()]
@@ -31,18 +31,18 @@ def model_file(config: HuggingFaceConfig, directory: str | Path) -> str:
 def load_checkpoint_config(
   directory: Path, overrides: Sequence[str] = (), *, length: int | None = None
 ) -> tuple[HuggingFaceConfig, Loaded]:
-  """The resolved configuration of a checkpoint directory: config.json laid over configs/base.yml, then ``overrides``.
+  """Returns the configuration of a checkpoint directory: configs/base.yml, overridden by config.json, then by ``overrides``.
 
   Args:
-    directory: of the checkpoint.
+    directory: directory of the checkpoint.
     overrides: ``key=value`` words.
-    length: positions of the rows that will be run, for ``max_target_length``.
+    length: number of positions that will be run, for ``max_target_length``.
 
   Raises:
-    UserError: as ``read_config`` and ``load_config``; values of the file are named as such.
+    UserError: as ``read_config`` and ``load_config``; values of config.json appear under the file's own names.
   """
   config = read_config(directory)
-  # Positions beyond those a model was made for are no error here: transformers runs them, and results are compared.
+  # More positions than the model was trained for are allowed: transformers runs them too, and the results are compared.
   longest = config.model["max_position_embeddings"]
   rows = [] if length is None else [f"max_target_length={min(length, longest)}"]
   with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def load_checkpoint_config(
     except UserError as error:
       source = printable(directory / "config.json")
       text, count = re.subn(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: _HERE, str(error))
-      if count:  # an override alone keeps the names that people type
+      if count:  # the error is about the file; in errors about overrides the typed names stay
         typed = {word.partition("=")[0].rpartition(".")[2] for word in overrides}
         text = in_config_json(text, FAMILIES[config.model["decoder_block"]].huggingface.names, typed)
       raise UserError(text.replace(_HERE, source)) from None

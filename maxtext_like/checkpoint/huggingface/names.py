@@ -1,4 +1,4 @@
-"""How config.json calls what our keys call otherwise, so that a message about a file speaks the file's language."""
+"""Translates our keys to the names in config.json, so that a message about a file uses the file's names."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -14,15 +14,15 @@ COMMON = {
   "logits_via_embedding": "tie_word_embeddings",
   "rope_max_timescale": "rope_theta",
 }
-"""What files of most families say; our key to config.json's."""
+"""Our key -> config.json's key, for keys that most families share."""
 
 
 def in_config_json(text: str, names: Mapping[str, str], own: Collection[str] = ()) -> str:
-  """A message with config.json's names for ours.
+  """Replaces our keys in a message by config.json's.
 
   Args:
     text: the message.
-    names: of the family.
-    own: keys that stay, because someone wrote them: on the command line, say.
+    names: our key -> config.json's key for the family.
+    own: keys that stay unchanged because the user typed them.
   """
   return re.sub(r"\b\w+\b", lambda word: word[0] if word[0] in own else names.get(word[0], word[0]), text)

@@ -1,4 +1,4 @@
-"""A directory that comes to be as a whole or not at all: on this machine by a rename, in a store by the file that goes last."""
+"""Creates a directory completely or not at all: by a rename on a disk, by uploading one file last in a store."""
 
 import contextlib
 import errno
@@ -16,11 +16,11 @@ from maxtext_like.strict_json import printable
 
 @dataclass
 class NewDirectory:
-  """Where it is written before it is there.
+  """A directory that is being written.
 
   Attributes:
-    path: on this machine; every file in it becomes one of the directory.
-    place: what it becomes, where that is in a store.
+    path: temporary local directory; every file in it becomes a file of the new directory.
+    place: the new directory if it is in a store, else None.
   """
 
   path: Path
@@ -28,10 +28,10 @@ class NewDirectory:
   _sent: list[Place] = field(default_factory=list)
 
   def is_whole(self, name: str) -> None:
-    """Takes a file that nothing more is written to: one for a store goes there now, and leaves its room to the next.
+    """Call it when a file is complete. For a store, uploads the file and deletes it locally, to free disk space for the next.
 
     Raises:
-      OSError: as Place's; or the store has another size than was sent.
+      OSError: as Place; or the stored object has another size.
     """
     if self.place is None:
       return
@@ -39,20 +39,20 @@ class NewDirectory:
     self._sent.append(to)
     to.upload(str(path))
     if (entry := to.entry()) is None or entry.size != path.stat().st_size:
-      raise OSError(errno.EIO, "arrived with another size than it was sent", str(to))
+      raise OSError(errno.EIO, "the stored object has another size than the file", str(to))
     path.unlink()
 
 
 @contextlib.contextmanager
 def new_directory(out: Path | Place, last: str) -> Iterator[NewDirectory]:
-  """A directory to write into, which becomes ``out`` when the with statement ends well and is removed when not.
+  """Yields a directory to write into. It becomes ``out`` if the with block succeeds, and is removed otherwise.
 
   Args:
-    out: a directory that does not exist, or an empty one; in a store a place that nothing is below.
-    last: the file without which the others are nothing; in a store it goes last.
+    out: a directory that does not exist or is empty; in a store, a place without objects below it.
+    last: the file without which the directory is unusable; in a store it is uploaded last.
 
   Raises:
-    UserError: ``out`` is not empty, or cannot be written.
+    UserError: ``out`` is not empty or cannot be written.
     RetryableError: a store does not answer.
   """
   if isinstance(out, Place):
@@ -63,7 +63,7 @@ def new_directory(out: Path | Place, last: str) -> Iterator[NewDirectory]:
   part = out.with_name(f".{out.name}.{os.getpid()}.part")
   try:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-      raise UserError(f"{where}: already exists; name a new directory")
+      raise UserError(f"{where}: already exists\n  fix: name a new directory")
     part.mkdir(parents=True)
   except OSError as error:
     raise UserError(f"{where}: cannot be written: {error.strerror}") from None
@@ -84,13 +84,13 @@ def _in_store(out: Place, last: str) -> Iterator[NewDirectory]:
     new = NewDirectory(Path(folder), out)
     try:
       if out.entries():
-        raise UserError(f"{printable(out)}: already exists; name a new directory")
+        raise UserError(f"{printable(out)}: already exists\n  fix: name a new directory")
       yield new
       names = [path.relative_to(new.path).as_posix() for path in new.path.rglob("*") if path.is_file()]
       for name in sorted(names, key=lambda name: (name == last, name)):
         new.is_whole(name)
     except BaseException as error:
-      with contextlib.suppress(OSError):  # what is left has no such last file, and so is nothing
+      with contextlib.suppress(OSError):  # leftovers lack the last file, so nothing takes them for a directory
         for place in new._sent:
           place.remove()
       if isinstance(error, OSError):
@@ -99,7 +99,7 @@ def _in_store(out: Place, last: str) -> Iterator[NewDirectory]:
 
 
 def _cannot(error: OSError) -> Exception:
-  """A store's error as ``failed`` has it, a full disk of this machine as what it is."""
+  """Returns the error to raise: ``failed`` for a store, or the local disk's own error."""
   if isinstance(error.filename, str) and is_remote(error.filename):
     return failed(error)
-  return UserError(f"{tempfile.gettempdir()}: cannot be written: {error.strerror}\n  fix: TMPDIR=DIR names another folder")
+  return UserError(f"{tempfile.gettempdir()}: cannot be written: {error.strerror}\n  fix: set TMPDIR to another folder")

@@ -1,12 +1,11 @@
-"""Adapters as peft writes and loads them: adapter_config.json and adapter_model.safetensors (peft 0.21, ``LoraConfig``).
+"""Reads and writes adapters in the format of peft 0.21: adapter_config.json (``LoraConfig``) and adapter_model.safetensors.
 
-Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out,
-R]; what is added to its weight is ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA
-``...lora_magnitude_vector`` [out] has the norm of each row of the sum. Whether the settings name a map as a module or as a
-parameter says ``peft_places``; experts, which are arrays of a module and no linear maps, have theirs in another form
-(``peft_experts``). What ``modules_to_save`` names is there whole, under the names it has in the model: here the vision tower,
-or its projector, the embedding and the head. Where those two are one, peft trains it as one with ``ensure_weight_tying``
-alone, and copies apart without.
+Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R].
+Its weight is changed by ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector`` [out]
+is the norm of each row of the sum. ``peft_places`` decides whether the settings name a map as a module or as a parameter.
+``peft_experts`` handles experts, which are arrays of a module instead of linear maps. The tensors of ``modules_to_save`` are
+stored completely, under their names in the model: here the vision tower, its projector, the embedding and the head. If
+embedding and head are one array, peft trains them as one only with ``ensure_weight_tying``, otherwise as separate copies.
 """
 
 import math
@@ -36,15 +35,14 @@ from maxtext_like.strict_json import parse_file, printable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_MERGE = "use_multimodal=true where it is of a tower; else merge the adapter with peft, and import what that writes"
+_MERGE = "set use_multimodal=true if it belongs to a vision tower; else merge the adapter with peft and import the result"
 _UNSUPPORTED = (
   *("lora_bias", "trainable_token_indices", "fan_in_fan_out", "alora_invocation_tokens", "arrow_config"),
   *("kasa_config", "layer_replication", "monteclora_config", "use_bdlora", "use_qalora"),
 )
-"""Keys of peft that make of an adapter something else than an addition to weights."""
+"""Settings of peft with which an adapter is more than a low-rank update of weights."""
 _OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""Beginnings of an adapter (``init_lora_weights``) that leave the weights below as they are; PiSSA, OLoRA, CorDA, LoftQ and
-LoRA-GA do not."""
+"""Values of ``init_lora_weights`` that leave the base weights unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them."""
 _EMBEDDING, _HEAD = TABLES
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
@@ -52,11 +50,11 @@ _TENSOR = re.compile(
 
 
 class Written(NamedTuple):
-  """What was written of an adapter.
+  """Summary of a written adapter.
 
   Attributes:
-    maps: how many maps it adds to.
-    notes: what peft's form has no place for, and is left out of its settings.
+    maps: number of adapted maps.
+    notes: settings that peft's format cannot express and that were left out.
   """
 
   maps: int
@@ -77,22 +75,21 @@ def write_adapter(
   """Writes an adapter as a directory that ``peft.PeftModel.from_pretrained`` loads.
 
   Args:
-    out: a directory that does not exist, or an empty one.
-    adapter: which weights it is for.
+    out: a directory that does not exist or is empty.
+    adapter: the adapter.
     factors: its arrays.
     decoder, decoder_block: the model.
-    base: what the weights below it are called; None: nobody knows.
-    nested: transformers has the text model inside of another.
-    settings: of the adapter.
+    base: name of the base weights for the file; None if unknown.
+    nested: True if transformers nests the text model inside another model.
+    settings: settings of the adapter.
 
   Raises:
-    UserError: a weight that peft has no place for, or ``out`` cannot be written.
+    UserError: peft cannot represent one of the adapted weights, or ``out`` cannot be written.
   """
   found = places(adapter, decoder, decoder_block, nested=nested)
   if refusal := found.refusal:
     raise UserError(
-      f"{printable(out)}: {refusal}\n"
-      "  fix: export the weights with the additions added (export --merge), or train with other lora_modules"
+      f"{printable(out)}: {refusal}\n  fix: export the merged weights (export --merge), or train with other lora_modules"
     )
   sources, rank, alpha = [], settings.lora_rank, settings.alpha
   ranks: dict[str, int] = {}
@@ -103,6 +100,7 @@ def write_adapter(
     own_alpha = float(f"{scale / settings.scale(own, 1.0):.9g}")
     alphas.update({target: own_alpha} if not math.isclose(own_alpha, alpha, rel_tol=1e-6) else {})
 
+  # Linear maps, then experts, then tensors that are trained fully.
   for adapted in found.maps:
     module, piece = adapted.module, adapted.piece
     ab = _at(factors, piece.path)
@@ -135,14 +133,14 @@ def write_adapter(
     "lora_alpha": alpha,
     "rank_pattern": ranks,
     "alpha_pattern": alphas,
-    "lora_dropout": 0.0 if parameters else adapter.dropout,  # beside parameters peft has none, and refuses to load
+    "lora_dropout": 0.0 if parameters else adapter.dropout,  # peft refuses dropout together with target_parameters
     "use_rslora": settings.lora_rslora,
     "use_dora": adapter.dora,
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
     "init_lora_weights": True,
-    # Whole paths: a tower may have modules of the same names.
+    # Complete module paths, because a vision tower may have modules of the same names.
     "target_modules": sorted(m.target for m in found.maps if not m.as_parameter),
   }
   if parameters:
@@ -154,7 +152,7 @@ def write_adapter(
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
     write_json(new.path / CONFIG, config)
-  lost = f"lora_dropout = {adapter.dropout:g} is written as 0: peft has none beside target_parameters"
+  lost = f"lora_dropout = {adapter.dropout:g} is written as 0, because peft does not support it with target_parameters"
   return Written(len(found.maps) + len(found.experts), (lost,) if parameters and adapter.dropout else ())
 
 
@@ -165,7 +163,7 @@ def _at(tree: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _half(adapter: Adapter, factors: dict[str, Any], piece: Piece, *, has_addition: bool) -> peft_experts.Half:
-  """The addition to a weight of all experts of a layer."""
+  """Returns the update of one of the weights in an array of experts."""
 
   def values() -> tuple[np.ndarray, np.ndarray]:
     a, b = (np.asarray(_at(factors, piece.path)[name][piece.index], np.float32) for name in ("lora_a", "lora_b"))
@@ -176,7 +174,7 @@ def _half(adapter: Adapter, factors: dict[str, Any], piece: Piece, *, has_additi
 
 
 def _a(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
-  """A as peft has it, [R, in]."""
+  """Returns a function that makes A in peft's layout, [R, in]."""
 
   def values() -> np.ndarray:
     a = np.asarray(ab["lora_a"][piece.index], np.float32)
@@ -186,7 +184,7 @@ def _a(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
 
 
 def _b(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
-  """B as peft has it, [out, R]."""
+  """Returns a function that makes B in peft's layout, [out, R]."""
 
   def values() -> np.ndarray:
     b = np.asarray(ab["lora_b"][piece.index], np.float32)
@@ -196,19 +194,19 @@ def _b(ab: dict[str, Any], piece: Piece, rank: int) -> Any:
 
 
 def _magnitude(ab: dict[str, Any], piece: Piece) -> Any:
-  """The norms as peft has them, [out]."""
+  """Returns a function that makes the magnitudes in peft's layout, [out]."""
   return lambda: np.asarray(ab["lora_magnitude"][piece.index], np.float32).reshape(-1)
 
 
 @dataclass(frozen=True)
 class AdaptedMap:
-  """A linear map of a model, or an array of experts, and what peft adds to it.
+  """A linear map or an array of experts, and its update from a peft file.
 
   Attributes:
-    tensor: of the model.
-    a, b: float32 [R, in] and [out, R]; of each expert with an axis before.
-    scale: of b a.
-    magnitude: float32 [out], the norms of the outputs (DoRA); None: they come of the sum.
+    tensor: the tensor of the model.
+    a, b: float32 [R, in] and [out, R]; for experts with a leading expert axis.
+    scale: factor of b a.
+    magnitude: float32 [out], norms of the outputs (DoRA); None without DoRA.
   """
 
   tensor: Tensor
@@ -219,17 +217,17 @@ class AdaptedMap:
 
   @property
   def rank(self) -> int:
-    """R."""
+    """Rank R."""
     return self.a.shape[-2]
 
   def factors(self, piece: Piece) -> dict[str, np.ndarray]:
-    """What is added to one of our parameters, as "lora_a" and "lora_b": the inputs or the outputs in one axis, beside R."""
+    """Returns "lora_a" and "lora_b" of one of our parameters, with inputs or outputs flattened to one axis."""
     b = self.b if piece.half is None else np.split(self.b, 2, axis=-2)[piece.half]
     own = {"lora_a": self.a.swapaxes(-1, -2), "lora_b": b.swapaxes(-1, -2)}
     return own | ({} if self.magnitude is None else {"lora_magnitude": self.magnitude})
 
   def additions(self) -> Iterator[tuple[Piece, np.ndarray, np.ndarray | None]]:
-    """What is added to each of our parameters: its place, and float32 in our layout; and the norms of its outputs."""
+    """Yields, for each of our parameters, its piece, the update in float32 in our layout, and the norms of its outputs."""
     product = self.scale * (self.b @ self.a)
     for piece in self.tensor.pieces:
       yield piece, piece.to_ours(product), self.magnitude
@@ -237,12 +235,12 @@ class AdaptedMap:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-  """An adapter that peft wrote, matched with a model.
+  """A peft adapter matched with a model.
 
   Attributes:
-    directory: of it.
-    maps: what it adds to.
-    whole: tensors that take the places of the model's, float32.
+    directory: its directory.
+    maps: adapted maps.
+    whole: tensors that replace those of the model, float32.
   """
 
   directory: Path
@@ -251,26 +249,26 @@ class PeftAdapter:
 
   @property
   def vision_tower(self) -> Literal["projector", "trained"] | None:
-    """What was trained whole of the tower, as the key of this name says it."""
+    """The value of the key ``vision_tower`` that matches the fully trained tensors."""
     paths = {piece.path[:2] for tensor, _ in self.whole if tensor.vision for piece in tensor.pieces}
     return None if not paths else "projector" if paths == {("vision", "projector")} else "trained"
 
   @property
   def modules_to_save(self) -> tuple[str, ...]:
-    """The tables that were trained whole, as the key of this name says it."""
+    """The value of the key ``modules_to_save`` that matches the fully trained tables."""
     return tuple(sorted(tensor.name.removesuffix(".weight") for tensor, _ in self.whole if not tensor.vision))
 
 
 def is_adapter(directory: Path) -> bool:
-  """Whether peft wrote it."""
+  """Returns True if the directory contains a peft adapter."""
   return (directory / CONFIG).is_file()
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-  """adapter_config.json.
+  """Reads adapter_config.json.
 
   Raises:
-    UserError: malformed, or of another kind than LoRA.
+    UserError: the file is malformed, or the adapter is not a LoRA adapter.
   """
   config = parse_file(directory / CONFIG, limit=4 << 20)
   if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -280,22 +278,23 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftAdapter:
-  """Reads an adapter of peft's.
+  """Reads a peft adapter.
 
   Raises:
-    UserError: as ``read_settings``; of another model, or with parts that are not for linear maps.
+    UserError: as ``read_settings``; the adapter belongs to another model, or adapts something other than linear maps.
   """
   where, config = printable(directory / CONFIG), read_settings(directory)
   for key in _UNSUPPORTED:
     if config.get(key):
-      raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: an adapter of LoRA, rsLoRA or DoRA")
+      raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: use a LoRA, rsLoRA or DoRA adapter")
   begun = config.get("init_lora_weights")
   if begun not in _OF_THE_MODEL:
     raise UserError(
       f"{where}: init_lora_weights = {printable(begun)} is not supported\n"
-      "  why: that beginning takes a part out of the model's own weights, and the adapter is one to what is left of them\n"
-      "  fix: have peft make a plain adapter of it: save_pretrained(DIR, path_initial_model_for_weight_conversion=BEGINNING)"
+      "  why: this initialization changes the base weights, and the adapter only fits the changed weights\n"
+      "  fix: convert the adapter with peft: save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL_ADAPTER)"
     )
+  # The model's tensors that an adapter may refer to, by their names without prefix.
   file = SafetensorsFile(directory / WEIGHTS)
   family = FAMILIES[decoder_block].huggingface
   table = tensor_table(decoder, family)
@@ -305,6 +304,7 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   same = _of_one_table(file, apart, bool(config.get("ensure_weight_tying")), where) if _EMBEDDING in apart else None
   whole = []
   found: dict[str, dict[str, np.ndarray]] = {}
+  # Sort the tensors of the file by module.
   for name in file.entries:
     if name == same:
       continue
@@ -314,13 +314,14 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
       continue
     if match is None and name.endswith(".base_layer.weight"):
       raise UserError(
-        f"{printable(file.path)}: '{printable(name)}' is a weight of the model itself, which peft saved beside its addition\n"
+        f"{printable(file.path)}: '{printable(name)}' is a weight of the base model, which peft saved next to its update\n"
         "  fix: save_pretrained(DIR, save_embedding_layers=False)"
       )
     if match is None:
-      raise UserError(f"{printable(file.path)}: tensor '{printable(name)}' is none of a LoRA adapter of linear maps")
+      raise UserError(f"{printable(file.path)}: tensor '{printable(name)}' does not belong to a LoRA adapter of linear maps")
     part = match[2] or "magnitude_vector"
     found.setdefault(match[1], {})[f"lora_{part}"] = np.asarray(file.tensor(name), np.float32)
+  # Check shapes and settings of each module.
   parts = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if config.get("use_dora") else [])]
   targets = config.get("target_parameters") or []
   of_experts = peft_experts.matched(found, stacked, targets, _bare, printable(file.path))
@@ -328,34 +329,35 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   for module, own in sorted(found.items()):
     name, tensor = of_experts.get(module) or (module, tensors.get(_bare(module)))
     if tensor is None or set(own) != set(parts):
-      lacks = "the model has no such map" if tensor is None else f"of {', '.join(parts)} there is {', '.join(sorted(own))}"
+      lacks = "the model has no such map" if tensor is None else f"has {', '.join(sorted(own))} instead of {', '.join(parts)}"
       raise UserError(f"{printable(file.path)}: '{printable(module)}': {lacks}")
     a, b, magnitude = own["lora_A"], own["lora_B"], own.get("lora_magnitude_vector")
     each = tensor.shape[0] if module in of_experts else 1
     fits = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1] and (b.shape[0], a.shape[1]) == tensor.shape[-2:]
     if not fits or a.shape[0] % each or not a.shape[0]:
       raise UserError(
-        f"{printable(file.path)}: '{printable(module)}': lora_A {list(a.shape)} and lora_B {list(b.shape)} make no map of "
+        f"{printable(file.path)}: '{printable(module)}': lora_A {list(a.shape)} and lora_B {list(b.shape)} do not fit a map of "
         f"{list(tensor.shape)}"
       )
     if magnitude is not None and magnitude.size != tensor.shape[0]:
-      raise UserError(f"{printable(file.path)}: '{printable(module)}': {magnitude.size} norms of {tensor.shape[0]} outputs")
+      raise UserError(f"{printable(file.path)}: '{printable(module)}': {magnitude.size} norms for {tensor.shape[0]} outputs")
     if not all(np.isfinite(x).all() for x in own.values()):
-      raise UserError(f"{printable(file.path)}: '{printable(module)}' holds numbers that are not finite")
+      raise UserError(f"{printable(file.path)}: '{printable(module)}' contains non-finite numbers")
     magnitude = None if magnitude is None else magnitude.reshape(-1)
     if module in of_experts:
       a, b = peft_experts.apart(a, b, each)
     if any(f".{name}.weight".endswith(f".{target}") for target in targets):
-      name += ".weight"  # what the patterns of peft are held against
+      name += ".weight"  # peft matches its patterns against this name
     if (rank := _rank(config, name, where)) != a.shape[-2]:
       raise UserError(
         f"{where}: '{printable(module)}' has rank {rank} by r and rank_pattern, but its tensors have rank {a.shape[-2]}\n"
-        f"  why: the strength of an addition is lora_alpha / r, so it cannot be known\n"
-        f"  fix: write the rank of the tensors, r = {a.shape[-2]}, if the file was edited; else save the adapter again"
+        "  why: the update is scaled by lora_alpha / r, so its scale is unknown\n"
+        f"  fix: if the file was edited, write the rank of the tensors, r = {a.shape[-2]}; otherwise save the adapter again"
       )
     maps.append(AdaptedMap(tensor, a, b, _scale(config, name, a.shape[-2], where), magnitude))
   if not maps:
-    raise UserError(f"{printable(file.path)}: no tensors of an adapter")
+    raise UserError(f"{printable(file.path)}: contains no tensors of an adapter")
+  # Every entry of modules_to_save must have been found.
   modules = config.get("modules_to_save") or []
   parts_of_whole = {part for tensor, _ in whole for part in tensor.name.split(".")}
   if _EMBEDDING in parts_of_whole and apart[_EMBEDDING] is apart.get(_HEAD):
@@ -363,26 +365,29 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   for module in modules if isinstance(modules, list) else [modules]:
     if str(module).split(".")[-1] not in parts_of_whole:
       raise UserError(
-        f"{where}: modules_to_save = {printable(modules)} is not supported: {printable(module)} is neither embedding nor head, "
-        f"and of no vision tower here\n  fix: {_MERGE}"
+        f"{where}: modules_to_save = {printable(modules)} is not supported: {printable(module)} is not the embedding, the head "
+        f"or a part of this model's vision tower\n  fix: {_MERGE}"
       )
   return PeftAdapter(directory, tuple(maps), tuple(whole))
 
 
 def _of_one_table(file: SafetensorsFile, apart: dict[str, Tensor], tied: bool, where: str) -> str | None:
-  """Of a model whose head is its embedding: the name of the second of the two in the file, which says what the first does.
+  """Finds the redundant second copy of the table in an adapter for a model whose head is its embedding.
 
   Args:
-    file: of the adapter.
-    apart: the model's tensors that ``modules_to_save`` may mean, by bare names; here the head becomes one of them.
-    tied: peft trained them as one.
-    where: the settings.
+    file: tensors of the adapter.
+    apart: the model's tensors that ``modules_to_save`` may name, by bare names. The head is added to it.
+    tied: True if peft trained embedding and head as one.
+    where: name of the settings file.
+
+  Returns:
+    The tensor name of the second copy; None if there is only one.
 
   Raises:
-    UserError: they were trained apart.
+    UserError: embedding and head were trained separately.
   """
   if _HEAD in apart:
-    return None  # a model with a head of its own
+    return None  # the model has a separate head
   there = [name for module in (_EMBEDDING, _HEAD) for name in file.entries if _bare(name.removeprefix(_PREFIX)) == module]
   if not there:
     return None
@@ -391,55 +396,55 @@ def _of_one_table(file: SafetensorsFile, apart: dict[str, Tensor], tied: bool, w
   equal = len(there) == 2 and np.array_equal(first, second)
   if not equal and (len(there) == 2 or not tied):
     raise UserError(
-      f"{where}: modules_to_save: '{printable(there[0])}' was trained {'beside a head' if len(there) == 2 else 'alone'}\n"
-      "  why: embedding and head of this model are one array, and peft makes two of it unless it is told to tie them\n"
-      "  fix: LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True); or merge the adapter with peft, and "
-      "import what that writes"
+      f"{where}: modules_to_save: '{printable(there[0])}' was trained {'next to a head' if len(there) == 2 else 'alone'}\n"
+      "  why: embedding and head of this model are one array, but peft makes two of them unless ensure_weight_tying is set\n"
+      "  fix: train with LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True)\n"
+      "       or merge the adapter with peft and import the result"
     )
   return there[1] if len(there) == 2 else None
 
 
 def _whole(file: SafetensorsFile, name: str, known: dict[str, Tensor], where: str) -> tuple[Tensor, np.ndarray]:
-  """A tensor of ``modules_to_save``, and the model's that it takes the place of."""
+  """Returns a tensor of ``modules_to_save``, and the tensor of the model that it replaces."""
   tensor = known.get(_bare(name.removeprefix(_PREFIX)))
   if tensor is None:
     raise UserError(
-      f"{where}: modules_to_save: '{printable(name)}' is neither embedding nor head, and no array of this model's tower\n"
-      "  why: of what is trained whole beside an adapter, these alone are taken\n"
+      f"{where}: modules_to_save: '{printable(name)}' is not the embedding, the head or an array of this model's tower\n"
+      "  why: only these can be trained fully next to an adapter\n"
       f"  fix: {_MERGE}"
     )
   values = np.asarray(file.tensor(name), np.float32)
   if values.shape != tensor.shape or not np.isfinite(values).all():
-    what = f"{list(values.shape)} of {list(tensor.shape)}" if values.shape != tensor.shape else "numbers that are not finite"
+    what = f"{list(values.shape)} instead of {list(tensor.shape)}" if values.shape != tensor.shape else "non-finite numbers"
     raise UserError(f"{printable(file.path)}: '{printable(name)}': {what}")
   return tensor, values
 
 
 def _bare(module: str) -> str:
-  """A module's or a tensor's name without what comes before the layers, which differs between classes and files."""
+  """Returns the name of a module or tensor without the prefix before the layers, which differs between classes and files."""
   name = module.removesuffix(".weight")
   return re.sub(r"^(?:(?:model|language_model)\.)+", "", name)
 
 
 def _setting(config: dict[str, Any], patterns: str, key: str, target: str, where: str) -> Any:
-  """Returns the value of ``key`` for a target: that of the first entry of ``patterns`` that matches its end, as in peft."""
+  """Returns ``key`` for a target: the first entry of ``patterns`` that matches its end, else the common value, as in peft."""
   by_pattern = config.get(patterns) or {}
   if not isinstance(by_pattern, dict):
-    raise UserError(f"{where}: {patterns} = {printable(by_pattern)} is no object")
+    raise UserError(f"{where}: {patterns} = {printable(by_pattern)} is not a JSON object")
   for pattern, value in by_pattern.items():
     try:
       if re.match(rf"(?:.*\.)?({pattern})$", target):
         return value
     except re.error as error:
       raise UserError(f"{where}: {patterns} '{printable(pattern)}': {error}") from None
-  return config.get(key, 8)  # peft's default of both
+  return config.get(key, 8)  # 8 is peft's default of both r and lora_alpha
 
 
 def _rank(config: dict[str, Any], target: str, where: str) -> int:
   """Returns the rank that the settings give to a target."""
   rank = _setting(config, "rank_pattern", "r", target, where)
   if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 2**31:
-    raise UserError(f"{where}: r = {printable(rank)} is no rank\n  fix: a whole number from 1, the first size of every lora_A")
+    raise UserError(f"{where}: r = {printable(rank)} is not a rank\n  fix: write the first dimension of every lora_A")
   return rank
 
 
@@ -447,5 +452,5 @@ def _scale(config: dict[str, Any], target: str, rank: int, where: str) -> float:
   """Returns the factor of B A."""
   alpha = _setting(config, "alpha_pattern", "lora_alpha", target, where)
   if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-    raise UserError(f"{where}: lora_alpha = {printable(alpha)} is no number")
+    raise UserError(f"{where}: lora_alpha = {printable(alpha)} is not a finite number")
   return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

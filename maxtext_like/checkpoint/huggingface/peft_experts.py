@@ -1,9 +1,8 @@
-"""Additions to the experts of a layer as peft has them (``target_parameters``, its ``ParamWrapper``; peft 0.17 or newer).
+"""The updates of a layer's experts in the format of peft (``target_parameters``, ``ParamWrapper``; peft 0.17 or newer).
 
-transformers holds the experts of a layer as two arrays, ``experts.gate_up_proj`` [E, 2 F, D] and ``experts.down_proj``
-[E, D, F], and peft wraps the module once for each that has an addition: the first wrapper is the module ``base_layer`` of the
-second. A wrapper's lora_A.weight is [E R, in], the ranks of an expert together, its lora_B.weight [out, R E], the experts of a
-rank together.
+transformers stores the experts of a layer as two arrays, ``experts.gate_up_proj`` [E, 2 F, D] and ``experts.down_proj`` [E, D,
+F]. peft wraps the module once for each adapted array: the first wrapper is the module ``base_layer`` of the second. A wrapper's
+lora_A.weight is [E R, in], grouped by expert. Its lora_B.weight is [out, R E], grouped by rank.
 
 E experts, R rank, F width of an expert, D model.
 """
@@ -20,17 +19,17 @@ from maxtext_like.strict_json import printable
 
 _INSIDE = ".base_layer"
 _DECLARED = ("gate_up_proj", "down_proj")
-"""The arrays in the order in which transformers' classes declare them, and peft wraps them."""
+"""The arrays in the order in which transformers declares them and peft wraps them."""
 
 
 class Half(NamedTuple):
-  """The addition to one of the weights that an array of experts holds.
+  """The update of one of the weights in an array of experts.
 
   Attributes:
-    rank: R; 0: it has no addition.
-    scale: of a b.
-    out: its rows.
-    factors: makes float32 [E, in, R] and [E, R, out], as we have them.
+    rank: R; 0 if this weight is not adapted.
+    scale: factor of a b.
+    out: number of its output rows.
+    factors: returns our a and b, float32 [E, in, R] and [E, R, out].
   """
 
   rank: int
@@ -40,13 +39,16 @@ class Half(NamedTuple):
 
 
 def scale(halves: Sequence[Half]) -> float:
-  """Of the one addition that ``fused`` makes."""
+  """Returns the scale of the update that ``fused`` makes."""
   return next(half.scale for half in halves if half.rank)
 
 
 def fused(halves: Sequence[Half]) -> tuple[np.ndarray, np.ndarray]:
-  """lora_A.weight and lora_B.weight of one addition to the whole array: the ranks of its halves beside each other, each of
-  which reaches its own rows alone. The b of a half with another scale is corrected for it."""
+  """Returns lora_A.weight and lora_B.weight of one update of the complete array.
+
+  The ranks of the halves are concatenated, and each half affects only its own output rows. The b of a half with another scale
+  is adjusted.
+  """
   of_a, of_b, row, out = [], [], 0, sum(half.out for half in halves)
   for half in halves:
     if half.rank:
@@ -61,12 +63,12 @@ def fused(halves: Sequence[Half]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def apart(a: np.ndarray, b: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
-  """lora_A.weight and lora_B.weight as [E, R, in] and [E, out, R]."""
+  """Splits lora_A.weight and lora_B.weight by expert: returns [E, R, in] and [E, out, R]."""
   return a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts).transpose(2, 0, 1)
 
 
 def wrapper(name: str, names: Collection[str]) -> str:
-  """The module of the wrapper of one of the arrays of a layer that have an addition."""
+  """Returns the module name of the wrapper of one adapted array of a layer."""
   container, _, array = name.rpartition(".")
   later = _DECLARED[_DECLARED.index(array) + 1 :]
   return container + _INSIDE * sum(f"{container}.{other}" in names for other in later)
@@ -75,20 +77,20 @@ def wrapper(name: str, names: Collection[str]) -> str:
 def matched(
   modules: Collection[str], tensors: dict[str, Tensor], targets: Sequence[str], bare: Callable[[str], str], where: str
 ) -> dict[str, tuple[str, Tensor]]:
-  """Which array of experts each module of an adapter is for.
+  """Matches modules of an adapter with arrays of experts.
 
   Args:
-    modules: of the adapter.
+    modules: module names of the adapter.
     tensors: the model's arrays of experts by bare names.
     targets: ``target_parameters``.
-    bare: of a module's name that of the model's.
-    where: the file.
+    bare: module name -> bare name.
+    where: name of the file.
 
   Returns:
-    {module: (the array's name there, it)}, of the modules that wrap experts.
+    {module: (name of the array there, the array)} for modules that wrap experts.
 
   Raises:
-    UserError: there are more or fewer wrappers than arrays that the targets name.
+    UserError: the wrappers do not correspond to the arrays that the targets name.
   """
   inside: dict[str, set[str]] = {}
   for module in modules:
@@ -102,8 +104,8 @@ def matched(
     own = {wrapper(name, names): (name, tensor) for name, tensor in names.items()}
     if own.keys() != wrappers:
       raise UserError(
-        f"{where}: '{printable(container)}' has additions {', '.join(map(printable, sorted(wrappers)))}, and target_parameters "
-        f"names {', '.join(sorted(names)) or 'none of its arrays'}"
+        f"{where}: '{printable(container)}' contains the updates {', '.join(map(printable, sorted(wrappers)))}, but "
+        f"target_parameters names {', '.join(sorted(names)) or 'none of its arrays'}"
       )
     found |= own
   return found

@@ -1,14 +1,14 @@
-"""Where peft has the additions of an adapter, and which it has no place for (peft 0.21; read from its ``tuners``).
+"""Decides how peft represents each adapted weight, and which ones it cannot represent (from the ``tuners`` of peft 0.21).
 
-peft names what it adapts in two lists. A module of ``target_modules`` is a linear map, and may have DoRA and dropout. Each of
-``target_parameters`` is a weight of some module, of two axes or, with those of all experts, of three (``ParamWrapper``): rank,
-scale and rsLoRA are as ever, patterns are held against ``<module>.weight``, and the tensors of the file are named as those of
-a module. But it is added to before anything is multiplied, so one of them leaves the whole adapter without DoRA and dropout.
+peft names adapted weights in two lists. An entry of ``target_modules`` is a linear map and may have DoRA and dropout. An entry
+of ``target_parameters`` is a weight of a module with two axes, or three for the experts (``ParamWrapper``). Rank, scale and
+rsLoRA work as for modules, patterns are matched against ``<module>.weight``, and the tensors are named like those of a module.
+But its update is added to the weight before the product, so that a single such entry excludes DoRA and dropout for the whole
+adapter.
 
-Why a linear map may have to be a parameter: in models that had a module for every expert in transformers 4, peft takes every
-gate, gate_proj, up_proj and down_proj of ``target_modules`` for those of experts, and leaves out the dense layers' and the
-shared experts' (``transformers_weight_conversion``). It leaves parameters as they are. The router of these models is no linear
-map there anyway.
+Some linear maps must be parameters: in families whose experts were separate modules in transformers 4, peft takes every gate,
+gate_proj, up_proj and down_proj in ``target_modules`` for an expert's, and skips those of dense layers and shared experts
+(``transformers_weight_conversion``). It does not change parameters. The router of these families is not a linear map anyway.
 """
 
 import re
@@ -27,12 +27,12 @@ _TAKEN_FOR_EXPERTS = re.compile(r"(?:^|\.)(?:gate|(?:gate|up|down)_proj)$")
 
 
 class AdaptedModule(NamedTuple):
-  """A linear map with an addition.
+  """An adapted linear map.
 
   Attributes:
     module: its name in transformers' class.
-    piece: of our parameters.
-    as_parameter: peft has it in ``target_parameters``.
+    piece: the piece of our parameters.
+    as_parameter: True if peft names it in ``target_parameters``.
   """
 
   module: str
@@ -41,19 +41,19 @@ class AdaptedModule(NamedTuple):
 
   @property
   def target(self) -> str:
-    """What peft's lists and patterns call it."""
+    """Its name in the lists and patterns of peft."""
     return f"{self.module}.weight" if self.as_parameter else self.module
 
 
 class Places(NamedTuple):
-  """Where peft has the additions of an adapter.
+  """How peft represents an adapter.
 
   Attributes:
-    maps: linear maps.
-    experts: arrays of experts that have an addition, by name, with their pieces that have it.
-    whole: tensors that are trained whole.
-    without_dora: names, of all layers at once, of what peft has additions for, but no DoRA, which they are.
-    unwritten: those of what is neither linear map nor experts.
+    maps: adapted linear maps.
+    experts: adapted arrays of experts by name, with their adapted pieces.
+    whole: fully trained tensors.
+    without_dora: names, with N for the layer, of weights for which peft supports LoRA but not the requested DoRA.
+    unwritten: such names of weights that are neither linear maps nor experts.
   """
 
   maps: list[AdaptedModule]
@@ -64,19 +64,19 @@ class Places(NamedTuple):
 
   @property
   def refusal(self) -> str | None:
-    """Why the adapter cannot be written for peft; None: it can."""
-    reasons = [f"peft has no DoRA of {', '.join(self.without_dora)}"] if self.without_dora else []
-    reasons += [f"additions to {', '.join(self.unwritten)} are not written for peft"] if self.unwritten else []
+    """The reason why the adapter cannot be written for peft; None if it can."""
+    reasons = [f"peft does not support DoRA for {', '.join(self.without_dora)}"] if self.without_dora else []
+    reasons += [f"peft cannot represent updates of {', '.join(self.unwritten)}"] if self.unwritten else []
     return "; ".join(reasons) or None
 
 
 def places(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool = False) -> Places:
-  """Where peft has the additions of an adapter.
+  """Returns how peft represents an adapter.
 
   Args:
-    adapter: which weights it is for.
+    adapter: the adapter.
     decoder, decoder_block: the model.
-    nested: transformers has the text model inside of another.
+    nested: True if transformers nests the text model inside another model.
   """
   family = FAMILIES[decoder_block].huggingface
   takes = _takes_for_experts(decoder, family)
@@ -104,7 +104,7 @@ def places(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bo
 
 
 def _takes_for_experts(decoder: Decoder, family: HuggingFace) -> bool:
-  """Whether peft takes projections for those of experts, which it does by the model_type of config.json."""
+  """Returns True if peft takes projections for those of experts, which depends on the model_type of config.json."""
   return bool(family.stacked) and (family.dense_is_moe or any(layer.cfg.ffn.experts for layer in decoder.layers))
 
 
@@ -113,13 +113,13 @@ def _of_all_layers(tensor: Tensor) -> str:
 
 
 def name_of(decoder: Decoder, piece: Piece) -> str:
-  """Our name of the weight that a piece is, ``layers.7.attention.q``."""
+  """Returns our name of the weight of a piece, such as ``layers.7.attention.q``."""
   names = row_names(decoder, piece.path)
   return names[piece.index[0]] if len(names) > 1 else names[0]
 
 
 def name_in_transformers(tensor: Tensor, *, nested: bool) -> str:
-  """The name of a tensor in transformers' class; nested: as of ``places``."""
+  """Returns the name of a tensor in transformers' class; ``nested`` as for ``places``."""
   return (
     tensor.name if tensor.name == HEAD else f"model.{'language_model.' if nested and not tensor.vision else ''}{tensor.name}"
   )

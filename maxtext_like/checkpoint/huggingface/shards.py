@@ -1,4 +1,4 @@
-"""A checkpoint directory: one safetensors file or shards with an index, and tensors by name with float8 made whole."""
+"""The tensors of a checkpoint directory, which has one safetensors file or several with an index. Applies float8 scales."""
 
 import errno
 from collections.abc import Iterable, Iterator
@@ -12,21 +12,21 @@ from maxtext_like.strict_json import parse_file, printable
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_INDEX_LIMIT = 100_000_000  # bytes
+_INDEX_LIMIT = 100_000_000  # maximum bytes
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npz", ".npy")
-BLOCK_SCALE = "_scale_inv"  # DeepSeek: one number per block
-TENSOR_SCALE = "_scale"  # one number per tensor
-_UNUSED_SUFFIXES = (".input_scale", ".activation_scale")  # scales of activations: of no use to weights
+BLOCK_SCALE = "_scale_inv"  # DeepSeek: one scale per block
+TENSOR_SCALE = "_scale"  # one scale per tensor
+_UNUSED_SUFFIXES = (".input_scale", ".activation_scale")  # scales of activations, which do not affect weights
 
 
 class Shards:
-  """The tensors of a checkpoint directory. Only headers are held; a tensor's bytes are read when it is asked for."""
+  """The tensors of a checkpoint directory. Only headers are kept in memory; a tensor is read when it is used."""
 
   def __init__(self, directory: Path):
-    """Opens and checks every file's header, and that index and shards agree.
+    """Reads and checks every header, and checks that the index agrees with the files.
 
     Raises:
-      UserError: no such directory, pickles, a malformed file, or an index that disagrees with its shards.
+      UserError: the directory is missing, contains pickles or a malformed file, or the index disagrees with the files.
     """
     self.directory = directory
     self.block: tuple[int, int] = (128, 128)  # rows and columns that share a block scale
@@ -35,7 +35,7 @@ class Shards:
       raise UserError(f"{where}: no such directory; expected a Hugging Face checkpoint: config.json and {SINGLE}")
     single, index = (directory / SINGLE).exists(), (directory / INDEX).exists()
     if single and index:
-      raise UserError(f"{where}: has both {SINGLE} and {INDEX}; which one holds the model? Move the other away")
+      raise UserError(f"{where}: contains both {SINGLE} and {INDEX}\n  fix: move the one away that is not the model")
     if index:
       self._files = self._open_index(directory / INDEX)
     elif single:
@@ -48,35 +48,37 @@ class Shards:
     where = printable(self.directory)
     files = sorted(path for path in self.directory.iterdir() if path.is_file())
     if stray := [path for path in files if path.suffix == ".safetensors"]:
-      return UserError(f"{where}: has {printable(stray[0].name)} but neither {SINGLE} nor {INDEX}; was the download cut off?")
+      return UserError(
+        f"{where}: contains {printable(stray[0].name)} but neither {SINGLE} nor {INDEX}; the download may be incomplete"
+      )
     if pickles := [path for path in files if path.suffix in _PICKLES]:
       return refuse_pickle(pickles[0])
-    return UserError(f"{where}: holds no {SINGLE} and no {INDEX}; not a Hugging Face checkpoint")
+    return UserError(f"{where}: contains neither {SINGLE} nor {INDEX}; not a Hugging Face checkpoint")
 
   def _open_index(self, path: Path) -> list[SafetensorsFile]:
     where = printable(path)
     index = parse_file(path, limit=_INDEX_LIMIT)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-      raise UserError(f"{where}: weight_map must map tensor names to file names, and is missing or empty")
+      raise UserError(f"{where}: weight_map is missing or empty; it must map tensor names to file names")
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
       if not isinstance(shard, str):
-        raise UserError(f"{where}: tensor '{printable(name)}': its file name is not text")
+        raise UserError(f"{where}: tensor '{printable(name)}': its file name is not a string")
       shards.setdefault(shard, set()).add(name)
     paths = {shard: _inside(self.directory, shard, where) for shard in shards}
     files, home = [], {}
     for shard, names in shards.items():
       file = SafetensorsFile(paths[shard])
       if missing := names - set(file.entries):
-        raise UserError(f"{where}: says that {printable(shard)} holds {_some(missing)}, which is not in it")
+        raise UserError(f"{where}: lists {_some(missing)} in {printable(shard)}, which does not contain it")
       for name in file.entries:
         if name in home:
           both = f"{printable(home[name])} and {printable(shard)}"
           raise UserError(f"{where}: tensor '{printable(name)}' is in both {both}")
         home[name] = shard
       if extra := set(file.entries) - names:
-        raise UserError(f"{where}: {printable(shard)} holds {_some(extra)}, which the index does not list there")
+        raise UserError(f"{where}: {printable(shard)} contains {_some(extra)}, which the index does not list there")
       files.append(file)
     return files
 
@@ -90,19 +92,19 @@ class Shards:
     return len(self._home)
 
   def entry(self, name: str) -> Entry:
-    """Dtype and shape of a tensor, from the header."""
+    """Returns dtype and shape of a tensor from the header."""
     return self._home[name].entries[name]
 
   def path(self, name: str) -> Path:
-    """The file that holds a tensor."""
+    """Returns the file that contains a tensor."""
     return self._home[name].path
 
   def raw(self, name: str) -> np.ndarray:
-    """A tensor as it is stored: a read-only view, not read before it is used."""
+    """Returns a tensor as it is stored, as a read-only view whose pages are read on use."""
     return self._home[name].tensor(name)
 
   def weights(self) -> list[str]:
-    """Names of all tensors but the scales that belong to float8 weights."""
+    """Returns the names of all tensors except the scales of float8 weights."""
     scales = {scale for name in self if self.entry(name).dtype in FLOAT8 for scale in self._scales(name)}
     return [name for name in self if name not in scales and not name.endswith(_UNUSED_SUFFIXES)]
 
@@ -110,7 +112,7 @@ class Shards:
     return [name + suffix for suffix in (BLOCK_SCALE, TENSOR_SCALE) if name + suffix in self]
 
   def check_scales(self, names: Iterable[str]) -> None:
-    """Checks that every float8 tensor among ``names`` has exactly one scale of the right shape, reading none."""
+    """Checks that every float8 tensor in ``names`` has exactly one scale of the right shape. Reads no tensor."""
     for name in names:
       if self.entry(name).dtype in FLOAT8:
         self._check_scale(name)
@@ -138,10 +140,10 @@ class Shards:
     return scales[0], scale.shape
 
   def weight(self, name: str) -> np.ndarray:
-    """A tensor with its scale applied: float8 comes as float32, everything else as it is stored.
+    """Returns a tensor with its scale applied: float32 for float8, otherwise as it is stored.
 
     Raises:
-      UserError: a float8 tensor without a scale, or with one that does not fit or is not finite.
+      UserError: a float8 tensor has no scale, or its scale has a wrong shape or is not finite.
     """
     stored = self.raw(name)
     if self.entry(name).dtype not in FLOAT8:
@@ -157,7 +159,7 @@ class Shards:
     return stored.astype(np.float32) * scale.reshape(())
 
   def _finite_scale(self, name: str) -> tuple[str, np.ndarray]:
-    """Name and float32 values of a float8 tensor's scale."""
+    """Returns the name and the float32 values of a float8 tensor's scale."""
     scale_name, _ = self._check_scale(name)
     scale = self.raw(scale_name).astype(np.float32)
     if not np.isfinite(scale).all():
@@ -165,7 +167,7 @@ class Shards:
     return scale_name, scale
 
   def scale(self, name: str) -> np.ndarray:
-    """The scale of every block of a float8 matrix, float32; that of a whole tensor is each block's.
+    """Returns the scale of every block of a float8 matrix, float32. A scale of the complete tensor is repeated.
 
     Raises:
       UserError: as ``weight``.
@@ -177,16 +179,16 @@ class Shards:
     return np.full(grid, scale.reshape(()), np.float32)
 
   def release(self) -> None:
-    """Gives the pages read so far back to the system."""
+    """Returns the pages read so far to the operating system."""
     for file in self._files:
       file.release()
 
 
 def _inside(directory: Path, name: str, where: str) -> Path:
-  """The path of a file that must lie in the directory itself: no path, no link out of it.
+  """Returns the path of a file that must be directly in the directory, not behind a path or a link.
 
-  One layout with links is known and allowed: the download cache of Hugging Face, where
-  models--X/snapshots/REVISION/FILE points to models--X/blobs/HASH.
+  One layout with links is allowed, the download cache of Hugging Face, where models--X/snapshots/REVISION/FILE points to
+  models--X/blobs/HASH.
   """
   shown = printable(name)
   if not name.endswith(".safetensors") or not name.isprintable() or any(c in name for c in "/\\:"):
@@ -200,7 +202,7 @@ def _inside(directory: Path, name: str, where: str) -> Path:
     raise UserError(f"{where}: {shown}: {error}") from None
   cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
   if target.parent not in (home, cache):
-    raise UserError(f"{where}: {shown} is a link out of the directory, to {printable(target)}; copy the file instead")
+    raise UserError(f"{where}: {shown} is a link to {printable(target)}, outside the directory\n  fix: copy the file instead")
   return path
 
 

@@ -1,10 +1,10 @@
-"""One safetensors file, read strictly: every bound of the header is checked before a tensor is handed out.
+"""Strict reader of one safetensors file: all bounds in the header are checked before a tensor is returned.
 
-Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes of the
-tensors, which the offsets must tile without gap or overlap (https://github.com/huggingface/safetensors, "Format").
+Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes of the tensors,
+which the offsets must cover without gap or overlap (https://github.com/huggingface/safetensors, "Format").
 
-Written here because the library keeps the last of two tensors with one name in silence and cannot read float8 through
-numpy (safetensors 0.8.0).
+The safetensors library is not used, because it silently keeps the last of two tensors with one name and cannot read float8
+through numpy (safetensors 0.8.0).
 """
 
 import mmap
@@ -41,17 +41,17 @@ DTYPES: dict[str, np.dtype] = {
 FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 
 HEADER_LIMIT = 100_000_000  # bytes; the library's limit
-_SIZE_LIMIT = 2**48  # bytes of one tensor, also with its zero dimensions counted as one
+_SIZE_LIMIT = 2**48  # bytes of one tensor; dimensions of size 0 count as 1
 _RANK_LIMIT = 32
 _PICKLE = (
-  "pickle can run code when it is read, so it is refused; convert it where you trust it with "
+  "pickle can run code when it is read, so it is refused\n  fix: if you trust the file, convert it with "
   "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT, safe_serialization=True)"
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-  """One tensor of a file: its dtype as the header writes it, shape, and byte range from the start of the file."""
+  """One tensor of a file: name, dtype as in the header, shape, and byte range from the start of the file."""
 
   name: str
   dtype: str
@@ -61,20 +61,20 @@ class Entry:
 
 
 class SafetensorsFile:
-  """A safetensors file whose header has been read and checked. Tensors are views of the mapped file, read on use."""
+  """A safetensors file whose header has been checked. Tensors are views of the memory-mapped file, read on use."""
 
   def __init__(self, path: Path):
     """Reads and checks the header only.
 
     Raises:
-      UserError: not a readable safetensors file; the message names the file and the reason.
+      UserError: the file is not a readable safetensors file; the message gives the reason.
     """
     self.path = path
     self._where = printable(path)
     self._map: mmap.mmap | None = None
     try:
       status = os.stat(path)
-      if not stat.S_ISREG(status.st_mode):  # Before open(), which would wait for a writer of a named pipe.
+      if not stat.S_ISREG(status.st_mode):  # checked before open(), which would block on a named pipe
         raise UserError(f"{self._where}: not a regular file")
       self.size = status.st_size
       with open(path, "rb") as file:
@@ -94,58 +94,58 @@ class SafetensorsFile:
     start = file.read(12)
     length = int.from_bytes(start[:8], "little")
     if length <= self.size - 8 and length > HEADER_LIMIT:
-      raise UserError(f"{self._where}: a header of {length} bytes, more than the {HEADER_LIMIT} that are allowed")
-    # The length of an honest header may begin with the bytes of a pickle or an archive, so this is asked second.
+      raise UserError(f"{self._where}: the header has {length} bytes, more than the limit of {HEADER_LIMIT}")
+    # A valid header length may start with the same bytes as a pickle or an archive, so check the length first.
     if (length > self.size - 8 or start[8:9] != b"{") and (start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"):
       raise UserError(f"{self._where}: this is a pickle or a zip archive, not safetensors; {_PICKLE}")
     if len(start) < 8:
-      raise UserError(f"{self._where}: {self.size} bytes: too short to be a safetensors file; was the copy cut off?")
+      raise UserError(f"{self._where}: {self.size} bytes are too short for a safetensors file; the copy may be incomplete")
     if length > self.size - 8:
       raise UserError(
-        f"{self._where}: the header is said to have {length} bytes, the file has {self.size}; truncated, or not safetensors"
+        f"{self._where}: the header claims {length} bytes, but the file has {self.size}; it is truncated or not safetensors"
       )
     file.seek(8)
     raw = file.read(length)
     if len(raw) != length:
-      raise UserError(f"{self._where}: the file became shorter while its header was read")
+      raise UserError(f"{self._where}: the file shrank while its header was read")
     if raw[:1] != b"{":
       raise UserError(f"{self._where}: the header does not begin with '{{'; not a safetensors file")
     return raw
 
   def _check_metadata(self, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-      raise UserError(f"{self._where}: __metadata__ must map text to text")
+      raise UserError(f"{self._where}: __metadata__ must map strings to strings")
     return metadata
 
   def _check_entry(self, name: str, value: Any) -> Entry:
     where = f"{self._where}: tensor '{printable(name)}'"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-      raise UserError(f"{where}: needs exactly dtype, shape and data_offsets")
+      raise UserError(f"{where}: must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-      raise UserError(f"{where}: unknown dtype '{printable(dtype)}'; known: {', '.join(DTYPES)}")
+      raise UserError(f"{where}: unknown dtype '{printable(dtype)}'; known are {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > _RANK_LIMIT or not all(_is_count(size) for size in shape):
-      raise UserError(f"{where}: shape {printable(shape)} is not a list of at most {_RANK_LIMIT} sizes, integers from 0 up")
+      raise UserError(f"{where}: shape {printable(shape)} is not a list of at most {_RANK_LIMIT} non-negative integers")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-      raise UserError(f"{where}: data_offsets {printable(offsets)} are not two integers from 0 up")
+      raise UserError(f"{where}: data_offsets {printable(offsets)} are not two non-negative integers")
     itemsize = DTYPES[dtype].itemsize
     elements, extent = 1, itemsize
     for size in shape:
       elements *= size
       extent *= max(size, 1)
       if extent > _SIZE_LIMIT:
-        raise UserError(f"{where}: shape {printable(shape)} of {dtype} is larger than any machine")
+        raise UserError(f"{where}: shape {printable(shape)} of {dtype} exceeds the limit of 2^48 bytes")
     start, stop = offsets
     if stop < start:
       raise UserError(f"{where}: data_offsets {offsets} are reversed")
     if stop > self.size - self._data_start:
       raise UserError(
         f"{where}: data_offsets {printable(offsets)} reach beyond the end of the file, which has "
-        f"{self.size - self._data_start} bytes of data; truncated?"
+        f"{self.size - self._data_start} bytes of data; it may be truncated"
       )
     if stop - start != elements * itemsize:
       raise UserError(
-        f"{where}: shape {shape} of {dtype} needs {elements * itemsize} bytes, data_offsets {offsets} give {stop - start}"
+        f"{where}: shape {shape} of {dtype} needs {elements * itemsize} bytes, but data_offsets {offsets} give {stop - start}"
       )
     return Entry(name, dtype, tuple(shape), self._data_start + start, self._data_start + stop)
 
@@ -163,10 +163,10 @@ class SafetensorsFile:
       raise UserError(f"{self._where}: {self.size - position} bytes after the last tensor belong to no tensor")
 
   def tensor(self, name: str) -> np.ndarray:
-    """A tensor as a read-only view of the mapped file, its pages read when they are used. KeyError if it has none.
+    """Returns a tensor as a read-only view of the mapped file; pages are read on use. KeyError if there is no such tensor.
 
     Raises:
-      UserError: the file was changed in size since its header was read.
+      UserError: the size of the file has changed since its header was read.
     """
     entry = self.entries[name]
     if self._map is None:
@@ -175,23 +175,23 @@ class SafetensorsFile:
           self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
       except (OSError, ValueError) as error:
         raise UserError(f"{self._where}: cannot be mapped: {error}") from None
-    # Reading a mapped page beyond the end of a file that has shrunk would kill the process.
+    # Reading a mapped page beyond the end of a shrunken file would kill the process with SIGBUS.
     if len(self._map) != self.size or os.stat(self.path).st_size != self.size:
       raise UserError(f"{self._where}: the file changed while it was being read")
     dtype = DTYPES[entry.dtype]
     raw = np.frombuffer(self._map, np.uint8, entry.stop - entry.start, entry.start)
     if entry.start % dtype.itemsize:
-      raw = raw.copy()  # Views of misaligned elements are slow, and not every consumer takes them.
+      raw = raw.copy()  # misaligned views are slow, and some consumers refuse them
     return raw.view(dtype).reshape(entry.shape)
 
   def release(self) -> None:
-    """Gives the mapped pages back to the system; they are read again on use."""
+    """Returns the mapped pages to the operating system; they are read again on use."""
     if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
       self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def refuse_pickle(path: Path) -> UserError:
-  """The error for a checkpoint file of a kind that can run code when it is read."""
+  """Returns the error for a checkpoint file of a kind that can run code when it is read."""
   return UserError(f"{printable(path)}: not safetensors; {_PICKLE}")
 
 

@@ -1,7 +1,7 @@
-"""Which Hugging Face tensor holds which of our parameters, in both directions.
+"""Maps Hugging Face tensors to our parameters and back.
 
-The table is derived from what the decoder declares: a layer without a k projection expects none in the file, and a
-parameter that no rule names is an error here, never a tensor left out in silence. All transforms are views.
+The table is derived from the parameters that the decoder declares. A layer without a k projection expects none in the file, and
+a parameter without a rule is an error. All transforms are views.
 
 E experts, D model. Hugging Face stores a linear map as [out, in]; ours has its input axes first.
 """
@@ -33,7 +33,7 @@ _TOP = {
 
 @dataclass(frozen=True)
 class Piece:
-  """Where a tensor, or half of it, stands in our tree: ``params[path][index]``, of this shape."""
+  """The position of a tensor, or of half of it, in our tree: ``params[path][index]`` with this shape."""
 
   path: Path
   index: tuple[int, ...]
@@ -46,7 +46,7 @@ class Piece:
     return 2 if self.kind == "linear2" else 1
 
   def hf_shape(self) -> tuple[int, ...]:
-    """The shape of this piece in a file (of the half, where the tensor holds two)."""
+    """Returns the shape of this piece in a file. If the tensor contains two pieces, this is the shape of its half."""
     s = self.shape
     if self.kind == "scalar":
       return (1,)
@@ -62,7 +62,7 @@ class Piece:
     return s
 
   def to_ours(self, tensor: Any) -> Any:
-    """A view of the file's tensor in our layout."""
+    """Returns a view of the file's tensor in our layout."""
     if self.half is not None:
       size = self.shape[2]
       tensor = tensor[:, self.half * size : (self.half + 1) * size]
@@ -77,7 +77,7 @@ class Piece:
     return tensor.reshape(self.shape)
 
   def to_hf(self, ours: Any) -> Any:
-    """Our array, already indexed, in the file's layout."""
+    """Returns our indexed array in the file's layout."""
     if self.kind == "experts":
       return ours.swapaxes(1, 2)
     if self.kind in ("linear", "linear2"):
@@ -90,8 +90,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Tensor:
-  """One Hugging Face tensor. ``name`` is relative to the text model (``layers.0.mlp.up_proj.weight``), ``HEAD``, or, with
-  ``vision``, of the tower."""
+  """One Hugging Face tensor.
+
+  Attributes:
+    name: relative to the text model (``layers.0.mlp.up_proj.weight``), ``HEAD``, or relative to the tower.
+    pieces: the positions in our tree; two if it contains two parameters.
+    rule: how it is stored.
+    vision: True for a tensor of the vision tower.
+  """
 
   name: str
   pieces: tuple[Piece, ...]
@@ -104,13 +110,13 @@ class Tensor:
     return (first[0], sum(piece.hf_shape()[1] for piece in self.pieces), *first[2:]) if len(self.pieces) > 1 else first
 
   def from_params(self, leaves: dict[Path, Any]) -> np.ndarray:
-    """The tensor's values out of our parameters, given as {path: array}."""
+    """Assembles the tensor from our parameters, given as {path: array}."""
     parts = [piece.to_hf(np.asarray(leaves[piece.path][piece.index])) for piece in self.pieces]
     return np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
 def flatten(tree: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-  """(path, leaf) of a nested dict."""
+  """Yields (path, leaf) of a nested dict."""
   for key, value in tree.items():
     if isinstance(value, dict):
       yield from flatten(value, (*prefix, key))
@@ -119,15 +125,15 @@ def flatten(tree: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def tensor_table(decoder: Decoder, family: HuggingFace, *, stacked: bool = False) -> list[Tensor]:
-  """Every tensor of a decoder, in the order of the model.
+  """Returns every tensor of a decoder, in model order.
 
   Args:
-    decoder: the model; what it declares is what is expected.
-    family: its names at Hugging Face.
-    stacked: as transformers holds it in memory, with one array for all experts of a layer.
+    decoder: the model; its declared parameters are expected.
+    family: its Hugging Face declarations.
+    stacked: use transformers' layout in memory, with one array for all experts of a layer.
 
   Raises:
-    ValueError: the decoder declares a parameter that has no name at Hugging Face.
+    ValueError: the decoder declares a parameter without a Hugging Face name.
   """
   spec = decoder.params()
   rules = {**family.layer, **family.stacked} if stacked else family.layer
@@ -146,6 +152,7 @@ def tensor_table(decoder: Decoder, family: HuggingFace, *, stacked: bool = False
       found.setdefault(name, []).append(piece)
       rule_of[name] = rule
 
+  # Embedding, layers, final norm and head, then the vision tower.
   tops = {name: value for name, value in spec.items() if name not in {s.name for s in decoder.stacks}}
   for path, param in flatten({name: value for name, value in tops.items() if name not in ("final_norm", "head", "vision")}):
     add("", _TOP, path, path, param, ())
@@ -158,7 +165,7 @@ def tensor_table(decoder: Decoder, family: HuggingFace, *, stacked: bool = False
   of_text = len(found)
   if "vision" in tops:
     if family.tower is None:
-      raise ValueError("the decoder has a vision tower, and its family has none at Hugging Face")
+      raise ValueError("the decoder has a vision tower, but its family declares none for Hugging Face")
     for path, param in flatten(tops["vision"]):
       if path[0] == "layers":
         for row in range(param.shape[0]):

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint directory, matched against a decoder by name and shape and loaded without a second copy."""
+"""Loads the weights of a checkpoint directory: matches tensors with a decoder by name and shape, without a second copy."""
 
 import functools
 import re
@@ -28,17 +28,17 @@ from maxtext_like.strict_json import printable
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
 _FINAL_NORM = "norm.weight"
 _SHOWN = 20
-_CHUNK_BYTES = 16 << 20  # of a tensor that are converted at a time
+_CHUNK_BYTES = 16 << 20  # bytes of a tensor converted at a time
 
 
 class Weights:
-  """A checkpoint directory whose tensors have been matched, one to one, with a decoder's parameters.
+  """A checkpoint directory whose tensors match the parameters of a decoder one to one.
 
   Attributes:
     decoder: the model.
-    notes: what the file holds and this model does not use, a sentence each.
-    table: every tensor, in the order of the model.
-    finite: numbers that are not finite are an error, found as they are read.
+    notes: parts of the file that this model does not use, one sentence each.
+    table: every tensor, in model order.
+    finite: True to refuse non-finite numbers when they are read.
   """
 
   finite: bool = False
@@ -46,15 +46,15 @@ class Weights:
   def __init__(
     self, directory: Path, decoder: Decoder, config: HuggingFaceConfig, *, without: Collection[tuple[str, ...]] = ()
   ):
-    """Reads headers only.
+    """Reads the headers and matches the tensors.
 
     Args:
       directory, decoder, config: directory, model and configuration of the checkpoint.
-      without: paths of parameters that the checkpoint is known to lack, which are not read.
+      without: paths of parameters that the checkpoint lacks; they are not read.
 
     Raises:
-      UserError: malformed files; or tensors that are missing, unexpected, of a wrong shape, or float8 without a scale,
-        all of them listed.
+      UserError: a file is malformed; or tensors are missing, unexpected, of a wrong shape, or float8 without a scale. Lists
+        all of them.
     """
     self.shards = Shards(directory)
     self.shards.block = config.float8_block
@@ -63,6 +63,7 @@ class Weights:
     self.decoder = decoder
     self._config = config
     self._family = FAMILIES[config.model["decoder_block"]].huggingface
+    # Find the prefix of the text model and the layout of the experts, then the name of each tensor in the file.
     names = set(self.shards.weights())
     head = find_head(names)
     only_head = decoder.cfg.tied and head is not None and not prefixes_with(EMBEDDING, names)
@@ -81,17 +82,17 @@ class Weights:
       }
     if only_head:
       self._file_name[EMBEDDING] = head
-      self.notes.append(f"{printable(head)} is the embedding too (tie_word_embeddings)")
+      self.notes.append(f"{printable(head)} is used as the embedding too (tie_word_embeddings)")
     self._check(names, prefix, head)
 
   def _prefix(self, names: set[str], name: str) -> str:
-    """The prefix of the text model, found by one of its tensors."""
+    """Finds the prefix of the text model by the name of one of its tensors."""
     found = prefixes_with(name, names)
     if len(found) != 1:
       what = "no tensor" if not found else " and ".join(f"'{p}{name}'" for p in found)
       is_what = {EMBEDDING: "the token embedding", _FINAL_NORM: "the final norm"}[name]
       raise UserError(
-        f"{printable(self.shards.directory)}: {what} is {is_what}; expected one of "
+        f"{printable(self.shards.directory)}: {what} can be {is_what}; expected exactly one of "
         + ", ".join(f"'{p}{name}'" for p in PREFIXES)
       )
     return found[0]
@@ -105,7 +106,7 @@ class Weights:
         if entry.shape != tensor.shape:
           wrong.append(f"{printable(name)}: shape {list(entry.shape)}, expected {list(tensor.shape)}")
         elif entry.dtype not in _FLOATS:
-          wrong.append(f"{printable(name)}: {entry.dtype} is no dtype of weights; supported: {', '.join(sorted(_FLOATS))}")
+          wrong.append(f"{printable(name)}: dtype {entry.dtype} is not supported; supported are {', '.join(sorted(_FLOATS))}")
     unexpected = self._unexpected(sorted(names - set(expected)), prefix, head)
     lists = [
       ("missing", [printable(name) for name in expected if name not in names]),
@@ -120,7 +121,7 @@ class Weights:
     self.shards.check_scales(name for name in expected)
 
   def _unexpected(self, extra: list[str], prefix: str, head: str) -> list[str]:
-    """Of the tensors that the model does not have, those that cannot be explained. The rest goes into the notes."""
+    """Returns the tensors that the model does not have and that cannot be explained. The explained ones go into the notes."""
     count, tower = len(self.decoder.layers), self._family.tower if self._config.multimodal else None
     groups: dict[str, int] = {}
     left = []
@@ -134,9 +135,9 @@ class Weights:
       elif layer and (of_family := self._family.unused(self._config.model, count, number, part)):
         reason = of_family
       elif part == "self_attn.rotary_emb.inv_freq":
-        reason = "rotary tables are computed, not read"
+        reason = "rotary tables are computed instead of read"
       elif 0 in self.shards.entry(name).shape:
-        reason = "tensors without a number are not used"  # transformers writes the shared experts of n_shared_experts: 0
+        reason = "tensors without elements are not used"  # transformers writes empty shared experts for n_shared_experts: 0
       else:
         left.append(name)
         continue
@@ -146,7 +147,7 @@ class Weights:
 
   @functools.cached_property
   def _pieces(self) -> dict[tuple[str, ...], list[tuple[str, Piece]]]:
-    """For every parameter, the tensors it is made of."""
+    """The tensors that make up each parameter."""
     pieces: dict[tuple[str, ...], list[tuple[str, Piece]]] = {}
     for tensor in self.table:
       for piece in tensor.pieces:
@@ -154,16 +155,16 @@ class Weights:
     return pieces
 
   def values(self, path: tuple[str, ...], index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-    """Part of one parameter, of which only the needed tensors are read.
+    """Returns a part of one parameter. Reads only the needed tensors.
 
     Args:
-      path: of the parameter.
-      index: a slice of every axis.
-      dtype: what to convert to.
+      path: path of the parameter.
+      index: a slice for every axis.
+      dtype: dtype to convert to.
 
     Raises:
-      UserError: a number that ``dtype`` cannot hold.
-      NonFiniteError: one that is not finite, with ``finite``.
+      UserError: a number does not fit ``dtype``.
+      NonFiniteError: a number is not finite, with ``finite``.
     """
     pieces = self._pieces[path]
     stacked = len(pieces[0][1].index)
@@ -178,13 +179,13 @@ class Weights:
     return out
 
   def _convert(self, part: np.ndarray, out: np.ndarray, name: str) -> None:
-    """Fills ``out``, chunk by chunk: a whole converted copy of a table would double the memory that it takes."""
+    """Fills ``out`` chunk by chunk. A converted copy of a complete table would double the memory."""
     rows = max(1, _CHUNK_BYTES * len(part) // max(out.nbytes, 1))
     for start in range(0, len(part), rows):
       chunk = out[start : start + rows]
       with np.errstate(over="ignore"):
         chunk[...] = _converted(part[start : start + rows], out.dtype, name, refuse=not self.finite)
-      if self.finite and not all_finite(chunk):  # in the cache still, and laid out in one piece
+      if self.finite and not all_finite(chunk):  # the chunk is still in the CPU cache, and contiguous
         raise self._not_finite(out.dtype, name)
 
   def _not_finite(self, dtype: np.dtype, name: str) -> Exception:
@@ -193,17 +194,17 @@ class Weights:
       return _beyond(dtype, name)
     return NonFiniteError(
       f"{printable(self.shards.path(name))}: tensor '{printable(name)}' holds {described(stored)}\n"
-      "  why: whatever is computed with it is not finite either\n"
-      "  fix: fetch the file again, or make it again from weights that are finite"
+      "  why: everything computed with it would be non-finite too\n"
+      "  fix: download the file again, or create it again from finite weights"
     )
 
   def part(self, path: tuple[str, ...], index: tuple[int | slice, ...]) -> np.ndarray:
-    """``params[path][index]`` in float32, of which no more is read than the file's format asks for.
+    """Returns ``params[path][index]`` in float32, and reads no more than the file format requires.
 
     Args:
-      path: of the parameter.
-      index: an entry for every axis; axes along which the file has a tensor each (rows of a stack, experts of DeepSeek)
-        take a number. Of a float8 tensor the whole is made once, and kept until another tensor is asked for.
+      path: path of the parameter.
+      index: an entry for every axis. Axes along which the file has separate tensors (layers of a stack, experts of DeepSeek)
+        take a number. A float8 tensor is dequantized completely, and cached until another tensor is read.
     """
     count = len(self._pieces[path][0][1].index)
     name, piece = self._by_place[path, index[:count]]
@@ -220,16 +221,19 @@ class Weights:
     return {(path, piece.index): (name, piece) for path, pieces in self._pieces.items() for name, piece in pieces}
 
   def float8(self, path: tuple[str, ...], row: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """A weight of one layer as the file has it in float8, [*experts, *inputs, *outputs], and the scales of its blocks, float32
-    [*experts, blocks of inputs, blocks of outputs]; None: it is stored otherwise, or by halves.
+    """Returns a weight of one layer in float8 and the scales of its blocks.
 
     Args:
-      path: of the parameter.
-      row: of a stack; None: it is none.
+      path: path of the parameter.
+      row: row of a stack; None if the weight is not stacked.
+
+    Returns:
+      Float8 [*experts, *inputs, *outputs] and float32 [*experts, blocks of inputs, blocks of outputs]. None if the weight has
+      another dtype, or if its tensor also contains another parameter.
 
     Raises:
-      UserError: a scale that does not fit or is not finite.
-      NonFiniteError: a code that is not, with ``finite``.
+      UserError: a scale has a wrong shape or is not finite.
+      NonFiniteError: a number is not finite, with ``finite``.
     """
     lead = () if row is None else (row,)
     found = [(name, piece) for name, piece in self._pieces[path] if piece.index[: len(lead)] == lead]
@@ -250,17 +254,17 @@ class Weights:
   def load(
     self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None, base: QuantisedBase | None = None
   ) -> dict:
-    """The parameters as JAX arrays, one after the other and each placed as it is read.
+    """Returns the parameters as JAX arrays. They are read and placed one after the other.
 
     Args:
-      shardings: a tree like the parameters of ``jax.sharding.Sharding``; None: the default device. Of a sharded
-        parameter this process reads the parts that live on its own devices.
-      progress: called with (parameters done, parameters in all).
-      base: which weights are quantised, each layer as soon as it is read; shardings are of what is stored then.
+      shardings: a tree of ``jax.sharding.Sharding`` with the structure of the parameters; None for the default device. This
+        process reads only the parts for its own devices.
+      progress: called with (number of loaded parameters, number of all parameters).
+      base: which weights to quantize, layer by layer while reading; ``shardings`` then apply to the quantized arrays.
 
     Raises:
-      UserError: a number that the parameter's dtype cannot hold.
-      NonFiniteError: one that is not finite, with ``finite``.
+      UserError: a number does not fit the dtype of the parameter.
+      NonFiniteError: a number is not finite, with ``finite``.
     """
     import jax
 
@@ -288,7 +292,7 @@ class Weights:
     return params
 
   def in_transformers(self, tree: dict) -> Iterator[tuple[str, np.ndarray]]:
-    """See the function of this name."""
+    """Calls the function ``in_transformers`` for this model."""
     return in_transformers(self.decoder, self._config.model["decoder_block"], tree, nested=self._config.multimodal)
 
   def _place(self, path: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> Any:
@@ -301,21 +305,21 @@ class Weights:
       parts.setdefault(key, []).append(device)
       slices[key] = index
     arrays = []
-    for key, devices in parts.items():  # One host copy at a time, shared by the devices that hold the same part.
+    for key, devices in parts.items():  # one host copy at a time, shared by the devices with the same part
       host = self.values(path, slices[key], dtype)
       arrays += [jax.device_put(host, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def in_transformers(decoder: Decoder, decoder_block: str, tree: dict, *, nested: bool) -> Iterator[tuple[str, np.ndarray]]:
-  """Arrays of a tree like the parameters, gradients say, under the names and shapes of transformers' parameters.
+  """Yields the arrays of a tree like the parameters, such as gradients, under transformers' names and in its shapes.
 
-  Buffers (layer_scalar, the router's correction bias) are left out: transformers has no gradients for them.
+  Buffers (layer_scalar, the router's correction bias) are left out, because transformers has no gradients for them.
 
   Args:
     decoder, decoder_block: the model.
     tree: the arrays.
-    nested: transformers has the text model inside of another.
+    nested: True if transformers nests the text model inside another model.
   """
   leaves = dict(flatten(tree))
   for tensor in tensor_table(decoder, FAMILIES[decoder_block].huggingface, stacked=True):
@@ -335,22 +339,22 @@ def load_hugging_face(
   allow_model_change: bool = False,
   without: Collection[tuple[str, ...]] = (),
 ) -> dict:
-  """The parameters of a Hugging Face checkpoint directory for a decoder.
+  """Loads the parameters of a Hugging Face checkpoint directory for a decoder.
 
   Args:
-    directory: with config.json and safetensors.
+    directory: directory with config.json and safetensors.
     decoder: the model; each array gets the dtype that it declares (``weight_dtype``).
-    model: the configuration the decoder was built from, when that is not config.json itself; the two are compared.
+    model: the ``model:`` section of the decoder, to compare with config.json; None skips the comparison.
     vision: its ``vision:`` section, in the same way.
     shardings: as for ``Weights.load``.
-    finite: refuse numbers that are not.
+    finite: True to refuse non-finite numbers.
     base: as for ``Weights.load``.
     allow_model_change: the key of that name.
     without: as for ``Weights``.
 
   Raises:
-    UserError: as ``Weights``, and when config.json describes another model.
-    NonFiniteError: with ``finite``, naming file and tensor.
+    UserError: as ``Weights``; or config.json describes another model.
+    NonFiniteError: with ``finite``; names file and tensor.
   """
   directory = Path(directory)
   config = read_config(directory)
@@ -367,7 +371,7 @@ def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
 
 
 def _row(param: Param, row: int | None) -> tuple[slice, ...]:
-  """The index of one layer of a parameter."""
+  """Returns the index of one layer of a parameter."""
   rows = slice(None) if row is None else slice(row, row + 1)
   return (rows, *(slice(None) for _ in param.shape[1:]))
 
@@ -383,7 +387,9 @@ def _converted(part: np.ndarray, dtype: np.dtype, name: str, *, refuse: bool) ->
 
 def _beyond(dtype: np.dtype, name: str) -> UserError:
   largest = f"{float(ml_dtypes.finfo(dtype).max):.5g}"
-  return UserError(f"{printable(name)}: holds numbers beyond {largest}, which weight_dtype={dtype} cannot hold; use bfloat16")
+  return UserError(
+    f"{printable(name)}: contains numbers beyond {largest}, which do not fit weight_dtype={dtype}\n  fix: use bfloat16"
+  )
 
 
 def _listing(title: str, names: Iterable[str]) -> str:

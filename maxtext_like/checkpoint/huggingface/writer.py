@@ -1,4 +1,4 @@
-"""Writing safetensors: one file or shards with an index, streamed, and put in place only when complete."""
+"""Writes safetensors: one file, or shards with an index, one tensor in memory at a time."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class Source:
-  """A tensor to be written: its name, dtype as safetensors writes it, shape, and a call that makes its values."""
+  """A tensor to write: name, dtype as in safetensors, shape, and a function that makes its values."""
 
   name: str
   dtype: str
@@ -32,10 +32,10 @@ class Source:
 
 
 def parse_size(text: str) -> int:
-  """Bytes of a size such as ``5GB`` or ``500MB`` (powers of ten, as Hugging Face counts).
+  """Parses a size such as ``5GB`` or ``500MB`` into bytes (powers of ten, as Hugging Face counts).
 
   Raises:
-    UserError: not a positive number with one of the units KB, MB, GB, TB or none.
+    UserError: it is not a positive number with one of the units KB, MB, GB, TB or none.
   """
   upper = text.strip().upper()
   number = upper.rstrip("KMGTB")
@@ -50,7 +50,7 @@ def parse_size(text: str) -> int:
 
 
 def plan(sources: list[Source], shard_size: int) -> list[list[Source]]:
-  """Sources in order, cut into shards of at most ``shard_size`` bytes; a larger tensor gets a shard of its own."""
+  """Splits the tensors, in order, into shards of at most ``shard_size`` bytes. A larger tensor gets a separate shard."""
   shards: list[list[Source]] = []
   filled = 0
   for source in sources:
@@ -72,12 +72,18 @@ def write(
 ) -> None:
   """Writes the tensors into an existing directory: ``single``, or shards and an index.
 
-  One tensor's values are in memory at a time. The caller puts the directory in place when all of it is written; ``whole`` takes
-  the name of each shard when that is.
+  One tensor is in memory at a time. The caller puts the directory in place after everything is written.
+
+  Args:
+    directory: the directory.
+    sources: the tensors.
+    shard_size: maximum bytes of a shard.
+    single: file name if one file is enough.
+    whole: called with the name of each file when it is complete.
 
   Raises:
     UserError: the directory cannot be written.
-    ValueError: a source's values do not have the shape it named, or a name occurs twice.
+    ValueError: the values of a tensor do not have the declared shape, or a name occurs twice.
   """
   if len({source.name for source in sources}) != len(sources):
     raise ValueError("a tensor name occurs twice")
@@ -107,7 +113,7 @@ def _from_1(shards: list[list[Source]]) -> Iterator[int]:
 
 
 def _write_file(file: BinaryIO, sources: list[Source]) -> None:
-  # Wide dtypes first, as the library orders them, so that every tensor is aligned to its element.
+  # Wide dtypes first, as the safetensors library orders them, so that every tensor is aligned to its element size.
   ordered = sorted(sources, key=lambda source: (-DTYPES[source.dtype].itemsize, source.name))
   header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
   offset = 0
@@ -124,5 +130,5 @@ def _write_file(file: BinaryIO, sources: list[Source]) -> None:
   for source in ordered:
     values = source.values()
     if values.shape != source.shape:
-      raise ValueError(f"{source.name}: values have shape {values.shape}, promised {source.shape}")
+      raise ValueError(f"{source.name}: the values have shape {values.shape}, but {source.shape} was declared")
     file.write(np.ascontiguousarray(values.astype(DTYPES[source.dtype], copy=False)).view(np.uint8).data)

@@ -1,4 +1,4 @@
-"""Who writes the arrays of a run's checkpoints, one state after the other: orbax, or in s3:// ``zarr_arrays``."""
+"""Writes the arrays of a run's checkpoints with orbax, or with ``zarr_arrays`` for s3://."""
 
 import logging
 import threading
@@ -13,7 +13,7 @@ from maxtext_like.storage import Place
 
 
 class ArrayWriter:
-  """Each save has two parts: one that takes the state's memory, and one that takes long.
+  """Writes states one after the other. Each save has two phases: a copy that reads the state, and the slow write.
 
   Args:
     seconds: how long processes wait for each other.
@@ -25,16 +25,16 @@ class ArrayWriter:
     self._threads_before: set[threading.Thread] = set()
 
   def begin(self) -> None:
-    """Before anything of a save: the threads that there are now are not its own."""
+    """Call before a save. Records the threads that exist, so that ``give_up`` finds those of the save."""
     self._threads_before = {*threading.enumerate()}
 
   def save(self, path: Path | Place, flat: dict[str, Any], number: int) -> None:
-    """Takes what it writes; the arrays may be changed then. Raises whatever orbax or TensorStore do.
+    """Starts a save; afterwards the arrays may be changed. Raises the errors of orbax or TensorStore.
 
     Args:
-      path: of the arrays.
+      path: folder of the arrays.
       flat: arrays by name.
-      number: of the save, among those of this process.
+      number: number of the save, counted in this process.
     """
     if isinstance(path, Place) and zarr_arrays.are_for(path):
       self._inner = self._inner or zarr_arrays.Writer(self._seconds)
@@ -43,15 +43,15 @@ class ArrayWriter:
     import orbax.checkpoint as ocp
 
     if self._inner is None:
-      # Compression gains 8 % on weights and doubles the time; without it the size on the disk is known beforehand.
-      # Names of barriers are this checkpointer's own, as those of one that failed may have been passed by some processes only;
-      # and with processes that are named they are the coordinator's, which can be left, and no collectives of devices.
+      # Compression saves 8 % on weights and doubles the time. Without it the size on the disk is known in advance.
+      # Each checkpointer has its own barrier names: after a failed save, only some processes may have passed the old ones.
+      # With explicit processes orbax uses barriers of the coordinator, which can be abandoned, instead of device collectives.
       alone = processes.count() == 1
       options = ocp.options.MultiprocessingOptions(
         active_processes=None if alone else set(range(processes.count())),
         barrier_sync_key_prefix=None if alone else f"from-save-{number}",
       )
-      # What lies in pinned memory leaves no room there for what orbax would bring to it.
+      # Arrays in pinned host memory leave no space there for orbax's own transfers.
       pinned = False if any(map(host_memory.lies_there, flat.values())) else None
       handler = ocp.PyTreeCheckpointHandler(
         use_zarr3=True, use_compression=False, multiprocessing_options=options, enable_pinned_host_transfer=pinned
@@ -62,20 +62,20 @@ class ArrayWriter:
     self._inner.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.copied(flat)))
 
   def wait_until_finished(self) -> None:
-    """The long part. Raises whatever orbax or TensorStore do."""
+    """Waits for the slow phase. Raises the errors of orbax or TensorStore."""
     self._inner.wait_until_finished()
 
   def give_up(self) -> None:
-    """After a save that failed: the next one has a new writer, and nobody waits for the threads of this one.
+    """Abandons a failed save: the next save gets a new writer, and nothing waits for the threads of this one.
 
-    Orbax's wait minutes for the part that failed, and the interpreter would wait for them.
+    Orbax waits minutes for the part that failed, and the interpreter would wait for its threads at exit.
     """
     self._inner = None
     own = (thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
     leave_behind(own, calls_back=True)
 
   def close(self) -> None:
-    """Ends its use."""
+    """Closes the writer."""
     if self._inner is not None:
       self._inner.close()
       self._inner = None

@@ -1,6 +1,6 @@
-"""``best.json`` among the steps of a run: which of them has the lowest held-out loss.
+"""Records in ``best.json`` which step of a run has the lowest evaluation loss.
 
-``checkpoints/best`` then stands for that step, wherever a checkpoint is named; on a disk it is a link to it.
+``checkpoints/best`` then names that step wherever a checkpoint is expected. On a disk it is a symbolic link.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 def written(step: int, eval_loss: float) -> str:
-  """What stands in the file."""
+  """Returns the content of the file."""
   return json.dumps({"step": step, "eval_loss": eval_loss}) + "\n"
 
 
 def name_best(checkpoints: Path | Place, step: int, eval_loss: float, fence: atomic.Fence = contextlib.nullcontext) -> None:
-  """Writes it down. OSError: the disk or the store does not take it."""
+  """Records the best step. Raises OSError if the disk or the store refuses the write."""
   content = written(step, eval_loss)
   if isinstance(checkpoints, Place):
     (checkpoints / FILE_NAME).write_bytes(content.encode())
@@ -31,22 +31,22 @@ def name_best(checkpoints: Path | Place, step: int, eval_loss: float, fence: ato
   atomic.write_text(checkpoints / FILE_NAME, content, fence)
   link, new = checkpoints / NAME, checkpoints / f"{NAME}.{os.getpid()}.tmp"
   try:
-    for left in checkpoints.glob(f"{NAME}.*.tmp"):  # of one that was killed
+    for left in checkpoints.glob(f"{NAME}.*.tmp"):  # left by a killed process
       left.unlink(missing_ok=True)
     new.symlink_to(str(step))
     with fence():
-      if link.is_dir() and not link.is_symlink():  # a run that was copied with its links followed
+      if link.is_dir() and not link.is_symlink():  # the run was copied by a tool that follows links
         aside = _aside(link)
-        _log.warning("%s is a directory and no link to the best step; moved to %s, which nothing reads", link, aside.name)
+        _log.warning("%s is a directory, not a link to the best step; it was renamed to %s and is ignored", link, aside.name)
       new.replace(link)
-  except OSError as error:  # a disk without links
+  except OSError as error:  # the disk does not support links
     with contextlib.suppress(OSError):
       new.unlink(missing_ok=True)
-    _log.warning("%s: %s; name the step that %s has", link, error.strerror, FILE_NAME)
+    _log.warning("%s: %s; name the step in %s explicitly", link, error.strerror, FILE_NAME)
 
 
 def _aside(path: Path) -> Path:
-  """Gives what is there another name, and returns that."""
+  """Renames ``path`` to a free name and returns that."""
   number = 1
   while os.path.lexists(target := path.with_name(f"{NAME}.copied{f'-{number}' if number > 1 else ''}")):
     number += 1
@@ -55,7 +55,7 @@ def _aside(path: Path) -> Path:
 
 
 def named_best(checkpoints: Path | Place) -> int | None:
-  """The step that is written down; None: none is. OSError: a store does not answer."""
+  """Returns the recorded step, or None if there is none. Raises OSError if a store does not answer."""
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     if (found := parsed((checkpoints / FILE_NAME).read_bytes())) is not None:
       return found[0]
@@ -63,7 +63,7 @@ def named_best(checkpoints: Path | Place) -> int | None:
 
 
 def parsed(content: bytes) -> tuple[int, float] | None:
-  """The step and its loss that stand in the file; None where it is not whole."""
+  """Parses the content of the file into step and loss. Returns None if it is incomplete."""
   with contextlib.suppress(ValueError, KeyError, TypeError):
     values = strict_json.loads(content)
     return int(values["step"]), float(values["eval_loss"])

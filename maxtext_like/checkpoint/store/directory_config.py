@@ -1,4 +1,4 @@
-"""The configuration of the model in a checkpoint's directory, so that the directory alone names model and weights."""
+"""Builds a configuration from a checkpoint directory, so that naming the directory selects both model and weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,16 +18,16 @@ from maxtext_like.storage import Place, failed
 def load_directory(
   place: Path | Place, overrides: Sequence[str], kind_of_files: KindOfFiles | None = None, *, family: str | None = None
 ) -> Loaded | None:
-  """The configuration of a new run that begins with the weights of a directory. None: the directory has no checkpoint.
+  """Returns the configuration of a new run that starts with the weights of a directory. None if it contains no checkpoint.
 
   Args:
-    place: a Hugging Face checkpoint, a run, or a step of one.
-    family: the ``decoder_block`` that the checkpoint has to be of; None: any.
-    overrides: words laid over it.
-    kind_of_files: as of ``load_config``.
+    place: a Hugging Face checkpoint, a run, or a step of a run.
+    overrides: ``key=value`` words that override it.
+    kind_of_files: as for ``load_config``.
+    family: the ``decoder_block`` that the checkpoint must have; None for any.
 
   Raises:
-    UserError: as ``read_config`` and ``load_config``; a damaged step; a checkpoint of another family.
+    UserError: as ``read_config`` and ``load_config``; the step is damaged; the checkpoint has another family.
   """
   if is_hugging_face(place):
     config = read_config(hugging_face_here(place, weights=False))
@@ -49,7 +49,7 @@ def load_directory(
   except OSError as error:
     raise failed(error) from error
   _require_family(place, stored["model"]["decoder_block"], family)
-  # The new run needs another name: the default is the model's, which may be the name of the run that has these weights.
+  # The new run needs its own name. The default is the model's name, which may be the name of the run that has these weights.
   source = step.parent.parent if step.parent.name == "checkpoints" else step
   name = f"run_name={source.name}-tuned"
   return load_stored(stored, str(step), [f"init_from={place}", name, *overrides], kind_of_files)
@@ -57,4 +57,6 @@ def load_directory(
 
 def _require_family(place: Path | Place, block: str, family: str | None) -> None:
   if family not in (None, block):
-    raise UserError(f"init_from: {place} is a checkpoint of {block}, not of {family}\n  fix: name the directory alone: {place}")
+    raise UserError(
+      f"init_from: {place} is a checkpoint of {block}, not of {family}\n  fix: name the directory without a model: {place}"
+    )

@@ -1,5 +1,8 @@
-"""Numbers that name the weights of a model: of the arrays, the same whatever file or devices they came from; and of the files,
-the same whatever dtype or form the arrays are read in."""
+"""Fingerprints that identify the weights of a model.
+
+``fingerprint`` covers the arrays, whatever files or devices they came from. ``of_files`` covers the files, whatever dtype or
+quantization they are read in.
+"""
 
 import hashlib
 import json
@@ -15,14 +18,14 @@ from maxtext_like.checkpoint.store.tree import flatten
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face
 from maxtext_like.storage import Place
 
-_SAMPLES, _SAMPLE_BYTES = 256, 4096  # of a file; other weights are others nearly everywhere
+_SAMPLES, _SAMPLE_BYTES = 256, 4096  # samples of each file; different weights differ nearly everywhere
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def fingerprint(params: Any) -> str:
-  """64 hexadecimal digits of names, shapes, dtypes and every bit of the arrays.
+  """Returns 64 hexadecimal digits that depend on the names, shapes, dtypes and every bit of the arrays.
 
-  Computed where the arrays lie, in one reading of them; sums of integers modulo 2^32 come out alike on any devices.
+  The sums are computed where the arrays are, in one pass. They are integers modulo 2^32, so every device gives the same result.
   """
   flat = flatten(params)
   sums = jax.device_get(jax.jit(lambda arrays: {name: _sums(x) for name, x in arrays.items()})(flat))
@@ -31,7 +34,10 @@ def fingerprint(params: Any) -> str:
 
 
 def _sums(x: jax.Array) -> jax.Array:
-  """uint32 [2] of an array's bits, each times an odd number that depends on its place, so that none can be exchanged."""
+  """Returns uint32 [2]: sums of the array's bits, each multiplied by an odd number that depends on its position.
+
+  The factors make the sums change if two numbers are exchanged.
+  """
   bits = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
   place = jnp.zeros((), jnp.uint32)
   for axis in range(x.ndim):
@@ -42,9 +48,10 @@ def _sums(x: jax.Array) -> jax.Array:
 
 
 def of_files(directory: Path | Place) -> str | None:
-  """Names the files of weights: "hf", or "step", and 64 hexadecimal digits; None: there are none on this machine's disks.
+  """Identifies the files of weights by "hf" or "step" and 64 hexadecimal digits. None if they are not on a local disk.
 
-  Of safetensors files the sizes and parts all over them, in milliseconds; of a step the hashes that its manifest has.
+  For safetensors the digits cover the sizes and samples of each file, which takes milliseconds; for a step, the hashes of its
+  manifest.
   """
   if isinstance(directory, Place):
     return None

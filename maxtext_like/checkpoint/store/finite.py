@@ -1,18 +1,18 @@
-"""Whether numbers on the host are finite, as fast as they are read."""
+"""Fast checks for NaN and infinity in host arrays."""
 
 import numpy as np
 
-_CHUNK = 1 << 22  # numbers that are widened at a time
-_BITS = {  # bytes of a number: unsigned integers of that size
+_CHUNK = 1 << 22  # numbers converted to float64 at a time
+_BITS = {  # bytes of a number -> unsigned integer type of that size
   1: np.uint8,
   2: np.uint16,
 }
-_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float8_e5m2": 0x7C}  # all of its bits set: infinity or NaN
-_NAN_ALONE = {"float8_e4m3fn": 0x7F}  # every bit but the sign: NaN, and there is no infinity
+_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float8_e5m2": 0x7C}  # all exponent bits set means infinity or NaN
+_NAN_ALONE = {"float8_e4m3fn": 0x7F}  # all bits except the sign set means NaN; there is no infinity
 
 
 def all_finite(x: np.ndarray) -> bool:
-  """Whether every number is: of 16 and 8 bits on the bits, for which numpy needs no conversion.
+  """Returns True if every number is finite. Numbers of 16 and 8 bits are tested by their bits, without conversion.
 
   Args:
     x: float32, float64, bfloat16, float16, float8_e4m3fn or float8_e5m2.
@@ -25,7 +25,7 @@ def all_finite(x: np.ndarray) -> bool:
 
 
 def described(x: np.ndarray) -> str:
-  """What of an array is not finite, as "1 NaN and 2 infinite of 64 numbers, the first at [0, 3]"."""
+  """Describes the non-finite numbers of an array, as in "1 NaN and 2 infinite of 64 numbers, the first at [0, 3]"."""
   flat, nan, infinite, first = x.reshape(-1), 0, 0, -1
   for start in range(0, flat.size, _CHUNK):
     with np.errstate(invalid="ignore"):

@@ -1,21 +1,22 @@
-"""Checkpoints of a run: asynchronous saves that count only when proved whole, and the way back to the newest one.
+"""The checkpoints of a run: asynchronous verified saves, retries after failures, and restoring the newest valid step.
 
-Orbax writes the arrays (``array_writer``; in s3:// ``zarr_arrays`` does); everything that decides whether a step exists is
-ours, because orbax hides the errors of asynchronous saves, lists steps that are not there and has no checksums. Layout of a
-checkpoint directory::
+Orbax writes the arrays (``array_writer``), or ``zarr_arrays`` for s3://. This package decides whether a step exists, because
+orbax hides the errors of asynchronous saves, lists steps that do not exist and keeps no checksums. Layout of a checkpoint
+directory::
 
-  120/state/             what orbax writes
-  120/COMPLETE.json      our manifest; a step without it is not a checkpoint
-  130.saving-5f0c9a21/   a step that is being written; it gets its number when its manifest stands
-  110.corrupt/           a step that failed its hashes, set aside; 100.incomplete/ one whose manifest was lost;
-                         90.abandoned/ one that the run went back past
+  120/state/             the arrays, written by orbax
+  120/COMPLETE.json      the manifest; a step without it is not a checkpoint
+  130.saving-5f0c9a21/   a step that is being written; it is renamed to its number after its manifest is written
+  110.corrupt/           a step whose files no longer match their hashes
+  100.incomplete/        a step whose manifest was lost
+  90.abandoned/          a step that the run discarded when it went back to an earlier step
 
-One thread per save waits for orbax, makes the files durable, hashes them, writes the manifest, gives the step its name and
-drops old steps. The training loop calls ``poll`` every step; a failed save surfaces there.
+Each save has a thread that waits for orbax, flushes and hashes the files, writes the manifest, renames the step and removes old
+steps. The training loop calls ``poll`` at every step, which raises the error of a failed save.
 
-Of several processes each writes and reads its own parts of the arrays, into one directory; all else is done by process 0, and
-a step is whole when all agree that it is. What depends on time is then not decided between saves but at the next one, so that
-all decide the same.
+With several processes, each process writes and reads its own shards in one shared directory. Process 0 does everything else,
+and a step is complete only if every process confirms it. Decisions that depend on time are then made at the next save instead
+of in between, so that all processes decide alike.
 """
 
 import atexit
@@ -52,29 +53,30 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-  """Saves and restores the steps of one run. Use it as a context manager: leaving it waits for the save under way.
+  """Saves and restores the steps of one run. Use it as a context manager: on exit it waits for the save in progress.
 
   Args:
-    directory: where the steps lie; made if missing; it may be in gs:// or s3://. The caller holds the run's lock.
-    config: this run's configuration (dataclass or mapping of sections), stored and compared on restore.
+    directory: directory of the steps, created if missing; it may be in gs:// or s3://. The caller holds the run's lock.
+    config: configuration of this run (dataclass or mapping of sections), stored with each step and compared on restore.
     interval: steps between two saves, for ``due``.
-    max_to_keep: complete steps that are kept; None keeps all.
-    asynchronous: write behind the training; False waits for every save.
-    attempts: consecutive failed saves after which the run ends with a RetryableError.
-    backoff_seconds: wait after the first failure; doubles with each.
-    patience_seconds: how long a save waits for the one before it, before it is skipped. Enough for a small state, so that
-      small runs have the same checkpoints every time; nothing beside the minutes that a large state takes.
-    tokenizer: files that every step carries, by name (``accompanying_files.of_tokenizer``).
-    fence: entered around every rename and removal in ``directory``; raises, or never returns, when that is another's by now.
-    saved: takes a step when it is whole and has its name; called by the thread of the save.
-    watch: (kind, what) -> context that limits how long a save may take; entered by the thread that waits for the disk.
-    mirror: a second place that every complete step is copied to, and a damaged one is replaced from.
-    mirror_seconds: how long ``close`` waits for the last copy.
+    max_to_keep: number of complete steps to keep; None keeps all.
+    asynchronous: save in the background; False waits for every save.
+    attempts: number of consecutive failed saves after which the run ends with a RetryableError.
+    backoff_seconds: wait after the first failure; it doubles with each further failure.
+    patience_seconds: how long a save waits for the previous one before it is skipped. This is enough for a small state, so
+      that small runs always have the same checkpoints, and negligible compared with the minutes that a large state takes.
+    tokenizer: files stored with every step, by name (``accompanying_files.of_tokenizer``).
+    fence: context entered around every rename and removal in ``directory``; it raises, or never returns, if another process
+      has taken over the directory.
+    saved: called with the step after it is complete and renamed, by the thread of the save.
+    watch: (kind, description) -> context that limits the duration of a save; entered by the thread that waits for the disk.
+    mirror: second location to which every complete step is copied, and from which a damaged step is replaced.
+    mirror_seconds: how long ``close`` waits for the last copy to the mirror.
     peers_seconds: how long the processes of a run wait for each other in a save or a restore.
 
   Raises:
-    UserError: the directory cannot be made or read, or holds a step under another's name.
-    ValueError: an argument out of range.
+    UserError: the directory cannot be created or read, or contains a step whose name differs from its manifest.
+    ValueError: an argument is out of range.
   """
 
   def __init__(
@@ -97,9 +99,9 @@ class CheckpointManager:
     peers_seconds: float = 3600.0,
   ):
     if max_to_keep is not None and max_to_keep < 1:
-      raise ValueError(f"max_to_keep is {max_to_keep}; keep at least 1 checkpoint, or all with None")
+      raise ValueError(f"max_to_keep is {max_to_keep}; it must be at least 1, or None to keep all checkpoints")
     if interval < 1 or attempts < 1:
-      raise ValueError(f"interval {interval} and attempts {attempts} must be at least 1")
+      raise ValueError(f"interval is {interval} and attempts is {attempts}; both must be at least 1")
     self.directory = directory if isinstance(directory, Place) else Path(os.path.abspath(directory))
     self._alone, self._peers_seconds = processes.count() == 1, peers_seconds
     token = processes.from_primary(lambda: secrets.token_hex(4), peers_seconds)
@@ -125,7 +127,7 @@ class CheckpointManager:
     atexit.register(self._at_exit)
 
   def _open(self) -> str:
-    """Makes the directory, or puts it in order; returns the run's name in manifests."""
+    """Creates the directory, or cleans up after interrupted saves. Returns the random id of the run, stored in manifests."""
     try:
       self._steps.make()
     except OSError as error:
@@ -134,7 +136,7 @@ class CheckpointManager:
       raise UserError(f"checkpoint directory {self.directory}: {error.strerror}; choose another output_dir") from error
     newest = self._newest_known = self.latest_complete()
     if self._mirror is not None and isinstance(self._steps, StepDirectories) and newest is not None:
-      self._mirror.offer(self._steps.path(newest))  # the run may have ended before it was there
+      self._mirror.offer(self._steps.path(newest))  # the last run may have ended before the copy was complete
     return (newest is not None and manifest.read(self._steps.path(newest)).run) or uuid.uuid4().hex
 
   def __enter__(self) -> "CheckpointManager":
@@ -144,31 +146,31 @@ class CheckpointManager:
     if error is None:
       self.close()
       return
-    # The error that ends the run must stay the one that is seen, so a failed save is only told.
+    # The error that ends the run must stay visible, so the failure of a save is only logged here.
     self._join()
     self._tell(self._settle())
     self._shut()
 
   def complete_steps(self) -> list[int]:
-    """Returns the steps whose manifest is whole and whose files have the right sizes, oldest first. Reads no array."""
+    """Returns the steps whose manifest is intact and whose files have the right sizes, oldest first. Reads no arrays."""
     try:
       return self._steps.complete()
     except OSError as error:
       if isinstance(self.directory, Place):
         raise failed(error) from error
       if isinstance(error, FileNotFoundError | NotADirectoryError):
-        what = "was removed while this run was going on, or its disk is away"
-        raise RetryableError(f"checkpoint directory {self.directory}: {what}; put it back and run the same command") from error
+        what = "the directory was removed during the run, or its disk is not mounted"
+        raise RetryableError(f"checkpoint directory {self.directory}: {what}; restore it and run the same command") from error
       raise
 
   def latest_complete(self) -> int | None:
-    """Returns the newest step that counts, or None. ``restore`` checks the hashes too."""
+    """Returns the newest complete step, or None. ``restore`` also checks the hashes."""
     return max(self.complete_steps(), default=None)
 
   def newest_before(self, step: int) -> int | None:
-    """The newest complete step before this one, of those that are due rather than one that a stop has left; None: none is.
+    """Returns the newest complete step before ``step``, or None. Waits for the save in progress.
 
-    Waits for the save under way.
+    Steps at the regular interval are preferred to a step that was saved when the run was stopped.
 
     Raises:
       RetryableError: as ``poll``.
@@ -178,10 +180,9 @@ class CheckpointManager:
     return max([s for s in before if s % self._interval == 0] or before, default=None)
 
   def preflight(self, state: Any) -> None:
-    """Compares the bytes of a state (arrays or shapes) with the free space, before anything is compiled.
+    """Compares the size of a state (arrays or shapes) with the free disk space, before anything is compiled.
 
-    ``max_to_keep`` + 1 checkpoints exist for a moment in every save. Less room than that is a warning, less than one a
-    refusal.
+    During every save ``max_to_keep`` + 1 checkpoints exist. Too little space for these logs a warning.
 
     Raises:
       UserError: not even one more checkpoint fits.
@@ -194,14 +195,17 @@ class CheckpointManager:
   # Saving.
 
   def due(self, step: int) -> bool:
-    """Says whether to save after ``step``: at every interval, and alone as soon as a failed save may be tried again."""
+    """Returns True if the state after ``step`` should be saved: at every interval, and when a failed save can be retried.
+
+    With several processes a failed save is retried at the next interval only.
+    """
     if self._retry_at is not None and self._alone:
       return time.monotonic() >= self._retry_at
     return step % self._interval == 0
 
   @property
   def busy(self) -> bool:
-    """A save is still being written."""
+    """True while a save is being written."""
     return self._pending is not None and self._pending.thread.is_alive()
 
   def save(
@@ -213,23 +217,24 @@ class CheckpointManager:
     finite: Any = True,
     best: tuple[int, float] | None = None,
   ) -> bool:
-    """Starts to save ``state`` after ``step`` finished steps; returns as soon as the arrays may be changed or donated.
+    """Starts to save ``state``. Returns as soon as the arrays may be changed or donated.
 
     Args:
-      step: finished training steps.
+      step: number of finished training steps.
       state: nested dicts, optax states and None over arrays.
-      extra: JSON values stored with the step (position in the data, versions of the tokenizer, ...).
-      finite: bool or boolean scalar array from the compiled step: every array of the state is finite.
-      best: the step with the lowest held-out loss, which is named in ``best.json`` and never dropped, and that loss.
+      extra: JSON values stored with the step, such as the position in the data and the tokenizer version.
+      finite: bool or boolean scalar array from the compiled step: True if every array of the state is finite.
+      best: step with the lowest evaluation loss, and that loss. The step is recorded in ``best.json`` and never removed.
 
     Returns:
-      Whether a save was started (or the step is already there). False when the state is not finite, when the save
-      before is still being written, or when this one failed at once; each is logged and counted in ``statistics``.
+      True if a save was started, or if the step is already saved. False if the state is not finite, the previous save is still
+      being written, or this save failed at once. Each case is logged and counted in ``statistics``.
 
     Raises:
       RetryableError: the last ``attempts`` saves failed.
       ValueError: ``extra`` is not JSON or a leaf is not an array.
     """
+    # Settle the previous save first: its failure may end the run, and while it is being written this one is skipped.
     begin = time.monotonic()
     self._join(self._patience_seconds if self._alone else None)
     self._take_note()
@@ -248,6 +253,8 @@ class CheckpointManager:
       return False
     if processes.from_primary(lambda: self._is_saved(step), self._peers_seconds):
       return True
+
+    # Describe the state, and start writing. The thread completes the step after the arrays are written.
     flat = tree.flatten(state)
     record = manifest.Manifest(
       step=step,
@@ -270,7 +277,7 @@ class CheckpointManager:
           raise OSError(*problem)
         path = self._steps.saving(step, self._saves) / manifest.STATE_NAME
         self._with_others(pending, lambda: self._arrays.save(path, flat, self._saves))
-    except Exception as error:  # orbax raises bare Exceptions; poll tells, counts and re-raises after the last attempt
+    except Exception as error:  # orbax raises bare Exceptions; poll logs and counts them, and raises after the last attempt
       pending.error = error
     else:
       pending.thread.start()
@@ -282,7 +289,7 @@ class CheckpointManager:
       return False
     return True
 
-  # A store is not asked in the loop of the training, which would wait for it.
+  # The training loop must not wait for a remote store, so these two use the step that this process saved last.
 
   def _is_saved(self, step: int) -> bool:
     return step == self._newest_known if isinstance(self.directory, Place) else step in self.complete_steps()
@@ -291,10 +298,10 @@ class CheckpointManager:
     return self._newest_known if isinstance(self.directory, Place) else self.latest_complete()
 
   def _make_room(self, step: int, needed_bytes: int) -> tuple[int, str] | None:
-    """Makes the directory that a step is written to; returns the error, as OSError has it, when it cannot be."""
+    """Creates the directory of a save. Returns (errno, reason) if that fails, else None."""
     free = free_bytes(self.directory)
-    if free is not None and free < needed_bytes:  # filling the disk would break the run's other files too
-      return errno.ENOSPC, "not started: the disk is too full"
+    if free is not None and free < needed_bytes:  # a full disk would also break the other files of the run
+      return errno.ENOSPC, "not started: not enough free disk space"
     try:
       self._steps.prepare(step, self._saves)
     except OSError as error:
@@ -302,10 +309,11 @@ class CheckpointManager:
     return None
 
   def _finish(self, pending: PendingSave, record: manifest.Manifest, begin: float) -> None:
-    """Body of a save's thread: after it either the step has its name or ``pending.error`` says why not."""
+    """Body of the thread of a save. Afterwards the step is complete and renamed, or ``pending.error`` holds the reason."""
     turn = f"save-{self._saves}"
     try:
       with self._watch("save", f"the save of step {pending.step}"):
+        # Every process waits for its own shards. Then process 0 completes the step, and all processes confirm it.
         self._with_others(pending, self._arrays.wait_until_finished)
         written = time.monotonic()
         if processes.primary():
@@ -320,22 +328,28 @@ class CheckpointManager:
     if not processes.primary():
       return
     try:
+      # The step is complete. Record the best step, start the copy to the mirror and remove old steps.
       with self._watch("save", "the removal of old checkpoints"):
         spare = set() if pending.best is None else {pending.best[0]}
         try:
           if pending.best is not None and named_best(self.directory) != pending.best[0] and self._steps.has(pending.best[0]):
             name_best(self.directory, *pending.best, self._fence)
-        finally:  # the mirror looks which is named
+        finally:  # the mirror reads which step is recorded as the best
           if self._mirror is not None and isinstance(self._steps, StepDirectories):
             self._mirror.offer(self._steps.path(pending.step))
             spare |= self._mirror.needed
         self._steps.drop_old(self._max_to_keep, spare)
-    except OSError as error:  # the new step is whole; what is left of an old one is cleaned at the next start
+    except OSError as error:  # the new step is complete; leftovers of an old one are removed at the next start
       _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
 
   def _with_others(self, pending: PendingSave, do: Callable[[], None], *, alone: bool = False) -> None:
-    """A part of a save, in which orbax waits for the other processes (``alone``: not in this one). When it fails in one of
-    them, all say so, and raise."""
+    """Runs a part of a save that may fail. If it fails in one process, every process logs the error and raises.
+
+    Args:
+      pending: the save.
+      do: the part of the save.
+      alone: True if ``do`` does not wait for the other processes.
+    """
     try:
       do() if alone else processes.together(do, f"failed-save-{self._saves}")
     except Exception as error:
@@ -345,17 +359,17 @@ class CheckpointManager:
       raise
 
   def _complete(self, step: int, record: manifest.Manifest) -> None:
-    """What makes a step of arrays that are written: tokenizer, hashes, manifest, name."""
+    """Completes a step whose arrays are written: adds the tokenizer, hashes and manifest, and renames it."""
     sidecar_files.write(self._steps.saving(step, self._saves), self._tokenizer)
     self._steps.publish(step, self._saves, record)
     self._newest_known = step
     self._saved(step)
 
   def poll(self) -> None:
-    """Looks, without waiting, how the save under way is doing. Call it every step.
+    """Checks the save in progress without waiting. Call it at every step.
 
     Raises:
-      RetryableError: the last ``attempts`` saves failed; the message names path, free and needed bytes.
+      RetryableError: the last ``attempts`` saves failed; the message gives the path and the free and needed bytes.
     """
     if self._alone:
       self._take_note()
@@ -371,10 +385,10 @@ class CheckpointManager:
 
   @property
   def _remedy(self) -> str:
-    return "see that the store answers" if isinstance(self.directory, Place) else "free some space there, or mend it"
+    return "check that the store is reachable" if isinstance(self.directory, Place) else "free disk space or repair the disk"
 
   def _settle(self) -> str | None:
-    """Takes note of how a finished save ended; returns the message of a failed one."""
+    """Records the outcome of a finished save. Returns the message of a failed one, else None."""
     pending, self._pending = self._pending, None
     if pending is None:
       return None
@@ -390,11 +404,11 @@ class CheckpointManager:
     self._consecutive_failures += 1
     delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
     self._retry_at = time.monotonic() + delay
-    free = free_bytes(self.directory)  # before the half-written step goes
-    if processes.primary():  # which makes it anew when it is tried again: nobody may come late to this
+    free = free_bytes(self.directory)  # measured before the partial step is removed
+    if processes.primary():  # no barrier: process 0 also creates the directory again when the save is retried
       self._steps.discard(pending.step, self._saves)
     self._arrays.give_up()
-    room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} were free"
+    room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} free"
     last = self._consecutive_failures >= self._attempts
     kept = self._kept()
     message = (
@@ -402,8 +416,8 @@ class CheckpointManager:
       f"{self._steps.path(pending.step)}: "
       f"needs {megabytes(pending.needed_bytes)}{room}: "
       f"{reason(pending.error)}; "
-      + ("no earlier step to keep" if kept is None else f"step {kept} is kept")
-      + ("" if last else f"; trying again in {delay:.0f} s")
+      + ("there is no earlier step" if kept is None else f"step {kept} is kept")
+      + ("" if last else f"; retrying in {delay:.0f} s")
     )
     return message
 
@@ -417,7 +431,7 @@ class CheckpointManager:
         self._pending.thread.join(timeout)
 
   def wait(self) -> bool:
-    """Waits for the save under way; returns whether there was none or it is complete.
+    """Waits for the save in progress. Returns True if there was none or it succeeded.
 
     Raises:
       RetryableError: as ``poll``.
@@ -436,13 +450,13 @@ class CheckpointManager:
     finite: Any = True,
     best: tuple[int, float] | None = None,
   ) -> bool:
-    """The save at the end of a run: waits, tries again with back-off, and returns only with the step on the disk.
+    """Saves at the end of a run: waits, retries with backoff, and returns only when the step is on the disk.
 
     Returns:
-      False when the state is not finite and so was refused.
+      True if the step is saved; False if the state is not finite and was therefore refused.
 
     Raises:
-      RetryableError: it failed ``attempts`` times.
+      RetryableError: the save failed ``attempts`` times.
     """
     self._join()
     self._tell(self._settle())
@@ -456,10 +470,10 @@ class CheckpointManager:
         time.sleep(max(0.0, self._retry_at - time.monotonic()))
 
   def close(self) -> None:
-    """Waits for the save under way and ends the use of the manager.
+    """Waits for the save in progress and closes the manager.
 
     Raises:
-      RetryableError: the last save failed, so the newest step that was asked for is missing.
+      RetryableError: the last save failed, so the newest requested step is missing.
     """
     self._join()
     message = self._settle()
@@ -474,7 +488,7 @@ class CheckpointManager:
       self._mirror.close(self._mirror_seconds)
 
   def _at_exit(self) -> None:
-    """Last guard for a program that never closed its manager: it must not end with 0 and without its last step."""
+    """Catches a program that never closed its manager: it must not exit with 0 although its last step is missing."""
     self._join()
     message = self._settle()
     if message is not None:
@@ -488,18 +502,18 @@ class CheckpointManager:
   def restore(self, like: Any, *, step: int | None = None, allow_dtype_change: bool = False) -> restore.Restored | None:
     """Reads the newest valid step into the shapes, dtypes and shardings of ``like``.
 
-    A step that fails its hashes is renamed to ``N.corrupt``, told, and the one before it is used.
+    A step whose files no longer match their hashes is logged and renamed to ``N.corrupt``, and the step before it is used.
 
     Args:
       like: tree of ``jax.ShapeDtypeStruct`` (with shardings) of the state.
-      step: this one, not the newest.
+      step: the newest step to consider; None for no limit.
       allow_dtype_change: cast floats to the dtypes of ``like``, with a range check, instead of refusing.
 
     Returns:
-      None when there is no checkpoint at all.
+      The restored state, or None if there is no checkpoint at all.
 
     Raises:
-      UserError: all steps are corrupt, or the newest is of another model or has other arrays, or one has another's name.
+      UserError: all steps are corrupt, the newest has another model or other arrays, or a step has another step's name.
     """
     wanted = tree.flatten(like)
     same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change, "resumes": True}
@@ -516,10 +530,10 @@ class CheckpointManager:
     return restore.Restored(number, restore.read(path, stored, like), stored.extra, stored.config, path)
 
   def abandon_after(self, step: int) -> None:
-    """The run has gone back to this step: later ones no longer count, here and in the mirror. No save may be under way.
+    """Discards the steps after ``step``, to which the run has gone back, here and in the mirror. No save may be in progress.
 
     Raises:
-      RetryableError: they cannot be moved aside.
+      RetryableError: the steps cannot be renamed.
     """
     processes.from_primary(lambda: self._abandon_after(step), self._peers_seconds)
 
@@ -533,12 +547,12 @@ class CheckpointManager:
       self._mirror.forget(step, self._run)
 
   def _copied_back(self, step: int, damage: Exception) -> bool:
-    """Whether a damaged step was replaced from the mirror."""
+    """Replaces a damaged step from the mirror. Returns True if that succeeded."""
     try:
       if self._mirror is None or not isinstance(self._steps, StepDirectories) or not self._mirror.fetch(step, self._steps):
         return False
     except RetryableError as error:
       _log.warning("%s", error)
       return False
-    _log.error("step %d is corrupt: %s; copied back from %s", step, damage, self._mirror)
+    _log.error("step %d is corrupt: %s; it was restored from %s", step, damage, self._mirror)
     return True

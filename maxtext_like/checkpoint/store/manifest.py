@@ -1,10 +1,10 @@
-"""The manifest of a checkpointed step: the one file whose presence makes a step count, and what it must match.
+"""The manifest of a checkpointed step. A step counts only if it has one and its files match it.
 
-Orbax keeps no checksums (a flipped byte restores silently wrong) and lists steps that do not exist, so every step has a
-``COMPLETE.json`` of our own: size and xxh3_128 of every file, leaves, configuration, versions. It is written last.
+Orbax keeps no checksums (a flipped byte restores silently) and lists steps that do not exist. Every step therefore has a
+``COMPLETE.json``, written last, with size and xxh3_128 of every file, the leaves, the configuration and versions.
 
-In an object store (a ``Place``) the store's own checksums take the place of the hashes: a listing has them, so nothing is read
-back. What was written there lies in a folder of its own, as ``120/5f0c9a21/state``, since nothing can be renamed.
+In an object store (a ``Place``), the store's own checksums replace the hashes. A listing contains them, so nothing is read
+back. Objects cannot be renamed, so each save writes to its own folder, such as ``120/5f0c9a21/state``.
 """
 
 import dataclasses
@@ -27,34 +27,34 @@ from maxtext_like.checkpoint.store import sidecar_files
 from maxtext_like.storage import Place
 
 FILE_NAME = "COMPLETE.json"
-STATE_NAME = "state"  # what orbax writes, beside the manifest
+STATE_NAME = "state"  # folder of the arrays, next to the manifest
 PARTS = (STATE_NAME, sidecar_files.FOLDER)
 SCHEMA_VERSION = 1
 _CHUNK_BYTES = 16 << 20
 _OF_THE_STORE = ("crc32c", "md5")  # checksums of the content
-_ETAG = "etag"  # need not be one, but is another for other content: all that s3:// has
+_ETAG = "etag"  # not always a checksum, but it differs if the content differs; s3:// has nothing else
 AnyPath = TypeVar("AnyPath", Path, Place, Path | Place)
 
 
 class DamageError(ValueError):
-  """A stored step is not what was written: the message names the file and what is wrong with it."""
+  """A stored step is damaged: it differs from the written files. The message names the file and the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-  """What a step holds.
+  """The contents of a step.
 
   Attributes:
     step: number of finished training steps.
-    finite: every array of the state was finite; a state that is not is never saved.
-    config: the configuration that wrote it, by section (JSON values).
-    extra: what else the caller keeps with the state, such as the position in the data (JSON values).
+    finite: True; a state with a non-finite array is never saved.
+    config: configuration of the run that wrote the step, by section (JSON values).
+    extra: further values that the caller stores with the state, such as the position in the data (JSON values).
     leaves: shape and dtype of every array by name.
-    files: size in bytes and xxh3_128 of every file, by path relative to ``home``; of objects the store's checksum instead.
-    versions: of the framework and of the libraries that wrote it.
-    run: the life of the run that wrote it, drawn at random at its first start; empty: a version that had none.
-    folder: in the step's directory, where the files are; empty: in the directory itself.
-    schema: version of this layout.
+    files: size in bytes and xxh3_128 of every file, by path relative to ``home``; for objects in a store, its own checksum.
+    versions: versions of maxtext_like and of the libraries that wrote the step.
+    run: random id that the run drew at its first start; empty in steps of older versions.
+    folder: subfolder of the step's directory that contains the files; empty if there is none.
+    schema: version of this format.
   """
 
   step: int
@@ -71,7 +71,7 @@ class Manifest:
 
 @functools.cache
 def versions() -> dict[str, str]:
-  """Returns the versions that decide whether a checkpoint can be read again."""
+  """Returns the versions of the libraries that affect whether a checkpoint can be read."""
   from maxtext_like import __version__
 
   found = {"maxtext_like": __version__, "python": platform.python_version()}
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def hash_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
-  """Returns size in bytes and xxh3_128 of a file; with ``sync`` its content is on the disk when this returns."""
+  """Returns the size in bytes and the xxh3_128 of a file. With ``sync`` its content is flushed to the disk first."""
   digest = xxhash.xxh3_128()
   size = 0
   with open(path, "rb", buffering=0) as file:
@@ -97,7 +97,7 @@ def hash_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
 
 
 def hash_files(step_directory: Path) -> dict[str, dict[str, Any]]:
-  """Makes every file of a step durable and returns size and hash of each, by path relative to the step."""
+  """Flushes every file of a step to the disk. Returns size and hash of each, by path relative to the step."""
   files = {}
   for folder, _, names in itertools.chain.from_iterable(os.walk(step_directory / part) for part in PARTS):
     for name in names:
@@ -109,10 +109,10 @@ def hash_files(step_directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def describe_objects(home: Place) -> dict[str, dict[str, Any]]:
-  """The same of what was written to a store, by its own listing.
+  """Returns size and checksum of every object of a step, from the listing of the store.
 
   Raises:
-    OSError: the store does not answer, or knows no checksum of an object.
+    OSError: the store does not answer, or has no checksum of an object.
   """
   files = {}
   for entry in home.entries():
@@ -123,13 +123,13 @@ def describe_objects(home: Place) -> dict[str, dict[str, Any]]:
     if not known and _ETAG in entry.checksums:
       known = {_ETAG: entry.checksums[_ETAG]}
     if not known:
-      raise OSError(errno.ENOTSUP, "the store gives no checksum of it", str(entry.place))
+      raise OSError(errno.ENOTSUP, "the store provides no checksum of this object", str(entry.place))
     files[name] = {"size": entry.size, **known}
   return files
 
 
 def home(step_directory: AnyPath, manifest: Manifest) -> AnyPath:
-  """Where the files of a step lie."""
+  """Returns the folder that contains the files of a step."""
   return step_directory / manifest.folder if manifest.folder else step_directory
 
 
@@ -138,31 +138,31 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def write(step_directory: Path, manifest: Manifest) -> None:
-  """Writes the manifest atomically. From here on the step counts.
+  """Writes the manifest atomically. From then on the step counts.
 
   Raises:
-    ValueError: ``config`` or ``extra`` holds something that JSON cannot (NaN included).
+    ValueError: ``config`` or ``extra`` contains a value that JSON cannot represent (NaN included).
   """
   atomic.write_text(step_directory / FILE_NAME, to_text(manifest))
 
 
 def to_text(manifest: Manifest) -> str:
-  """What ``parse`` reads. ValueError as ``write``."""
+  """Returns the text of a manifest, which ``parse`` reads. Raises ValueError as ``write``."""
   fields = dataclasses.asdict(manifest)
   try:
     return json.dumps({**fields, "xxh3_128": _digest(fields)}, indent=1, allow_nan=False) + "\n"
   except (TypeError, ValueError) as error:
-    raise ValueError(f"step {manifest.step}: config and extra of a checkpoint must be JSON: {error}") from error
+    raise ValueError(f"step {manifest.step}: config and extra of a checkpoint must be JSON values: {error}") from error
 
 
 def read(step_directory: Path | Place) -> Manifest:
   """Reads a manifest and checks it against its own hash.
 
-  A manifest of a newer schema comes back with its ``schema`` and whatever fields we know; the caller refuses it.
+  A manifest with a newer schema is returned with its ``schema`` and the fields that this version knows; the caller refuses it.
 
   Raises:
-    DamageError: missing, unreadable, not JSON, or changed since it was written.
-    OSError: a store does not answer, which is no damage.
+    DamageError: the manifest is missing, unreadable, not JSON, or has changed since it was written.
+    OSError: a store does not answer, which says nothing about the step.
   """
   path = step_directory / FILE_NAME
   if isinstance(path, Path) and path.exists() and not path.is_file():
@@ -179,10 +179,10 @@ def read(step_directory: Path | Place) -> Manifest:
 
 
 def parse(text: str, path: str) -> Manifest:
-  """The manifest that a text is; ``path`` names it in errors.
+  """Parses the text of a manifest; ``path`` names it in errors.
 
   Raises:
-    DamageError: not JSON, or changed since it was written.
+    DamageError: the text is not JSON or has changed since it was written.
   """
   try:
     fields = json.loads(text)
@@ -198,7 +198,7 @@ def parse(text: str, path: str) -> Manifest:
 
 
 def check_sizes(step_directory: Path | Place, manifest: Manifest) -> None:
-  """Checks that every file is there with its size; costs one stat per file, of a store one listing.
+  """Checks that every file exists with its size. Needs one stat per file, or one listing of a store.
 
   Raises:
     DamageError: names the first file that is missing or has another size.
@@ -217,14 +217,14 @@ def check_sizes(step_directory: Path | Place, manifest: Manifest) -> None:
       raise DamageError(f"file {path} is not a regular file")
     size = found.st_size
     if size != expected["size"]:
-      raise DamageError(f"file {path} has {size} bytes, {expected['size']} were written")
+      raise DamageError(f"file {path} has {size} bytes, but {expected['size']} were written")
 
 
 def check_objects(step_directory: Place, manifest: Manifest) -> None:
-  """Checks that every object is there with its size, and with the checksum that the store gave when it was written.
+  """Checks that every object exists with its size and with the checksum that the store reported after the write.
 
   Raises:
-    DamageError: names the first that is not.
+    DamageError: names the first object that is missing or differs.
     OSError: the store does not answer.
   """
   there = {entry.place: entry for entry in step_directory.entries()}
@@ -233,19 +233,19 @@ def check_objects(step_directory: Place, manifest: Manifest) -> None:
     if (found := there.get(place)) is None:
       raise DamageError(f"object {place} is missing")
     if found.size != expected["size"]:
-      raise DamageError(f"object {place} has {found.size} bytes, {expected['size']} were written")
-    # Of a file that ends with its own CRC-32C, as OCDBT's do, the store's is always the same: md5 tells them apart.
+      raise DamageError(f"object {place} has {found.size} bytes, but {expected['size']} were written")
+    # An OCDBT file ends with its own CRC-32C, so the store's CRC-32C of it is a constant. Only md5 detects a change of it.
     kinds = [kind for kind in (*_OF_THE_STORE, _ETAG) if kind in expected and kind in found.checksums]
     if wrong := [kind for kind in kinds if found.checksums[kind] != expected[kind]]:
       raise DamageError(
-        f"object {place} is not what was written ({wrong[0]} {found.checksums[wrong[0]]}, not {expected[wrong[0]]})"
+        f"object {place} has changed since it was written ({wrong[0]} {found.checksums[wrong[0]]}, not {expected[wrong[0]]})"
       )
     if not kinds and any(kind in expected for kind in (*_OF_THE_STORE, _ETAG)):
-      raise DamageError(f"object {place}: the store knows no checksum of it any more")
+      raise DamageError(f"object {place}: the store no longer provides its checksum")
 
 
 def is_whole(step_directory: Path | Place, step: int) -> bool:
-  """Whether a directory holds this step, as far as can be told without reading its arrays. OSError as ``check_sizes``."""
+  """Returns True if a directory contains this step, judged without reading its arrays. Raises OSError as ``check_sizes``."""
   try:
     stored = read(step_directory)
     check_sizes(step_directory, stored)
@@ -255,12 +255,12 @@ def is_whole(step_directory: Path | Place, step: int) -> bool:
 
 
 def check_hashes(step_directory: Path | Place, manifest: Manifest, below: str = "") -> None:
-  """Reads every file and checks its hash (1.5 GB/s from the page cache of a busy test machine); of objects, their checksums.
+  """Reads every file and checks its hash (1.5 GB/s from the page cache of a busy test machine); for objects, their checksums.
 
   Args:
-    step_directory: of the step.
-    manifest: its own.
-    below: only files whose names begin so.
+    step_directory: directory of the step.
+    manifest: its manifest.
+    below: check only files whose names begin with this.
 
   Raises:
     DamageError: names the first file that is missing, has another size or other content.
@@ -273,7 +273,7 @@ def check_hashes(step_directory: Path | Place, manifest: Manifest, below: str = 
     if not name.startswith(below):
       continue
     path = home(step_directory, manifest) / name
-    # The latter two of a copy from a store; what has an etag alone has a checksum of its own in each chunk.
+    # Local copies of objects have crc32c or an etag. With an etag, each zarr chunk has its own checksum.
     kind = next(kind for kind in ("xxh3_128", "crc32c", _ETAG) if kind in expected)
     if kind == _ETAG:
       continue

@@ -1,12 +1,12 @@
-"""A second place for a run's checkpoints: a mounted disk, or object storage through fsspec, for when the first one is lost.
+"""A second location for a run's checkpoints, on another disk or in an object store, in case the first one is lost.
 
-Layout: ``<checkpoint_mirror>/<run_name>/checkpoints/N``, the same as in the run's directory, so a mirror on a disk is a run to
-every command. A step is copied after it was proved whole, on a thread of its own, file by file with its hashes and the
-manifest last; until then a file ``COPYING`` marks it as ours and unfinished. What fails is told, tried again, and ends no run.
-The step that the run names as its best is there as long as the run keeps it, and named there in the same way.
+The layout ``<checkpoint_mirror>/<run_name>/checkpoints/N`` equals that of a run directory, so every command accepts a mirror on
+a disk as a run. A background thread copies each complete step: file by file with hashes, the manifest last. A file ``COPYING``
+marks an unfinished copy until then. Failures are logged and retried and never end the run. The step recorded as the best is
+kept and recorded in the mirror too.
 
-Every checkpoint holds the name of its run's life, drawn at random at its first start: two runs that happen to share a name, and
-so a place in the mirror, are told apart by it and refused.
+Every checkpoint contains a random id that the run drew at its first start. Two runs of the same name share a folder in the
+mirror; the ids tell them apart, and mixing them is refused.
 """
 
 import logging
@@ -35,16 +35,16 @@ _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 5.0, 600.0
 
 
 class Mirror:
-  """The steps of one run in their second place.
+  """The copies of one run's steps in the mirror.
 
   Args:
-    place: a path, or a URL that fsspec knows.
-    run_name: of the run.
-    own: where the run itself keeps its steps.
-    keep: newest steps that are kept beside the best; None: all.
+    place: a path, or a URL that fsspec supports.
+    run_name: name of the run.
+    own: directory of the run's own steps.
+    keep: number of newest steps to keep in addition to the best; None keeps all.
 
   Raises:
-    UserError: as ``require_usable``; or it is the run's own directory.
+    UserError: as ``require_usable``; or ``place`` is the run's own directory.
   """
 
   def __init__(self, place: str, run_name: str, own: Path, keep: int | None):
@@ -60,12 +60,12 @@ class Mirror:
     self._local = isinstance(self._files, LocalFileSystem)
     self._own, self._keep = own, keep
     if self._local and os.path.realpath(self._root) == os.path.realpath(own):
-      raise UserError(f"checkpoint_mirror = {place} is where the run itself writes\n  fix: another place, on another disk")
+      raise UserError(f"checkpoint_mirror = {place} is the run's own directory\n  fix: choose a place on another disk")
     self._condition = threading.Condition()
     self._wanted: Path | None = None
     self._copying: Path | None = None
     self._copying_best: Path | None = None
-    self._forgotten: tuple[int, str] | None = None  # steps after this one, of this run, are to go
+    self._forgotten: tuple[int, str] | None = None  # (step, run id): later steps of this run must be removed
     self._failure: str | None = None
     self._closing = False
     self._thread: threading.Thread | None = None
@@ -76,19 +76,19 @@ class Mirror:
   # Copying.
 
   def offer(self, step: Path) -> None:
-    """Hands over a complete step; one that still waits is passed over for it. Never waits, never raises."""
+    """Queues a complete step for copying, replacing one that still waits. Never blocks, never raises."""
     with self._condition:
       self._wanted = step
       self._wake()
 
   def forget(self, step: int, run: str) -> None:
-    """The run has gone back to this step: later ones of it are not copied any more, and removed. Never waits, never raises."""
+    """Removes copies of the run's steps after ``step``, to which the run has gone back. Never blocks, never raises."""
     with self._condition:
       self._wanted, self._copying = (
         None if path is not None and int(path.name) > step else path for path in (self._wanted, self._copying)
       )
       before = self._forgotten
-      self._forgotten = (step if before is None else min(step, before[0]), run)  # what was saved since is not there yet
+      self._forgotten = (step if before is None else min(step, before[0]), run)  # no later save has been copied since
       self._wake()
 
   def _wake(self) -> None:
@@ -99,30 +99,31 @@ class Mirror:
 
   @property
   def needed(self) -> set[int]:
-    """The own steps that are to be copied or are being copied, which must not be dropped meanwhile."""
+    """The run's own steps that are queued or being copied. They must not be removed in the meantime."""
     with self._condition:
       return {int(path.name) for path in (self._wanted, self._copying, self._copying_best) if path is not None}
 
   def close(self, seconds: float) -> None:
-    """Waits for what was handed over, at most so long; what is still not there is told. The next start offers it again."""
+    """Waits for queued copies, at most ``seconds``. A missing copy is logged; the next start of the run queues it again."""
     with self._condition:
       self._closing = True
       self._condition.notify_all()
     if self._thread is not None:
       self._thread.join(seconds)
       if missing := self.needed:
-        reason = self._failure or f"it took more than {seconds:.0f} s"
-        _log.warning("%s: step %d is not there: %s; the next start of this run copies it", self._name, max(missing), reason)
+        reason = self._failure or f"copying took more than {seconds:.0f} s"
+        _log.warning("%s: step %d is not copied: %s; the next start of this run copies it", self._name, max(missing), reason)
 
   def _work(self) -> None:
     delay = _FIRST_RETRY_SECONDS
     while True:
       with self._condition:
+        # Wait for work. Removals come before copies.
         self._condition.wait_for(lambda: self._wanted is not None or self._forgotten is not None or self._closing)
         forgotten = self._forgotten
         if self._wanted is None and forgotten is None:
           return
-        if forgotten is None:  # else first what is to go
+        if forgotten is None:
           self._copying, self._wanted = self._wanted, None
         last, step = self._closing, self._copying
       try:
@@ -130,18 +131,17 @@ class Mirror:
           self._remove_after(*forgotten)
         elif step is not None:
           self._copy(step)
-      except manifest.DamageError as error:  # what is no whole step here would be none there
+      except manifest.DamageError as error:  # a damaged step must not be copied
         _log.error("%s: step %s is not copied: %s", self._name, step and step.name, error)
-      except Exception as error:  # fsspec's many kinds; none of them may end a run
+      except Exception as error:  # fsspec raises many types; a failing mirror must not end the run
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         with self._condition:
           if forgotten is None and self._copying is None:
-            continue  # it was moved aside meanwhile
+            continue  # the step was abandoned in the meantime
+          # Log each new reason once, and retry with backoff.
           if reason != self._failure:
-            what = (
-              f"step {step.name} is not there yet" if step is not None else "steps that the run went back past are still there"
-            )
-            _log.warning("%s: %s: %s; it is tried again", self._name, what, reason)
+            what = f"step {step.name} is not copied yet" if step is not None else "abandoned steps are not removed yet"
+            _log.warning("%s: %s: %s; retrying", self._name, what, reason)
           self._wanted = self._wanted or self._copying
           self._failure, self._copying = reason, None
           if last:
@@ -151,14 +151,14 @@ class Mirror:
         continue
       with self._condition:
         if self._failure is not None:
-          _log.warning("%s: works again%s", self._name, f", step {step.name} is there" if step is not None else "")
+          _log.warning("%s: works again%s", self._name, f", step {step.name} is copied" if step is not None else "")
         self._failure, self._copying = None, None
         if self._forgotten is forgotten:
           self._forgotten = None
       delay = _FIRST_RETRY_SECONDS
 
   def _copy(self, step: Path) -> None:
-    """A step, and the best one where it is not there: it may have waited while others were copied, and been passed over."""
+    """Copies a step, and the best step if its copy is missing: other steps may have replaced it in the queue."""
     if (stored := self._copy_step(step)) is None:
       return
     best = self._own_best()
@@ -176,7 +176,7 @@ class Mirror:
         self._copying_best = None
 
   def _own_best(self) -> tuple[int, float] | None:
-    """The step that the run keeps as its best, and its loss."""
+    """Returns the step that the run records as its best, and its loss; None if there is none or it is damaged."""
     try:
       best = parsed((self._own / BEST_FILE).read_bytes())
     except FileNotFoundError:
@@ -184,7 +184,7 @@ class Mirror:
     return best if best is not None and manifest.is_whole(self._own / str(best[0]), best[0]) else None
 
   def _best(self) -> tuple[int, float] | None:
-    """The same of what is written down in the mirror, whether that step is there or not."""
+    """Returns the best step and loss that the mirror records, even if that step is missing in the mirror."""
     try:
       content: Any = self._files.cat_file(f"{self._root}/{BEST_FILE}")
     except FileNotFoundError:
@@ -198,11 +198,11 @@ class Mirror:
       self._write(f"{self._root}/{BEST_FILE}", written(step, eval_loss).encode())
 
   def _copy_step(self, step: Path) -> manifest.Manifest | None:
-    """Copies a step that is not there yet; returns its manifest, None for one that cannot be told from another run's."""
+    """Copies a step if its copy is missing. Returns its manifest, or None if the manifest has no run id."""
     text = (step / manifest.FILE_NAME).read_text(encoding="utf-8")
     stored = manifest.parse(text, str(step))
     if not stored.run:
-      return None  # of a version that did not tell runs apart
+      return None  # written by a version without run ids
     there = f"{self._root}/{step.name}"
     self._files.invalidate_cache()
     if self._manifest(stored.step) != stored:
@@ -212,12 +212,12 @@ class Mirror:
         self._copy_file(step / name, f"{there}/{name}", expected["xxh3_128"])
       self._write(f"{there}/{manifest.FILE_NAME}", text.encode())
       if self._manifest(stored.step) != stored:
-        raise OSError("the manifest reads back otherwise than it was written")
+        raise OSError("the manifest in the mirror differs from the written one")
       self._files.rm_file(f"{there}/{_MARKER}")
     return stored
 
   def _copy_file(self, source: Path, target: str, expected: str) -> None:
-    if self._files.exists(target) and self._hash(target) == expected:  # of a copy that was interrupted
+    if self._files.exists(target) and self._hash(target) == expected:  # left by an interrupted copy
       return
     self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
     digest = xxhash.xxh3_128()
@@ -231,7 +231,7 @@ class Mirror:
     if digest.hexdigest() != expected:
       raise manifest.DamageError(f"file {source} has changed since it was written")
     if self._hash(target) != expected:
-      raise OSError(f"{target} reads back otherwise than it was written")
+      raise OSError(f"{target} differs from the written data")
 
   def _write(self, path: str, content: bytes) -> None:
     if self._local:
@@ -249,7 +249,7 @@ class Mirror:
   def _drop_old(self, newest: manifest.Manifest, best: int | None) -> None:
     for number in self._numbered():
       there = f"{self._root}/{number}"
-      if number < newest.step and number != best and self._files.exists(f"{there}/{_MARKER}"):  # a copy that was never finished
+      if number < newest.step and number != best and self._files.exists(f"{there}/{_MARKER}"):  # an unfinished copy
         self._files.rm(there, recursive=True)
     mine = sorted(number for number, stored in self.steps().items() if stored.run == newest.run)
     for number in mine[: -self._keep] if self._keep else []:
@@ -262,58 +262,62 @@ class Mirror:
         self._remove(number)
 
   def _remove(self, number: int) -> None:
-    """The manifest first: a half-removed step never counts."""
+    """Removes the manifest first, so that a partly removed step never counts."""
     self._files.rm_file(f"{self._root}/{number}/{manifest.FILE_NAME}")
     self._files.rm(f"{self._root}/{number}", recursive=True)
 
-  # Looking and bringing back.
+  # Reading and restoring.
 
   def steps(self) -> dict[int, manifest.Manifest]:
-    """The complete steps by number; what fsspec raises where the place does not answer."""
+    """Returns the manifests of the complete steps by number. Raises the errors of fsspec if the mirror does not answer."""
     found = {number: self._manifest(number) for number in self._numbered()}
     return {number: stored for number, stored in found.items() if stored is not None}
 
   def bring_back(self, own: StepDirectories, *, resume: bool) -> int | None:
-    """Copies the newest step, and the best one, back where the run's own steps are gone or older; returns the newest, None when
-    there was no need.
+    """Restores the newest and the best step to the run directory if its own steps are missing or older.
+
+    Returns:
+      The newest restored step, or None if nothing had to be restored.
 
     Raises:
-      UserError: the mirror holds steps of another run, or ``resume`` is false and it holds some; it is not set up on this
-        machine, and the run has no step of its own to go on from; or as ``own.make``.
-      RetryableError: the mirror does not answer, and the run has no step of its own to go on from.
+      UserError: the mirror contains steps of another run; or ``resume`` is false and it contains steps; or its storage is not
+        configured on this machine and the run directory has no step; or as ``own.make``.
+      RetryableError: the mirror does not answer, and the run directory has no step.
     """
     mine = own.complete() if own.directory.is_dir() else []
+    # Compare the steps of the run with those of the mirror.
     try:
       theirs = self.steps()
     except Exception as error:
       if mine:
-        _log.warning("%s: cannot be looked at: %s", self._name, error)
+        _log.warning("%s: cannot be read: %s", self._name, error)
         return None
       what = failed(as_oserror(error, self._root))
-      raise type(what)(f"{self._name}: cannot be looked at, and the run has no checkpoint of its own: {what}") from error
+      raise type(what)(f"{self._name}: cannot be read, and the run directory has no checkpoint: {what}") from error
     if not theirs:
       return None
     lives = {stored.run for stored in theirs.values()}
     if mine:
       lives.add(manifest.read(own.path(mine[-1])).run)
     if len(lives) > 1 or not resume:
-      why = "resume is false" if len(lives) == 1 else "steps of different runs of that name are there or in the run directory"
+      why = "resume is false" if len(lives) == 1 else "steps of different runs of that name are in the mirror or run directory"
       raise UserError(
-        f"{self._name}: {self._root} holds step {max(theirs)}, and {why}: they would be mixed\n"
-        "  fix: choose another run_name or another checkpoint_mirror, or move away what is not of this run"
+        f"{self._name}: {self._root} holds step {max(theirs)}, and {why}: the steps would be mixed\n"
+        "  fix: choose another run_name or another checkpoint_mirror, or move the steps that do not belong to this run"
       )
-    abandoned = own.abandoned()  # and not removed there before the run was killed
+    abandoned = own.abandoned()  # the run may have been killed before it removed their copies
     theirs = {number: stored for number, stored in theirs.items() if number not in abandoned}
     if not theirs or (mine and mine[-1] >= max(theirs)):
       return None
     try:
-      own.make()  # which removes what a copy that was killed left: its room is needed
-      mine = own.complete()  # a save that only lacked its name has it now
+      own.make()  # removes the leftovers of an interrupted copy, whose disk space is needed
+      mine = own.complete()  # a save that was complete except for its name is included now
     except OSError as error:
       raise RetryableError(f"{own.directory}: {error.strerror}") from error
+    # Restore the best step first: once the newest step is in place, no later start restores the best one.
     best = self._there_and_best(theirs)
     if best is not None and best[0] < max(theirs) and not own.has(best[0]):
-      self.fetch(best[0], own)  # first: with the newest one in its place nobody asks again
+      self.fetch(best[0], own)
     for number in sorted(theirs, reverse=True):
       if mine and mine[-1] >= number:
         return None
@@ -321,20 +325,20 @@ class Mirror:
         if best is not None and own.has(best[0]):
           name_best(own.directory, *best)
         return number
-    raise UserError(f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is whole, see above")
+    raise UserError(f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is intact; see the log above")
 
   def _there_and_best(self, theirs: Collection[int]) -> tuple[int, float] | None:
     try:
       best = self._best()
-    except Exception as error:  # fsspec's many kinds
+    except Exception as error:  # fsspec raises many types
       raise RetryableError(f"{self._name}: {BEST_FILE} cannot be read: {error}") from error
     return best if best is not None and best[0] in theirs else None
 
   def fetch(self, number: int, own: StepDirectories) -> bool:
-    """Copies one step back under its hashes; False, and told, when it is not there or not whole.
+    """Copies one step back and verifies its hashes. Returns False if it is missing, or damaged (which is logged).
 
     Raises:
-      RetryableError: it could not be read, or not be written here.
+      RetryableError: the step cannot be read from the mirror or written here.
     """
     target = own.saving(number)
     try:
@@ -366,7 +370,7 @@ class Mirror:
     return sorted(int(name) for name in names if is_step_name(name))
 
   def _manifest(self, number: int) -> manifest.Manifest | None:
-    """The manifest of a step; None without one, or with one that is not whole or of another step."""
+    """Returns the manifest of a step; None if it is missing, damaged, or of another step."""
     path = f"{self._root}/{number}/{manifest.FILE_NAME}"
     try:
       text: Any = self._files.cat_file(path)

@@ -1,4 +1,4 @@
-"""Parts of the arrays of a step that was saved, read without the rest: for tools that look at weights larger than memory."""
+"""Reads parts of the arrays of a saved step, for tools that inspect weights larger than memory."""
 
 from pathlib import Path
 from typing import Any
@@ -8,17 +8,17 @@ import numpy as np
 from maxtext_like.checkpoint.store import manifest, zarr_arrays
 from maxtext_like.errors import UserError
 
-_CACHE = 1 << 30  # bytes of decoded chunks that are kept: the slices of one array follow each other
+_CACHE = 1 << 30  # bytes of decoded chunks to keep, because consecutive slices of an array share chunks
 
 
 class StoredArrays:
-  """The arrays of one complete step. What is read at a time is a stored chunk: the part of an array one device wrote."""
+  """The arrays of one complete step. The unit of reading is a stored chunk: the part of an array that one device wrote."""
 
   def __init__(self, step_directory: Path):
-    """Reads the manifest and checks the files' hashes.
+    """Reads the manifest and checks the hashes of the files.
 
     Raises:
-      UserError: no complete checkpoint, or a damaged one.
+      UserError: there is no complete checkpoint, or it is damaged.
     """
     try:
       self.manifest = manifest.read(step_directory)
@@ -27,14 +27,14 @@ class StoredArrays:
       raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error
     if self.manifest.schema > manifest.SCHEMA_VERSION:
       raise UserError(
-        f"{step_directory}: written with checkpoint schema {self.manifest.schema}; this version reads up to "
-        f"{manifest.SCHEMA_VERSION}; upgrade maxtext_like"
+        f"{step_directory}: written with checkpoint schema {self.manifest.schema}; this version reads schemas up to "
+        f"{manifest.SCHEMA_VERSION}\n  fix: upgrade maxtext_like"
       )
     self._state = (manifest.home(step_directory, self.manifest) / manifest.STATE_NAME).absolute()
     self._open: tuple[str, Any] = ("", None)
 
   def parameter(self, path: tuple[str, ...], index: tuple[int | slice, ...]) -> np.ndarray:
-    """``params[path][index]`` in float32.
+    """Returns ``params[path][index]`` in float32.
 
     Raises:
       UserError: the step has no such parameter.
@@ -42,7 +42,7 @@ class StoredArrays:
     name = ".".join(("params", *path))
     if self._open[0] != name:
       if name not in self.manifest.leaves:
-        raise UserError(f"{self._state.parent}: has no {name}; the configuration is of another model")
+        raise UserError(f"{self._state.parent}: has no array {name}; the configuration describes another model")
       self._open = (name, self._array(name))
     return np.asarray(self._open[1][index].read().result(), np.float32)
 
@@ -53,7 +53,7 @@ class StoredArrays:
 
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._state}/"}, "path": f"{name}/"}
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
-    # orbax writes version 3 of zarr or, before, version 2: what the metadata file is called tells.
+    # Orbax writes zarr version 3; older versions wrote version 2. The name of the metadata file shows which.
     keys = {bytes(key).decode() for key in tensorstore.KvStore.open(store, context=context).result().list().result()}
     driver = "zarr3" if "zarr.json" in keys else "zarr"
     return tensorstore.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context).result()

@@ -1,4 +1,4 @@
-"""One save under way, what the saves of a run came to, and orbax's errors in a line."""
+"""State of a save in progress, statistics of the saves of a run, and shortening of orbax's error messages."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass
 class Statistics:
-  """What the saves of a run cost and how they ended. Seconds are wall clock, bytes those of the arrays."""
+  """Number, outcome and cost of the saves of a run. Times are wall-clock seconds."""
 
   saved: int = 0
   skipped_busy: int = 0
@@ -26,11 +26,11 @@ class Statistics:
 
 @dataclasses.dataclass
 class PendingSave:
-  """One save under way; the thread fills in how it ended."""
+  """A save in progress. Its thread fills in the outcome."""
 
   step: int
   needed_bytes: int
-  best: tuple[int, float] | None = None  # step that is kept for its held-out loss, and that loss
+  best: tuple[int, float] | None = None  # step with the lowest evaluation loss, and that loss
   error: BaseException | None = None
   write_seconds: float = 0.0
   hash_seconds: float = 0.0
@@ -38,7 +38,7 @@ class PendingSave:
 
 
 def reason(error: Exception) -> str:
-  """Returns one line for an error; of TensorStore's kilobytes only what the operating system said."""
+  """Returns an error in one line. Of a long TensorStore message it keeps only the reason of the operating system."""
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   said = re.search(r"os_error_code='(\d+)'", str(error))
@@ -54,21 +54,21 @@ _TOLD = (
 
 
 def told_by_us(entry: logging.LogRecord) -> bool:
-  """Drops orbax's tracebacks of a failed asynchronous save; ``_settle`` tells the same in one line."""
+  """Logging filter that drops orbax's tracebacks of a failed asynchronous save; ``_settle`` reports the failure in one line."""
   return not any(part in str(entry.msg) for part in _TOLD)
 
 
 @functools.cache
 def hide_calls_into_closed_loops() -> None:
-  """Install ``without_calls_into_closed_loops`` as ``sys.unraisablehook``, once for this process."""
+  """Installs ``without_calls_into_closed_loops`` as ``sys.unraisablehook``, once per process."""
   sys.unraisablehook = without_calls_into_closed_loops(sys.unraisablehook)
 
 
 def without_calls_into_closed_loops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-  """Return a hook for exceptions that cannot be raised, which drops those of TensorStore after a failed save.
+  """Returns an unraisable-exception hook that drops TensorStore's errors after a failed save.
 
-  When one array cannot be written, orbax closes its event loop while TensorStore still writes the others. Each of these calls
-  the closed loop when it ends, and Python prints a traceback for each. The save is reported as failed in one line already.
+  When one array cannot be written, orbax closes its event loop while TensorStore still writes the others. Each finished write
+  then calls the closed loop, and Python prints a traceback for each. The failed save has already been reported in one line.
 
   Args:
     hook: called with every other exception.

@@ -1,13 +1,14 @@
-"""The steps of a run in an object store, where nothing is renamed: a step counts when, and only when, its manifest is there.
+"""The steps of a run in an object store. Objects cannot be renamed there: a step counts if and only if its manifest exists.
 
-Layout, beside what ``manifest`` says::
+Layout, in addition to that in ``manifest``::
 
-  120/5f0c9a21.7/state/     the arrays: the life of the run that wrote it, and its seventh save
-  120/COMPLETE.json         the manifest, written last, on the condition that there is none; names the folder
-  110/CORRUPT.json          the manifest of a step that failed its checksums; 90/ABANDONED.json: that the run went back past
+  120/5f0c9a21.7/state/     the arrays: the token of the run's start that wrote them, and the number of its save
+  120/COMPLETE.json         the manifest, written last and only if there is none yet; it names the folder
+  110/CORRUPT.json          the manifest of a step that failed its checksums
+  90/ABANDONED.json         the manifest of a step that the run discarded when it went back to an earlier step
 
-A folder has the name of one save of one life, so a process that was stopped, and lost the run to another, writes where nobody
-looks. What no manifest names is litter, and goes at the next start or with its step.
+Each save writes to a new folder. A process that was suspended and lost the run to another one therefore writes where
+nothing reads. Folders that no manifest names are leftovers; they are removed at the next start or together with their step.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ _FOLDER = re.compile(r"[0-9a-f]{8}\.\d+")
 
 
 class RemoteSteps:
-  """The steps below ``directory``, each named by its number; ``StepDirectories`` says what the methods do. OSErrors as Place's.
+  """The steps below ``directory``, each named by its number. ``StepDirectories`` documents the methods, Place their errors.
 
   Args:
-    directory: in a store that writes on conditions, which are gs:// and s3://.
-    fence: entered around every publication and removal: raises, or does not return, when the run is no longer ours.
-    token: of this life of the run, 8 hexadecimal digits.
+    directory: a folder in a store with conditional writes, which are gs:// and s3://.
+    fence: context entered around every publication and removal; it raises, or never returns, if another process owns the run.
+    token: 8 hexadecimal digits, unique to this start of the run.
   """
 
   def __init__(
@@ -48,45 +49,45 @@ class RemoteSteps:
     self._token = token or secrets.token_hex(4)
 
   def path(self, step: int) -> Place:
-    """Where a step is, whether it is there or not."""
+    """Returns the place of a step, which need not exist."""
     return self.directory / str(step)
 
   def saving(self, step: int, save: int) -> Place:
-    """Where a step is written by the save of this number."""
+    """Returns the folder to which the save with this number writes a step."""
     return self.path(step) / f"{self._token}.{save}"
 
   def is_there(self) -> bool:
-    """Whether anything is."""
+    """Returns True if there is any step."""
     return bool(self.directory.folders())
 
   def numbered(self) -> list[int]:
-    """Everything that is named like a step, oldest first."""
+    """Returns every folder whose name is a step number, oldest first."""
     return sorted(int(name) for name in self.directory.folders() if is_step_name(name))
 
   def with_manifest(self) -> list[int]:
-    """The steps that have a manifest, damaged or not, oldest first."""
+    """Returns the steps with a manifest, intact or damaged, oldest first."""
     return [step for step in self.numbered() if self._has(step, manifest.FILE_NAME)]
 
   def complete(self) -> list[int]:
-    """The steps whose manifest is whole and of that step, and whose objects are what was written, oldest first."""
+    """Returns the steps whose manifest is intact and matches the name, and whose objects are unchanged, oldest first."""
     return [step for step in self.numbered() if self.has(step)]
 
   def has(self, step: int) -> bool:
-    """Whether this one is complete."""
+    """Returns True if this step is complete."""
     return manifest.is_whole(self.path(step), step)
 
   def require_names(self) -> None:
-    """Looks whether every step is what its name says.
+    """Checks that the name of every step matches its manifest.
 
     Raises:
-      UserError: one has the manifest of another.
+      UserError: a step has the manifest of another one.
     """
     for step in self.numbered():
       with contextlib.suppress(manifest.DamageError):
         if (found := manifest.read(self.path(step)).step) != step:
           raise UserError(
-            f"{self.path(step)} holds step {found} by its own manifest: it was copied\n"
-            f"  fix: move it away; init_from={self.path(step)} starts a new run from its weights"
+            f"{self.path(step)} holds step {found} according to its manifest: it was copied\n"
+            f"  fix: move it away; init_from={self.path(step)} starts a new run with its weights"
           )
 
   def make(self) -> None:
@@ -94,19 +95,19 @@ class RemoteSteps:
     self.require_names()
     for step in self.numbered():
       if self._remove_litter(step):
-        _log.warning("%s: what an interrupted save or removal left is removed", self.path(step))
+        _log.warning("%s: leftovers of an interrupted save or removal were removed", self.path(step))
 
   def prepare(self, step: int, save: int) -> None:
-    """There are no directories to make."""
+    """Does nothing: a store has no directories to create."""
 
   def discard(self, step: int, save: int) -> None:
-    """What a save left that failed goes later: a store that does not answer must not be waited for here."""
+    """Does nothing: leftovers are removed later, so that training does not wait for a store that does not answer."""
 
   def publish(self, step: int, save: int, record: manifest.Manifest) -> None:
-    """A step of which all is written counts from here on. What had its name is moved aside, unless it is whole and so the same.
+    """Publishes a step whose objects are written. A manifest under that name is set aside, unless its step is already complete.
 
     Raises:
-      FileExistsError: another process has published this step meanwhile.
+      FileExistsError: another process has published this step in the meantime.
     """
     path = self.saving(step, save)
     record = dataclasses.replace(record, files=manifest.describe_objects(path), folder=path.name)
@@ -119,7 +120,7 @@ class RemoteSteps:
       (self.path(step) / manifest.FILE_NAME).create(content)
 
   def drop_old(self, keep: int | None, spare: Collection[int] = ()) -> None:
-    """Keeps the newest ``keep`` complete steps, all with None, and what no manifest names nowhere."""
+    """Removes old steps, except the newest ``keep`` complete ones (all if None) and those in ``spare``, and all leftovers."""
     complete = self.complete()
     kept = complete[-keep:] if keep else complete
     for step in self.numbered():
@@ -127,26 +128,26 @@ class RemoteSteps:
         if step in kept:
           self._remove_litter(step)
       elif step in complete or (self._has(step, _ABANDONED) and kept and step < kept[0]):
-        with self._fence():  # a step without its manifest never counts, however much of it is left
+        with self._fence():  # without its manifest a step never counts, even if removal is interrupted
           (self.path(step) / manifest.FILE_NAME).remove()
         self._remove(step, lambda name: True)
 
   def set_aside(self, step: int) -> Place:
-    """Takes a damaged step's manifest away from it; its objects stay for whoever wants to look. Returns where it is now."""
+    """Renames the manifest of a damaged step and returns its new place. The objects stay for inspection."""
     with self._fence():
       return self._move_aside(step, _CORRUPT)
 
   def abandon_after(self, step: int) -> list[int]:
-    """The same with the steps after this one, which the run has gone back to. Returns them."""
+    """Renames the manifests of the steps after ``step``, to which the run has gone back. Returns their numbers."""
     later = [number for number in self.with_manifest() if number > step]
     for number in later:
       with self._fence():
         aside = self._move_aside(number, _ABANDONED)
-      _log.warning("%s: the run went back past it, to step %d; its manifest is %s now", self.path(number), step, aside.name)
+      _log.warning("%s: the run went back to step %d; this later step has %s now", self.path(number), step, aside.name)
     return later
 
   def abandoned(self) -> set[int]:
-    """The numbers that ``abandon_after`` took the manifest from and that no step has had since."""
+    """Returns the steps whose manifest ``abandon_after`` renamed and that have not been saved again."""
     return {step for step in self.numbered() if self._has(step, _ABANDONED) and not self._has(step, manifest.FILE_NAME)}
 
   def _has(self, step: int, name: str) -> bool:
@@ -160,11 +161,11 @@ class RemoteSteps:
     return target
 
   def _remove_litter(self, step: int) -> bool:
-    """Removes the folders of a step that no manifest of it names, not even one that was moved aside; says whether any was."""
-    if self.has(step):  # of a damaged twin nobody wants to know any more
+    """Removes the folders of a step that no manifest names. Returns True if there were any."""
+    if self.has(step):  # the step is complete, so an older damaged version of it is useless
       named, aside = {manifest.read(self.path(step)).folder}, True
     elif any(self._has(step, name) for name in (manifest.FILE_NAME, _CORRUPT, _ABANDONED)):
-      return False  # a person may want it
+      return False  # someone may need the damaged step
     else:
       named, aside = set(), False
     moved = (_CORRUPT, _ABANDONED) if aside else ()
@@ -172,12 +173,12 @@ class RemoteSteps:
     return self._remove(step, litter)
 
   def _remove(self, step: int, wanted: Callable[[str], bool]) -> bool:
-    """Removes the objects of a step by the first part of their names in it."""
+    """Removes the objects of a step whose first name component is wanted. Returns True if there were any."""
     place = self.path(step)
     gone = [entry.place for entry in place.entries() if wanted(entry.place.parts[len(place.parts)])]
     if gone:
       with self._fence():
-        pass  # it is still ours; to remove many objects takes longer than others may be kept waiting
+        pass  # check ownership once; removing many objects would block other users of the fence for too long
       for found in gone:
         found.remove()
     return bool(gone)

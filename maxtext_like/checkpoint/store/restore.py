@@ -1,4 +1,4 @@
-"""Reading one step back: into this run's shardings, whatever devices wrote it, with dtypes changed only on demand."""
+"""Reads one stored step into the shardings of this run, whatever devices wrote it. Dtypes change only on request."""
 
 import logging
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-  """A state that was read back, and what was stored with it."""
+  """A restored state, and the values that were stored with it."""
 
   step: int
   state: Any
@@ -35,16 +35,16 @@ def check(
   resumes: bool = False,
   adds: bool = False,
 ) -> None:
-  """Refuses a step that this run must not read; nothing but its manifest has been read by then.
+  """Refuses a step that does not fit this run. Only the manifest has been read by then.
 
   Raises:
-    UserError: a newer schema, another model configuration, other leaves or dtypes.
+    UserError: the step has a newer schema, another model configuration, or other leaves or dtypes.
   """
   where = str(step_directory)
   if stored.schema > manifest.SCHEMA_VERSION:
     raise UserError(
       f"{where}: written by maxtext_like {stored.versions.get('maxtext_like', '(unknown)')} with checkpoint schema "
-      f"{stored.schema}; this version reads up to {manifest.SCHEMA_VERSION}; upgrade maxtext_like"
+      f"{stored.schema}; this version reads schemas up to {manifest.SCHEMA_VERSION}\n  fix: upgrade maxtext_like"
     )
   compatibility.check_state(
     where,
@@ -60,30 +60,32 @@ def check(
 
 
 def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> Any:
-  """Reads the arrays that ``like`` names from a step that was checked and verified.
+  """Reads the arrays of ``like`` from a step that was checked and verified.
 
   Args:
     step_directory: the step.
     stored: its manifest.
-    like: tree of ``jax.ShapeDtypeStruct``; a leaf with a sharding is read shard by shard, each device its own part, so
-      that no device ever holds more than it keeps. Leaves without one go to the first local device.
+    like: tree of ``jax.ShapeDtypeStruct``. A leaf with a sharding is read shard by shard, each device its own part, so that no
+      device ever holds more than it keeps. A leaf without one goes to the first local device.
 
   Returns:
-    The tree of ``like`` filled with arrays, without entries that were not stored and are initialized again. Moments that were
-    not stored, such as those of parameters that were not trained, stay ``jax.ShapeDtypeStruct``.
+    The tree of ``like`` filled with arrays. It lacks entries that were not stored and that the caller initializes. Optimizer
+    moments that were not stored, such as those of frozen parameters, stay ``jax.ShapeDtypeStruct``.
 
   Raises:
-    UserError: a value does not fit the dtype that it is cast to.
+    UserError: a value does not fit the dtype to which it is cast.
   """
   import jax
   import jax.numpy as jnp
 
+  # Select the leaves that are stored. Only optional parts of the state and optimizer moments may be missing.
   if lacking := compatibility.BEGUN_ANEW - {compatibility.part_of(name) for name in stored.leaves}:
     like = {name: x for name, x in like.items() if name not in lacking or not jax.tree.leaves(x)}
   everything = tree.flatten(like)
   wanted = {name: leaf for name, leaf in everything.items() if name in stored.leaves}
   unread = {name: leaf for name, leaf in everything.items() if name not in wanted}
   assert all(compatibility.part_of(name) == compatibility.MOMENTS for name in unread), f"{list(unread)} were not checked"
+  # Read in the stored dtypes, then cast.
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shardings = {name: getattr(leaf, "sharding", None) or local for name, leaf in wanted.items()}
   stored_dtypes = {name: jnp.dtype(stored.leaves[name]["dtype"]) for name in wanted}
@@ -117,7 +119,7 @@ def _read_orbax(state: Path | Place, template: dict[str, Any], whole: bool) -> d
 
 
 def for_orbax(path: Path | Place) -> Any:
-  """A path as orbax takes it."""
+  """Returns a path in the form that orbax accepts."""
   if isinstance(path, Place):
     from etils import epath
 
@@ -126,7 +128,7 @@ def for_orbax(path: Path | Place) -> Any:
 
 
 def _cast(name: str, array: Any, dtype: Any) -> Any:
-  """Casts one array explicitly; what would become infinite (or NaN, in float8_e4m3) is refused."""
+  """Casts one array. Refuses a value that would become infinite (or NaN, in float8_e4m3)."""
   import jax
   import jax.numpy as jnp
 
@@ -138,8 +140,8 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
     largest, limit = float(jnp.max(jnp.abs(array.astype(jnp.float32)))), float(jnp.finfo(dtype).max)
     if largest > limit:
       raise UserError(
-        f"checkpoint leaf {name} holds {largest:.6g}, which {dtype} cannot hold (largest {limit:.6g}); "
-        f"keep its dtype {array.dtype}"
+        f"checkpoint leaf {name} holds {largest:.6g}, which does not fit {dtype} (largest {limit:.6g})\n"
+        f"  fix: keep its dtype {array.dtype}"
       )
   array = array.astype(dtype)
   return jax.device_put(array, place) if away else array
@@ -148,17 +150,17 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
 def load(
   step_directory: Path | Place, like: Any, *, config: Any = None, allow_dtype_change: bool = False, adds: bool = False
 ) -> Restored:
-  """Reads ``like`` (it may be a part of the state, such as ``{"params": ...}``) from one step of any run.
+  """Reads ``like``, which may be a part of the state such as ``{"params": ...}``, from one step of any run.
 
   Args:
     step_directory: a step such as ``runs/a/checkpoints/100``.
     like: tree of ``jax.ShapeDtypeStruct`` with shardings.
-    config: this run's configuration; None leaves the models uncompared.
+    config: configuration of this run; None skips the comparison of the models.
     allow_dtype_change: cast floats, with a range check, instead of refusing.
     adds: as for ``compatibility.check_state``.
 
   Raises:
-    UserError: not a complete step, damaged, of another model, or other arrays.
+    UserError: the step is incomplete, damaged, of another model, or has other arrays.
   """
   try:
     stored = manifest.read(step_directory)

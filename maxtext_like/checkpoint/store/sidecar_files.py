@@ -1,6 +1,6 @@
-"""The files that travel with a model's weights: its tokenizer's, and what Hugging Face keeps beside them.
+"""Files stored next to a model's weights: the tokenizer, and other data files of a Hugging Face directory.
 
-Every step of a run carries them in a folder of its own, hashed like the arrays, so that a copied step is whole.
+Every step of a run contains them in a separate folder, hashed like the arrays, so that a copied step is complete.
 """
 
 import shutil
@@ -10,9 +10,9 @@ from pathlib import Path
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place
 
-FOLDER = "tokenizer"  # in a step's directory
+FOLDER = "tokenizer"  # subfolder of a step
 
-# Data that travel with a model. Code (*.py) never does.
+# Data files that are copied with a model. Code (*.py) is never copied.
 OF_THE_MODEL = ("generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE")
 NAMES = (
   *OF_THE_MODEL,
@@ -26,28 +26,28 @@ NAMES = (
   "chat_template.jinja",
   "chat_template.json",
 )
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of files NAME.jinja
+MORE_TEMPLATES = "additional_chat_templates"  # a folder with files NAME.jinja
 _MAPPINGS = ("tokenizer.json", "tokenizer.model")
 
 
 def beside(directory: Path) -> tuple[Path, ...]:
-  """The files of ``NAMES`` in a directory, and the chat templates by name below it."""
+  """Returns the files of ``NAMES`` in a directory, and the chat templates in its subfolder."""
   templates = sorted((directory / MORE_TEMPLATES).glob("*.jinja"))
   return (*(directory / name for name in NAMES if (directory / name).is_file()), *templates)
 
 
 def name_of(file: Path) -> str:
-  """What one of ``beside`` is called from its directory."""
+  """Returns the path of such a file relative to its directory."""
   return f"{MORE_TEMPLATES}/{file.name}" if file.parent.name == MORE_TEMPLATES else file.name
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-  """The files ``beside`` by these names."""
+  """Returns the content of each of these files by its relative path."""
   return {name_of(file): file.read_bytes() for file in beside(directory)}
 
 
 def copy(files: Sequence[Path], directory: Path) -> None:
-  """Copies those of one directory into another; OSError as the disk gives it."""
+  """Copies such files into another directory. Raises OSError."""
   for file in files:
     target = directory / name_of(file)
     target.parent.mkdir(exist_ok=True)
@@ -55,13 +55,13 @@ def copy(files: Sequence[Path], directory: Path) -> None:
 
 
 def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
-  """What a step carries of a tokenizer: name in the step to content, read once.
+  """Returns the files of a tokenizer that a step stores: name in the step -> content.
 
   Args:
-    files: ``Tokenizer.files``, the one with the mapping first; it becomes tokenizer.json or tokenizer.model.
+    files: ``Tokenizer.files``. The first one has the mapping and becomes tokenizer.json or tokenizer.model.
 
   Raises:
-    UserError: a file cannot be read any more.
+    UserError: a file cannot be read.
   """
   if not files:
     return {}
@@ -69,7 +69,7 @@ def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
   name = f"tokenizer{mapping.suffix}"
   found = {name: mapping} | {file.name: file for file in files[1:]}
   if mapping.name == name:
-    # A folder as Hugging Face makes it. A tokenizer.json that was passed over for the .model would be taken for it.
+    # A Hugging Face folder. If tokenizer.model was chosen, tokenizer.json is left out: readers would prefer it.
     taken = _MAPPINGS if name == _MAPPINGS[0] else (name,)
     found = {name_of(file): file for file in beside(mapping.parent) if file.name not in _MAPPINGS or file.name in taken} | found
   try:
@@ -79,7 +79,7 @@ def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
 
 
 def write(step_directory: Path | Place, contents: dict[str, bytes]) -> None:
-  """Puts the files into a step that is being written; OSError as the disk gives it."""
+  """Writes the files into a step that is being saved. Raises OSError."""
   if contents:
     folder = step_directory / FOLDER
     for name, content in contents.items():

@@ -1,4 +1,4 @@
-"""The configuration that a step holds, to run its model elsewhere: the model and its numbers, not the machine it was on."""
+"""Rebuilds a configuration from a stored step: model, vision and precision sections, without the settings of the machine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _SECTIONS = ("model", "vision", "precision")
 
 
 def section(name: str, stored: dict[str, Any]) -> Any:
-  """A section of a stored configuration; keys that are newer than the step have their defaults."""
+  """Returns one section of a stored configuration. Keys that the step does not have get their defaults."""
   values = stored.get(name, {}) | {"decoder_block": stored["model"]["decoder_block"]}
   return make_section(name, {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
@@ -21,20 +21,22 @@ def section(name: str, stored: dict[str, Any]) -> Any:
 def load_stored(
   stored: dict[str, Any], place: str, overrides: Sequence[str] = (), kind_of_files: KindOfFiles | None = None
 ) -> Loaded:
-  """The model, its tower and its precision as they were stored, laid over configs/base.yml, then ``overrides``.
+  """Returns a configuration with the stored model, vision and precision sections.
+
+  They override configs/base.yml and are overridden by ``overrides``.
 
   Args:
     stored: ``Manifest.config``.
-    place: names the step in errors.
+    place: name of the step in errors.
     overrides: ``key=value`` words.
-    kind_of_files: as of ``load_config``.
+    kind_of_files: as for ``load_config``.
 
   Raises:
     UserError: as ``load_config``.
   """
   model: ModelConfig = section("model", stored)
   useless = foreign_keys(model)
-  # What this version does not know was said for another; what the model has no use for may not be said.
+  # Drop keys that this version does not know, and keys that have no effect on this model, which load_values would refuse.
   values = {
     name: {k: v for k, v in stored.get(name, {}).items() if LEAVES.get(k, ("",))[0] == name and k not in useless}
     for name in _SECTIONS

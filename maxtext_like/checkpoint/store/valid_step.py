@@ -1,4 +1,4 @@
-"""The way back: which step of a run is the newest that is what was written."""
+"""Finds the newest step of a run whose files match their hashes."""
 
 import logging
 from collections.abc import Callable
@@ -19,25 +19,25 @@ def newest_valid(
   copied_back: Callable[[int, Exception], bool],
   upto: int | None = None,
 ) -> int | None:
-  """The newest step whose files have their hashes; newer ones that have not are told and set aside.
+  """Returns the newest valid step. Newer steps with wrong hashes are logged and set aside.
 
   Args:
-    steps: of the run.
-    require_fit: raises UserError where a step is of another model, or has other arrays.
-    copied_back: (step, what is wrong with it) -> whether it was replaced from another place.
-    upto: this one or an older one; None: any.
+    steps: the steps of the run.
+    require_fit: raises UserError if a step has another model or other arrays.
+    copied_back: (step, damage) -> True if the step was replaced from the mirror.
+    upto: the newest step to consider; None for no limit.
 
   Returns:
-    None when there is no checkpoint at all.
+    The number of the step, or None if there is no checkpoint at all.
 
   Raises:
-    UserError: all steps are corrupt, the newest does not fit, ``upto`` is not there, or one has another's name.
+    UserError: all steps are corrupt, the newest does not fit, ``upto`` does not exist, or a step has another step's name.
   """
   steps.require_names()
   candidates = steps.with_manifest()
   if upto is not None:
     if upto not in candidates:
-      raise UserError(f"{steps.directory}: there is no step {upto}; complete are {steps.complete() or 'none'}")
+      raise UserError(f"{steps.directory}: there is no step {upto}; the complete steps are {steps.complete() or 'none'}")
     candidates = [number for number in candidates if number <= upto]
 
   def require_valid(path: Path | Place) -> None:
@@ -46,6 +46,7 @@ def newest_valid(
     manifest.check_hashes(path, stored)
 
   damaged: list[tuple[int, str]] = []
+  # Search from the newest step. Set the corrupt ones aside only after a valid one was found.
   for number in reversed(candidates):
     try:
       require_valid(steps.path(number))
@@ -62,6 +63,6 @@ def newest_valid(
     reasons = "\n".join(f"  step {corrupt} is corrupt: {reason}" for corrupt, reason in damaged)
     raise UserError(
       f"{steps.directory}: no valid checkpoint is left\n{reasons}\n"
-      "  put back a copy of one of them, or start afresh with another run_name or resume=false"
+      "  fix: restore one of them from a copy, or start a new run with another run_name or resume=false"
     )
   return None

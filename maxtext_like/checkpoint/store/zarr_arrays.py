@@ -1,7 +1,8 @@
-"""The arrays of a step as plain zarr, version 3, written by TensorStore: for s3://, which orbax does not write to.
+"""Reads and writes the arrays of a step as zarr version 3 with TensorStore, for s3://, to which orbax cannot write.
 
-``state/<name>/zarr.json`` and its chunks, each of which ends with its own CRC-32C. A process writes the parts of its devices,
-of copies the first one's; it reads the parts of its devices, whatever mesh wrote them. Names are those of ``tree``.
+Each array is ``state/<name>/zarr.json`` and its chunks, each with a CRC-32C at its end. A process writes the shards of its
+devices (of replicated shards, the first replica) and reads the parts that its devices need, whatever mesh wrote them. Names are
+those of ``tree``.
 """
 
 import errno
@@ -21,22 +22,22 @@ from maxtext_like.errors import RetryableError
 from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place, endpoint
 
-_CHUNK_BYTES = 64 << 20  # an object of one request (a store takes 5 GB), and what a mesh of smaller parts reads in vain
-_AT_ONCE = 8  # arrays that are written, or read, at a time: of these there is a second copy on the host
+_CHUNK_BYTES = 64 << 20  # small enough for one request (limit 5 GB) and for meshes whose shards are smaller than a chunk
+_AT_ONCE = 8  # arrays written or read at a time; each has a second copy in host memory meanwhile
 
 
 def are_for(place: Path | Place) -> bool:
-  """Whether arrays are written so to a place."""
+  """Returns True if arrays in this place are written as zarr."""
   return isinstance(place, Place) and place.protocol == "s3"
 
 
 def are_in(stored: manifest.Manifest) -> bool:
-  """Whether the arrays of a step were: orbax leaves a file of its own beside its."""
+  """Returns True if TensorStore wrote this step directly. Orbax would have written a _METADATA file."""
   return f"{manifest.STATE_NAME}/_METADATA" not in stored.files
 
 
 class Writer:
-  """Writes states one after the other, in two parts as orbax's: what takes the state's memory, and what takes long.
+  """Writes states one after the other, each in two phases as orbax does: the copy to the host, and the slow upload.
 
   Args:
     seconds: how long processes wait for each other.
@@ -48,7 +49,7 @@ class Writer:
     self._parts: list[tuple[str, jax.ShapeDtypeStruct, tuple[int, ...], list[tuple[Any, np.ndarray]]]] = []
 
   def save(self, place: Place, flat: Mapping[str, jax.Array]) -> None:
-    """Copies to the host what this process writes of it; the arrays may be changed then."""
+    """Copies the shards that this process writes to the host. Afterwards the arrays may be changed."""
     self._place, self._parts = place, []
     own = {name: [shard for shard in x.addressable_shards if shard.replica_id == 0] for name, x in flat.items()}
     for shard in (shard for shards in own.values() for shard in shards if not host_memory.lies_there(shard.data)):
@@ -58,13 +59,19 @@ class Writer:
       self._parts.append((name, jax.ShapeDtypeStruct(x.shape, x.dtype), x.sharding.shard_shape(x.shape), parts))
 
   def wait_until_finished(self) -> None:
-    """Writes it, and waits until every process has. Whatever TensorStore raises; RetryableError: another did not come."""
+    """Uploads the copied shards, and waits until every process has done so.
+
+    Raises:
+      RetryableError: another process did not arrive in time.
+      ValueError: TensorStore cannot write.
+    """
     assert self._place is not None
-    if processes.primary():  # all of them first: to open what is being made, in the same process, finds nothing
+    if processes.primary():  # create all arrays first: opening one that is being created in the same process fails
       of = {name: _metadata(like, part) for name, like, part, _ in self._parts}
       for made in [_open(self._place / name, metadata=metadata, create=True, open=True) for name, metadata in of.items()]:
         made.result()
-    processes.gather(f"made {self._place}", self._seconds)  # nobody writes to an array that is not there
+    processes.gather(f"made {self._place}", self._seconds)  # no process may write to an array that does not exist yet
+    # Upload several arrays at a time.
     under_way: deque[Any] = deque()
     while self._parts or under_way:
       if self._parts and len(under_way) < _AT_ONCE:
@@ -77,7 +84,7 @@ class Writer:
   def _write(
     self, name: str, like: jax.ShapeDtypeStruct, part: tuple[int, ...], pieces: list[tuple[Any, np.ndarray]]
   ) -> list[Any]:
-    """Starts to write an array; returns what is to be waited for."""
+    """Starts to write an array. Returns the futures to wait for."""
     assert self._place is not None
     if not pieces:
       return []
@@ -85,25 +92,25 @@ class Writer:
     return [array[index].write(data, can_reference_source_data_indefinitely=True) for index, data in pieces]
 
   def close(self) -> None:
-    """There is nothing to close."""
+    """Does nothing; orbax's writer has something to close."""
 
 
 def read(state: Path | Place, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-  """Arrays by name, each device its own part.
+  """Reads arrays by name; each device gets its own part.
 
   Args:
-    state: where they are.
-    wanted: shapes, stored dtypes and shardings.
+    state: folder of the arrays.
+    wanted: shapes, stored dtypes and shardings by name.
 
   Raises:
-    RetryableError: they cannot be read, or are not what was written.
+    RetryableError: the arrays cannot be read, or a chunk fails its checksum.
   """
 
   def one(name: str) -> jax.Array:
     like = wanted[name]
     array = opened(state / name)
     places = like.sharding.addressable_devices_indices_map(like.shape)
-    keys = {device: str(index) for device, index in places.items()}  # slices have no hash
+    keys = {device: str(index) for device, index in places.items()}  # tuples of slices are not hashable in Python 3.11
     parts = {keys[device]: array[index].read() for device, index in places.items()}
     where = [jax.sharding.SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind) for device in places]
     arrays = [jax.device_put(np.asarray(parts[keys[device]].result()), to) for device, to in zip(places, where, strict=True)]
@@ -112,12 +119,12 @@ def read(state: Path | Place, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
   try:
     with ThreadPoolExecutor(_AT_ONCE, "read") as pool:
       return dict(zip(wanted, pool.map(one, wanted), strict=True))
-  except (ValueError, OSError) as error:  # the former is TensorStore's
+  except (ValueError, OSError) as error:  # TensorStore raises ValueError
     raise RetryableError(f"{state}: cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
 def opened(place: Path | Place) -> Any:
-  """One array, a ``tensorstore.TensorStore``; ValueError where there is none."""
+  """Opens one array as a ``tensorstore.TensorStore``. Raises ValueError if it does not exist."""
   return _open(place, open=True, read=True).result()
 
 
@@ -134,14 +141,14 @@ def _store(place: Path | Place) -> dict[str, Any]:
   if isinstance(place, Path):
     return {"driver": "file", "path": f"{place.absolute()}/"}
   if place.protocol != "s3":
-    raise OSError(errno.ENOTSUP, "arrays are not written so", str(place))
+    raise OSError(errno.ENOTSUP, "zarr arrays can only be stored in s3:// or on a disk", str(place))
   bucket, *names = place.parts
   return {"driver": "s3", "bucket": bucket, "path": f"{'/'.join(names)}/", **endpoint()}
 
 
 @functools.cache
 def _context() -> Any:
-  """What all of them share: who we are, above all, which is asked for once."""
+  """Returns the context shared by all arrays, so that the credentials are requested only once."""
   import tensorstore
 
   kind = "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
@@ -149,7 +156,7 @@ def _context() -> Any:
 
 
 def _metadata(like: jax.ShapeDtypeStruct, part: tuple[int, ...]) -> dict[str, Any]:
-  """Of an array whose devices have parts of this shape."""
+  """Returns the zarr metadata of an array whose devices hold shards of shape ``part``."""
   return {
     "shape": list(like.shape),
     "data_type": str(like.dtype),
@@ -159,7 +166,7 @@ def _metadata(like: jax.ShapeDtypeStruct, part: tuple[int, ...]) -> dict[str, An
 
 
 def _chunk(part: tuple[int, ...], itemsize: int) -> list[int]:
-  """The shape of the chunks, which divides that of a part: no larger than ``_CHUNK_BYTES``, cut along the first axes."""
+  """Returns the chunk shape: it divides the shard shape and has at most ``_CHUNK_BYTES``; the first axes are cut first."""
   chunk = [max(1, size) for size in part]
   for axis, size in enumerate(chunk):
     whole = itemsize * int(np.prod(chunk))

@@ -76,11 +76,11 @@ def test_entries_add_up(names):
 @pytest.mark.parametrize(
   ("model", "entry", "said"),
   [
-    ("gemma4-tiny", "qproj", "'qproj' is no weight of this model\n  fix: all-linear, or names as q_proj"),
-    ("gemma4-tiny", "model.self_attn.q_proj", "'model.self_attn.q_proj' is no weight of this model"),
-    ("gemma4-tiny", "model.layers.", "'model.layers.' is no weight of this model"),
-    ("gemma4-tiny", "experts", "'experts' is no weight of this model"),
-    ("deepseek3.2-tiny", "q_proj", "names as q_a_proj, q_b_proj"),
+    ("gemma4-tiny", "qproj", "'qproj' matches no weight of this model\n  fix: use all-linear, or names such as q_proj"),
+    ("gemma4-tiny", "model.self_attn.q_proj", "'model.self_attn.q_proj' matches no weight of this model"),
+    ("gemma4-tiny", "model.layers.", "'model.layers.' matches no weight of this model"),
+    ("gemma4-tiny", "experts", "'experts' matches no weight of this model"),
+    ("deepseek3.2-tiny", "q_proj", "names such as q_a_proj, q_b_proj"),
     ("gemma4-tiny", "q_proj(", "'q_proj(' is not a regular expression"),
   ],
 )
@@ -95,12 +95,12 @@ def test_what_means_nothing_is_told(names, model, entry, said):
     (
       "deepseek3-tiny",
       ["modules_to_save=[lm_head]", "base_weights_modules=[all-linear, lm_head]"],
-      "head.kernel is stored as nf4, and modules_to_save trains it whole\n  fix: leave lm_head out of one of them",
+      "head.kernel is stored as nf4, but modules_to_save trains it fully\n  fix: remove lm_head from one of them",
     ),
     (
       "gemma3-tiny",
       ["use_multimodal=true", "vision_tower=trained", "base_weights_modules=[all-linear, vision]"],
-      "is stored as nf4, and vision_tower = trained trains it whole\n  fix: leave the tower out of base_weights_modules",
+      "is stored as nf4, but vision_tower = trained trains it fully\n  fix: remove the tower from base_weights_modules",
     ),
   ],
 )

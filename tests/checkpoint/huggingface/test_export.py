@@ -128,7 +128,7 @@ def test_dtypes_and_the_bias_that_stays_float32(tmp_path: Path):
 def test_numbers_beyond_float16_stop_the_export_and_leave_nothing(tmp_path: Path):
   params = export("stress_fp16_mlp", tmp_path / "whole")
   params["final_norm"]["scale"] = np.full(32, 7e4, np.float32)
-  with pytest.raises(UserError, match=r"model\.norm\.weight: holds numbers beyond 65504"):
+  with pytest.raises(UserError, match=r"model\.norm\.weight: contains numbers beyond 65504"):
     export("stress_fp16_mlp", tmp_path / "out", dtype="float16", params=params)
   assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 

@@ -117,7 +117,7 @@ def test_null_is_what_it_is_in_transformers(config: dict[str, Any], expected: di
   ],
 )
 def test_null_where_transformers_fails_is_refused(model_type: str, change: dict[str, Any]):
-  with pytest.raises(UserError, match=f"{next(iter(change))}: is null, which transformers does not take for the default"):
+  with pytest.raises(UserError, match=f"{next(iter(change))}: is null, which transformers"):
     values({"model_type": model_type} | change)
   values({"model_type": model_type})
 
@@ -175,7 +175,7 @@ def test_deepseek_defaults_differ_between_v3_and_v32():
 @pytest.mark.parametrize(
   ("case", "change", "message"),
   [
-    ("gemma3_text", {"model_type": "llama"}, "model_type 'llama' is not supported; supported: gemma3"),
+    ("gemma3_text", {"model_type": "llama"}, "model_type 'llama' is not supported; .*gemma3"),
     ("gemma3_text", {"model_type": None}, "model_type missing"),
     ("gemma3_text", {"model_type": "gemma3"}, "text_config is missing"),
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation: 'gelu' is not supported"),
@@ -190,7 +190,7 @@ def test_deepseek_defaults_differ_between_v3_and_v32():
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
     ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8}}, "type: transformers 5 reads rope_type alone"),
     ("gemma3_text", {"rope_scaling": [1]}, "rope_scaling: .* is not an object"),
-    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: has 1 entries, the model 7 layers"),
+    ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types: has 1 entries, .* 7 layers"),
     ("gemma3_text", {"layer_types": ["chunked_attention"] * 7}, "'chunked_attention' is not one of"),
     ("gemma3_text", {"tie_word_embeddings": "yes"}, "is not true or false"),
     ("gemma4_dense", {"use_bidirectional_attention": "all"}, "only null and 'vision'"),

@@ -57,8 +57,8 @@ def test_wrappers_and_target_parameters_have_to_agree():
   for modules, targets, told in (
     (both, ["down_proj"], "names model.layers.1.mlp.experts.down_proj"),
     (both, [], "names none of its arrays"),
-    ([outer], ["gate_up_proj", "down_proj"], "has additions model.layers.1.mlp.experts, and"),
-    ([f"{outer}.base_layer"], ["gate_up_proj"], "has additions model.layers.1.mlp.experts.base_layer, and"),
+    ([outer], ["gate_up_proj", "down_proj"], "contains the updates model.layers.1.mlp.experts, but"),
+    ([f"{outer}.base_layer"], ["gate_up_proj"], "contains the updates model.layers.1.mlp.experts.base_layer, but"),
   ):
     with pytest.raises(UserError, match=told):
       matched(modules, tensors, targets, bare, "FILE")

@@ -94,7 +94,7 @@ def test_link_out_of_the_directory(sharded: Path, tmp_path_factory: pytest.TempP
   outside.write_bytes(shard.read_bytes())
   shard.unlink()
   shard.symlink_to(outside)
-  refused(sharded, "link out of the directory")
+  refused(sharded, r"is a link to .*outside the directory")
 
 
 def test_link_loop(sharded: Path):
@@ -120,12 +120,12 @@ def test_tensor_listed_twice_in_the_index(sharded: Path):
 
 def test_tensor_not_in_its_shard(sharded: Path):
   change_index(sharded, a="model-00002-of-00002.safetensors")
-  refused(sharded, "'a', which")
+  refused(sharded, r"'a' in model-00002-of-00002\.safetensors, which")
 
 
 def test_tensor_in_no_shard(sharded: Path):
   change_index(sharded, d="model-00002-of-00002.safetensors")
-  refused(sharded, r"model-00002-of-00002\.safetensors holds 'd', which is not in it")
+  refused(sharded, r"'d' in model-00002-of-00002\.safetensors, which does not contain it")
 
 
 def test_tensor_that_the_index_does_not_list(sharded: Path):
@@ -155,14 +155,14 @@ def test_index_and_single_file_together(sharded: Path):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "model.ckpt", "params.npz", "w.npy"])
 def test_pickles_are_refused(tmp_path: Path, name: str):
   (tmp_path / name).write_bytes(pickle.dumps({"a": 1}))
-  refused(tmp_path, "pickle can run code.*safe_serialization")
+  refused(tmp_path, "(?s)pickle can run code.*safe_serialization")
 
 
 def test_nothing_there(tmp_path: Path):
   refused(tmp_path / "absent", "no such directory")
   refused(tmp_path, "not a Hugging Face checkpoint")
   (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
-  refused(tmp_path, "was the download cut off")
+  refused(tmp_path, r"model-00001-of-00002\.safetensors but neither")
 
 
 def block_scaled(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -231,7 +231,7 @@ def test_plan_fills_shards_in_order_and_gives_a_large_tensor_its_own():
 
 def test_writer_refuses_wrong_shapes_and_repeated_names(tmp_path: Path):
   wrong = Source("a", "F32", (3,), lambda: np.zeros(4, np.float32))
-  with pytest.raises(ValueError, match="promised"):
+  with pytest.raises(ValueError, match="declared"):
     write(tmp_path, [wrong], shard_size=100)
   with pytest.raises(ValueError, match="twice"):
     write(tmp_path, [wrong, wrong], shard_size=100)

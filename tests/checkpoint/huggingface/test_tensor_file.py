@@ -67,14 +67,14 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
   "unknown field": (pack({"a": tensor(code="x")}, EIGHT), "exactly dtype"),
   "unknown dtype": (pack({"a": tensor("F31")}, EIGHT), "unknown dtype 'F31'"),
   "dtype is a list": (pack({"a": tensor(["F32"])}, EIGHT), "unknown dtype"),  # type: ignore[arg-type]
-  "negative size": (pack({"a": tensor(shape=[-2])}, EIGHT), "sizes"),
-  "fractional size": (pack({"a": tensor(shape=[2.0])}, EIGHT), "sizes"),
-  "boolean size": (pack({"a": tensor(shape=[True, 2])}, EIGHT), "sizes"),
-  "shape is a number": (pack({"a": tensor(shape=2)}, EIGHT), "sizes"),
-  "40 dimensions": (pack({"a": tensor(shape=[1] * 39 + [2])}, EIGHT), "sizes"),
-  "shape overflows 64 bits": (pack({"a": tensor(shape=[2**32, 2**32, 2])}, EIGHT), "larger than any machine"),
-  "shape wraps around to the right size": (pack({"a": tensor(shape=[2**62 + 2])}, EIGHT), "larger than any machine"),
-  "zero-size with a huge dimension": (pack({"a": tensor(shape=[0, 2**62], offsets=[0, 0])}), "larger than any machine"),
+  "negative size": (pack({"a": tensor(shape=[-2])}, EIGHT), "non-negative integers"),
+  "fractional size": (pack({"a": tensor(shape=[2.0])}, EIGHT), "non-negative integers"),
+  "boolean size": (pack({"a": tensor(shape=[True, 2])}, EIGHT), "non-negative integers"),
+  "shape is a number": (pack({"a": tensor(shape=2)}, EIGHT), "non-negative integers"),
+  "40 dimensions": (pack({"a": tensor(shape=[1] * 39 + [2])}, EIGHT), "non-negative integers"),
+  "shape overflows 64 bits": (pack({"a": tensor(shape=[2**32, 2**32, 2])}, EIGHT), "exceeds the limit of 2^48 bytes"),
+  "shape wraps around to the right size": (pack({"a": tensor(shape=[2**62 + 2])}, EIGHT), "exceeds the limit of 2^48 bytes"),
+  "zero-size with a huge dimension": (pack({"a": tensor(shape=[0, 2**62], offsets=[0, 0])}), "exceeds the limit of 2^48 bytes"),
   "one offset": (pack({"a": tensor(offsets=[0])}, EIGHT), "data_offsets"),
   "three offsets": (pack({"a": tensor(offsets=[0, 8, 8])}, EIGHT), "data_offsets"),
   "negative offset": (pack({"a": tensor(offsets=[-8, 0])}, EIGHT), "data_offsets"),
@@ -115,7 +115,7 @@ def test_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path):
     file.write((HEADER_LIMIT + 1).to_bytes(8, "little"))
     file.truncate(HEADER_LIMIT + 1000)  # sparse
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  with pytest.raises(UserError, match="more than the 100000000"):
+  with pytest.raises(UserError, match="more than the limit of 100000000"):
     SafetensorsFile(path)
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
@@ -132,7 +132,7 @@ class _Canary:
 def test_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int):
   path, canary = tmp_path / "model.safetensors", tmp_path / "canary"
   path.write_bytes(pickle.dumps(_Canary(canary), protocol))
-  with pytest.raises(UserError, match=r"pickle can run code.*save_pretrained"):
+  with pytest.raises(UserError, match=r"(?s)pickle can run code.*save_pretrained"):
     SafetensorsFile(path)
   assert not canary.exists()
   pickle.loads(path.read_bytes())  # The test's own bait works.

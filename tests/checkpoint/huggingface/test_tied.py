@@ -67,7 +67,8 @@ def test_a_head_that_differs_is_the_head(case: str, tmp_path: Path):
   folder = rewritten(tmp_path / "model", case, another_head)
   config = read_config(folder)
   assert not config.model["logits_via_embedding"]
-  assert config.notes == (f"{TIED[case][1]} differs from the embedding, so the head is its own, though config.json ties them",)
+  (note,) = config.notes
+  assert note.startswith(f"{TIED[case][1]} differs from the embedding")
   assert read_config(GOLDEN / case / "checkpoint").model["logits_via_embedding"]
 
 
@@ -138,7 +139,7 @@ def test_without_a_tie_a_missing_embedding_is_missing(tmp_path: Path):
   folder = rewritten(tmp_path / "model", "gemma3_text", nothing_but_the_head)
   config = json.loads((folder / "config.json").read_text())
   (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-  with pytest.raises(UserError, match="no tensor is the token embedding"):
+  with pytest.raises(UserError, match="no tensor can be the token embedding"):
     logits(folder, tmp_path)
 
 

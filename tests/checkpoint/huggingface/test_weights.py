@@ -186,16 +186,16 @@ def test_all_that_does_not_fit_is_listed_at_once(tmp_path: Path):
   assert "missing (1):\n    model.layers.3.mlp.up_proj.weight" in message
   assert "unexpected (1):\n    model.layers.1.extra\\x1b[2J.weight" in message
   assert "model.layers.2.mlp.up_proj.weight: shape [48, 56], expected [56, 48]" in message
-  assert "model.norm.weight: I32 is no dtype of weights" in message
+  assert "model.norm.weight: dtype I32 is not supported" in message
 
 
 def test_no_embedding_and_two_embeddings(tmp_path: Path):
   def change(arrays: dict[str, np.ndarray]) -> None:
     arrays["embed_tokens.weight"] = arrays["model.embed_tokens.weight"]
 
-  assert "'model.embed_tokens.weight' and 'embed_tokens.weight' is" in failure(rewritten(tmp_path, "gemma3_text", change))
+  assert "'model.embed_tokens.weight' and 'embed_tokens.weight' can be" in failure(rewritten(tmp_path, "gemma3_text", change))
   directory = rewritten(tmp_path, "gemma3_text", lambda arrays: arrays.pop("model.embed_tokens.weight") is None)
-  assert "no tensor is the token embedding" in failure(directory)
+  assert "no tensor can be the token embedding" in failure(directory)
 
 
 def test_tensors_of_a_tower_are_unexpected_in_a_text_only_model(tmp_path: Path):
@@ -266,7 +266,7 @@ def test_numbers_beyond_float16_are_refused_not_turned_into_inf(tmp_path: Path):
 
   directory = rewritten(tmp_path, "gemma3_text", change)
   load(directory, weight_dtype="bfloat16")
-  with pytest.raises(UserError, match=r"model\.norm\.weight: holds numbers beyond 65504"):
+  with pytest.raises(UserError, match=r"model\.norm\.weight: contains numbers beyond 65504"):
     load(directory, weight_dtype="float16")
 
 

@@ -33,7 +33,7 @@ def test_parts(step: Path):
 
 
 def test_what_is_not_there(step: Path):
-  with pytest.raises(UserError, match=r"has no params\.stack_0\.other; the configuration is of another model"):
+  with pytest.raises(UserError, match=r"has no array params\.stack_0\.other"):
     StoredArrays(step).parameter(("stack_0", "other"), ())
   with pytest.raises(UserError, match="not a complete checkpoint"):
     StoredArrays(step.parent)

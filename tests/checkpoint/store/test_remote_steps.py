@@ -77,7 +77,7 @@ def test_steps_are_saved_kept_and_come_back(steps, monkeypatch, tmp_path):
   copied = on_this_machine(str(steps))
   manifest.check_hashes(copied, manifest.read(copied))
   (copied / stored.folder / "tokenizer" / "tokenizer.json").write_bytes(b"[]" if steps.protocol == "gs" else b"[")
-  with pytest.raises(manifest.DamageError, match=r"has changed since it was written|has 1 bytes, 2 were"):
+  with pytest.raises(manifest.DamageError, match=r"has changed since it was written|has 1 bytes, but 2 were"):
     manifest.check_hashes(copied, manifest.read(copied))
 
 
@@ -113,14 +113,14 @@ def test_what_has_no_manifest_does_not_count_and_goes(steps, caplog):
   assert not names(steps, 20)
   assert not [n for n in names(steps, 10) if "0123abcd" in n]
   assert names(steps, "notes")
-  assert "20: what an interrupted save or removal left is removed" in caplog.text
+  assert "20: leftovers of an interrupted save" in caplog.text
 
 
 def test_another_step_under_a_name_is_refused(steps):
   save(steps, 10)
   for name in names(steps, 10):
     store_of(steps).write(name.replace("/checkpoints/10/", "/checkpoints/99/"), store_of(steps).read(name))
-  with pytest.raises(UserError, match="99 holds step 10 by its own manifest"):
+  with pytest.raises(UserError, match="99 holds step 10"):
     restored(steps)
 
 
@@ -163,7 +163,7 @@ def test_a_manifest_that_cannot_be_written_makes_no_step(steps, caplog):
     save(steps, 20, attempts=2)
   assert "step 20 failed (1 of 2)" in caplog.text
   assert "storage failed" in str(ended.value)
-  assert "step 10 is kept; see that the store answers" in str(ended.value)
+  assert "step 10 is kept" in str(ended.value)
   assert restored(steps) == 10
   assert not names(steps, 20)
   answers = iter([None, "503", "503", "503", "503", "503", "503"])  # all tries of one save, not of the next

@@ -104,7 +104,7 @@ def test_v3_then_the_warm_up_of_the_indexer_then_sparse_attention(tmp_path, caps
   train("deepseek3-tiny", "v3", "steps=2")
   from_v3 = f"init_from={tmp_path}/v3"
   said = train("deepseek3.2-tiny", "v32", from_v3, "indexer_sparse_training=false", "steps=12")
-  assert "\nnew     indexer: not in the checkpoint; 10 arrays of parameters initialized from seed 0\n" in said
+  assert "\nnew     indexer: not in the checkpoint; 10 parameter arrays initialized from seed 0\n" in said
   v3, warmed = arrays(tmp_path / "v3", 2), arrays(tmp_path / "v32", 12)
   new = {name for name in warmed if ".indexer." in name}
   assert warmed.keys() - v3.keys() == new
@@ -115,7 +115,7 @@ def test_v3_then_the_warm_up_of_the_indexer_then_sparse_attention(tmp_path, caps
   assert all(".indexer." in name for name in moments if name != "opt_state.0.count")
 
   said = train("deepseek3.2-tiny", "v32", from_v3, "steps=14", "max_to_keep=9")
-  assert "\nchanged indexer_sparse_training: was false, is true (a stage of training)\n" in said
+  assert "\nchanged indexer_sparse_training: was false, is true (changes which parameters are trained)\n" in said
   assert "\nnote    optimizer state: 21 arrays kept, 62 start at zero (not trained so far), 0 dropped (not trained from" in said
   assert "from step 12 in" in said
   assert "finished: 14 steps" in said
