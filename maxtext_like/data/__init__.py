@@ -1,1 +1,1 @@
-"""The input pipeline: documents -> tokens -> packed rows -> batches. Entry point: loader.make_data."""
+"""The input pipeline: documents -> tokens -> packed rows -> batches. Start with ``loader.make_data``."""

@@ -1,4 +1,4 @@
-"""What every source of text promises to the rest of the input pipeline (jsonl.py, parquet.py and others implement it)."""
+"""The interface of document sources (jsonl.py, parquet.py and others): ``Documents``, ``Record`` and ``BadRecordError``."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -7,16 +7,20 @@ from typing import Protocol
 
 from maxtext_like.data.chat.conversation import Conversation
 
-MAX_RECORD_BYTES = 16 * 2**20  # one record (a JSON line, a parquet value) above this is bad: a lost newline, not a text
+MAX_RECORD_BYTES = 16 * 2**20  # a longer record (JSON line, parquet value) is bad: a newline is missing, it is not a text
 
 
 @dataclass(frozen=True)
 class Record:
   """One document, or one piece of a long file.
 
-  `conversation`: what the record holds in place of `text`. `images`: paths of the image files that are in it, or that the
-  placeholders in `text` stand for, in order; without any, a placeholder is text. `begins` and `ends` say whether the
-  document's start and end are inside: only there do bos and eos belong.
+  Attributes:
+    text: the text; "" if the record is a conversation.
+    begins: the start of the document is in this record, so bos belongs before it.
+    ends: the end of the document is in this record, so eos belongs after it.
+    images: paths of the image files that the placeholders in ``text`` stand for, in order. Without images, a placeholder is
+      text.
+    conversation: the conversation that the record holds; None for text.
   """
 
   text: str
@@ -27,16 +31,16 @@ class Record:
 
 
 ReadRecord = Callable[[object, str, str], Record]
-"""A record of a file whose records are objects: (the object, its place, the file's folder). Raises BadRecordError."""
+"""Reads a record of a file whose records are objects: (object, place, folder of the file). Raises BadRecordError."""
 
 
 class BadRecordError(Exception):
-  """One record cannot be used. The data.on_bad_record policy decides what follows.
+  """A record that cannot be used. ``on_bad_record`` decides whether it ends the run.
 
   Attributes:
     place: file and line.
-    reason: the problem.
-    fix: words to type if all records are like this one; "" if only the record itself can be repaired.
+    reason: what is wrong.
+    fix: what to type if all records are like this one; "" if only the record itself can be repaired.
   """
 
   def __init__(self, place: str, reason: str, fix: str = ""):
@@ -45,32 +49,32 @@ class BadRecordError(Exception):
 
 
 class Documents(Protocol):
-  """Random access to documents in a fixed order that depends on the files alone."""
+  """Random access to documents. Their order depends only on the files."""
 
   groups: Sequence[int] | None
-  """First document of each group that is cheap to read together (parquet row groups); None: any order is fine."""
+  """First document of each group that is cheap to read together (parquet row groups); None if any order is cheap."""
 
   def __len__(self) -> int: ...
 
   def read(self, index: int) -> Record:
-    """Document `index`. Raises BadRecordError, UserError (file gone, damaged) or RetryableError (storage)."""
+    """Reads document ``index``. Raises BadRecordError, UserError (file gone or damaged) or RetryableError (storage)."""
     ...
 
   def scan(self) -> Iterator[Record | BadRecordError]:
-    """All of them in order, in one pass. Raises UserError and RetryableError as `read`."""
+    """Reads all documents in order, in one pass. Raises UserError and RetryableError as ``read``."""
     ...
 
   def place(self, index: int) -> str:
-    """Where document `index` is, for messages: file:line."""
+    """Returns the place of document ``index`` for messages, as file:line."""
     ...
 
   def fingerprint(self) -> dict[str, str]:
-    """What the documents were made of, file by file: differs when the data differ."""
+    """Returns an identity of each file's contents. It differs if the data differ."""
     ...
 
 
 def check_text(text: object, place: str, field: str) -> str:
-  """`text` if it is a string that UTF-8 can carry; BadRecordError otherwise (json accepts lone surrogates)."""
+  """Returns ``text`` if it is a string that UTF-8 can encode, else raises BadRecordError (JSON accepts lone surrogates)."""
   if not isinstance(text, str):
     raise BadRecordError(place, f"field '{field}' is {type(text).__name__}, expected a string")
   if not text.isascii():
@@ -84,6 +88,6 @@ def check_text(text: object, place: str, field: str) -> str:
 
 
 def locate(stops: Sequence[int], index: int) -> tuple[int, int]:
-  """The part that an index lies in, and its place there, of parts that end at ``stops``."""
+  """Returns the part that contains ``index`` and the position inside it, for parts that end at ``stops``."""
   part = bisect_right(stops, index)
   return part, index - (stops[part - 1] if part else 0)

@@ -1,8 +1,8 @@
-"""How many rows so many passes over the documents fill, found before the first step: a run by epochs has to know its end.
+"""Counts the rows that a number of passes over the documents fills, which a run by epochs has to know before its first step.
 
-Which documents share a row follows from their lengths and their order. So every document is tokenised once, what decides about
-rows is remembered of it, and the packer goes through all passes over that. The number is kept by the identity of the data in
-~/.cache/maxtext-like/data, where a run that goes on finds it.
+The documents that share a row depend on the lengths and the order of all documents. Each document is therefore tokenised once,
+its outline is kept (length, images, learned tokens), and the packer runs over these outlines for all passes. The result is
+stored by the identity of the data in ~/.cache/maxtext-like/data, where a resumed run finds it.
 """
 
 import contextlib
@@ -21,31 +21,32 @@ from maxtext_like.data.pack import Document, ImageSpan, Packer, is_learned
 from maxtext_like.data.readers.input_files import cache_folder
 
 logger = logging.getLogger(__name__)
-FORMAT = 3  # of a kept number; changes when the same data fill other rows
+FORMAT = 3  # version of a stored number; changes when the same data fill other rows
 _NO_IMAGE = UnreadImage(Path(), 0)
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
 class Outlines:
-  """Tokenises as another does, each document once, and gives an outline of it: its length, its images, and whether anything
-  that a row takes of it is learned, over ids that mean nothing.
+  """Tokenises each document once and returns outlines of documents, with ids that have no meaning.
+
+  An outline has the length of a document, its images, and whether a row learns anything from it.
 
   Args:
-    tokenise: a document of its number.
-    length: tokens of a row.
-    max_images: places for images in a row.
-    count: documents of a pass.
-    alive: called about every second.
+    tokenise: returns the document with a number.
+    length: tokens in a row.
+    max_images: number of images that a row can hold.
+    count: number of documents in a pass.
+    alive: called about once a second.
   """
 
   def __init__(self, tokenise: Callable[[int], Document], length: int, max_images: int, count: int, alive: Callable[[], None]):
     self._tokenise, self._row, self._count, self._alive = tokenise, (length, max_images), count, alive
-    self._plain: dict[int, int] = {}  # tokens of a document without images; below 0: nothing in it is learned
+    self._plain: dict[int, int] = {}  # tokens of each document without images; negative if nothing in it is learned
     self._others: dict[int, Document] = {}
     self._told = self._lived = time.monotonic()
 
   def __call__(self, number: int) -> Document:
-    """The outline of a document. Raises as ``tokenise``."""
+    """Returns the outline of document ``number``. Raises what ``tokenise`` raises."""
     if (size := self._plain.get(number)) is not None:
       return _outline(number, abs(size), size > 0)
     if (known := self._others.get(number)) is not None:
@@ -77,7 +78,7 @@ class Outlines:
     if now - self._told > TELL_SECONDS:
       self._told = now
       done, count = len(self._plain) + len(self._others), self._count
-      logger.warning("counting rows, once for these data: %s of %s documents so far", f"{done:,}", f"{count:,}")
+      logger.warning("data: counting rows (done once for these data): %s of %s documents", f"{done:,}", f"{count:,}")
 
 
 def _outline(number: int, size: int, learned: bool, images: tuple[ImageSpan, ...] = ()) -> Document:
@@ -86,12 +87,12 @@ def _outline(number: int, size: int, learned: bool, images: tuple[ImageSpan, ...
 
 
 class Ending:
-  """Where data end: how many rows there are, from the beginning or from a position.
+  """The end of the data: counts the rows from the beginning or from a position to the end.
 
   Args:
-    packer: over outlines, of ``epochs`` passes.
-    identity: JSON of all that the rows follow from.
-    epochs: passes.
+    packer: packs outlines, for ``epochs`` passes.
+    identity: JSON of everything that the rows depend on.
+    epochs: number of passes.
   """
 
   def __init__(self, packer: Packer, identity: dict[str, Any], epochs: int):
@@ -99,14 +100,14 @@ class Ending:
     self.rows = count_rows(packer, identity, epochs)
 
   def rows_left(self, position: dict[str, Any], *, counted: bool) -> int:
-    """Rows behind a position.
+    """Returns the number of rows after a position.
 
     Args:
-      position: state of a ``Packer`` over the documents themselves, or of a ``ShuffleBuffer`` of one.
-      counted: ``rows`` are of the same data from the beginning. Else what follows is packed once more.
+      position: state of a ``Packer`` or of its ``ShuffleBuffer``, over the documents themselves.
+      counted: True if ``rows`` counts the same data from the beginning. Otherwise the rest is packed again.
 
     Raises:
-      KeyError, TypeError, IndexError, StopIteration, UserError: it is no such state, or of other data.
+      KeyError, TypeError, IndexError, StopIteration, UserError: the state is damaged, or belongs to other data.
     """
     inner, taken = (position["rows"], position["next"]) if "block" in position else (position, 0)
     if counted:
@@ -116,30 +117,30 @@ class Ending:
 
 
 def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
-  """The rows of a packer that ends, or what they were when the same data were counted before.
+  """Returns the number of rows that a packer makes until its end, from the cache if the same data were counted before.
 
   Args:
-    packer: over outlines, of ``epochs`` passes.
-    identity: JSON of all that the rows follow from.
-    epochs: passes.
+    packer: packs outlines, for ``epochs`` passes.
+    identity: JSON of everything that the rows depend on.
+    epochs: number of passes.
   """
   import xxhash
 
   text = json.dumps([FORMAT, epochs, identity], sort_keys=True)
   entry = cache_folder() / f"rows-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogateescape'))}.json"
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # what is no whole entry is counted again
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a missing or damaged entry is counted again
     return int(json.loads(entry.read_bytes())["rows"])
   rows = _rest(packer)
   try:
     entry.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(entry, json.dumps({"rows": rows}) + "\n")
   except OSError as error:
-    logger.warning("%s: cannot be written (%s), so rows are counted again at every start", entry.parent, error.strerror)
+    logger.warning("%s: cannot be written (%s), so every start of the run counts the rows again", entry.parent, error.strerror)
   return rows
 
 
 def _rest(packer: Packer) -> int:
-  """The rows that a packer has until its end."""
+  """Returns the number of rows that a packer makes until its end."""
   rows = 0
   with contextlib.suppress(StopIteration):
     while True:

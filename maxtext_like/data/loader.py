@@ -1,14 +1,15 @@
-"""From the configuration to an iterator of batches with exact, checkpointable state: make_data.
+"""Builds the input pipeline of a run from its configuration. ``make_data`` returns an iterator of batches with exact state.
 
-  files -> documents (jsonl, parquet, ...), every one looked at once                              [sources, inspection.py]
-        -> order (held-out split, shuffle) -> tokens, of several sources by weight       [order.py, tokenise.py, mixture.py]
-        -> packed rows -> rows shuffled in buffers -> batches                                            [pack.py]
-        -> a thread that works two batches ahead                                                        [prefetch.py]
+  files -> documents (jsonl, parquet, ...), every record validated once                          [sources.py, inspection.py]
+        -> order (held-out split, shuffle) -> tokens, mixed from several sources      [order.py, tokenise.py, mixture.py]
+        -> packed rows -> rows shuffled in buffers -> batches                                                     [pack.py]
+        -> a thread that prepares two batches ahead                                                           [prefetch.py]
 
-A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments; with images also what multimodal.py
-adds. B is the global batch: of several processes each reads and packs everything, so that batch n is the same for any number
-of them, to the bit, and a run goes on with another number; each puts the rows of its own devices there. The stream of rows
-depends on the data, the data keys, the tokenizer and T; not on the batch size, the number of devices, processes or threads.
+A batch is a dict of numpy int32 arrays [B, T]: tokens, targets, positions, segments; with images it also has the arrays of
+multimodal.py. B is the global batch. Each of several processes reads and packs all data, so batch n is bitwise the same for any
+number of processes, and a run can resume with another number. Each process puts the rows of its own devices on them. The stream
+of rows depends on the data, the data keys, the tokenizer and T. It does not depend on the batch size or on the number of
+devices, processes or threads.
 """
 
 import logging
@@ -48,8 +49,8 @@ from maxtext_like.layers.embedding import Lookup
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
-FORMAT = 1  # of the state; changes when the same settings give another stream of rows
-BUFFER_ROWS, BUFFER_TOKENS = 128, 2**18  # ShuffleBuffer: rows a buffer, within this many tokens
+FORMAT = 1  # version of the state; changes when the same settings give another stream of rows
+BUFFER_ROWS, BUFFER_TOKENS = 128, 2**18  # ShuffleBuffer: rows in a buffer, and the most tokens in it
 SKIPS_LOGGED = 10
 STALL_WARN_SECONDS, STALL_LIMIT_SECONDS = 60.0, 600.0
 
@@ -71,35 +72,45 @@ def make_data(
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
 ) -> "DataSource":
-  """The batches of one split, of `global_batch` rows of `length` tokens.
+  """Builds the batches of one split: ``global_batch`` rows of ``length`` tokens.
 
-  Where dataset_path names several sources, "train" mixes all of them by dataset_weights, and "eval" is of the one `source`.
+  "train" has no end unless ``epochs`` is set. With ``epochs``, every document is read that many times, no row has documents of
+  two passes, and ``DataSource.rows`` is the number of rows. "eval" is one pass over the held-out documents, in order. After the
+  end of either come batches of padding without targets, which have no weight in the loss; ``DataSource.reset`` starts again.
 
-  Every token has a row in every table of `lookup`, the decoder's (default: one table of `vocab_size` rows).
-  `chat_template`: the one that is published for the model's family, which conversations are rendered with.
-  With `vision.use_multimodal` they carry images; records without any, and sources of text alone, need nothing for that.
+  The first batch is made before this returns, so that errors in the data are found before anything is compiled.
 
-  `own_rows`: rows of a batch that this process puts on its devices; None: all. Images of others are not unpacked here, unless
-  on_bad_record=skip: all processes have to skip the same ones.
+  Args:
+    data: the ``data:`` section.
+    vocab_size: vocabulary of the model.
+    length: tokens in a row.
+    global_batch: rows in a batch, over all processes.
+    split: "train" or "eval".
+    source: name of the source to evaluate if dataset_path has several sources. "train" mixes all of them by dataset_weights.
+    vision: the ``vision:`` section. With ``use_multimodal`` the batches have images; records without images and sources of text
+      need no change for that.
+    stall_limit_seconds: time without a batch after which the run stops.
+    lookup: the decoder's embedding tables, in which every token must have a row; default: one table of ``vocab_size`` rows.
+    chat_template: the template that is published for the model's family; it renders conversations.
+    own_rows: rows of a batch that this process puts on its devices; None for all. Images of other rows are not decoded, unless
+      on_bad_record=skip, because then all processes have to skip the same records.
+    epochs: number of passes over the training documents; None for no end.
+    alive: called regularly while records are validated, which may take long.
+    waiting: called while ``DataSource`` waits for a batch. An exception that it raises ends the wait and leaves the position
+      unchanged.
 
-  "train" does not end, or with `epochs` has every document so many times, none in a row with another pass, and ends:
-  DataSource.rows says how many rows that is. "eval" is one pass over the held-out documents, in order. After either come
-  batches of padding only (no target: they weigh nothing); DataSource.reset starts again.
-
-  `alive` is called now and then while every record is looked at, which may take long; `waiting` while a batch does not come:
-  what it raises ends the wait, and DataSource stands where it stood.
-
-  The first batch is made before this returns, so that what is wrong with the data shows before anything is compiled.
-  Raises UserError: no such data, no permission, empty, less than one global batch, a bad record among the first,
-  a tokenizer that does not fit the vocabulary.
+  Raises:
+    UserError: the data do not exist, cannot be read, are empty or give less than one global batch; a record among the first
+      ones is bad; the tokenizer does not fit the vocabulary.
   """
   if split not in ("train", "eval"):
     raise ValueError(f"split is {split!r}, expected 'train' or 'eval'")
   if split == "eval" and source is None and len(names := source_names(data, split)) > 1:
-    raise ValueError(f"evaluation is of one source: one of {', '.join(names)}")
+    raise ValueError(f"evaluation reads one source at a time: source must be one of {', '.join(names)}")
   lookup = lookup or Lookup(vocab_size=vocab_size)
   identity: dict[str, Any] = {"format": FORMAT, "dataset": data.dataset, "split": split, "max_target_length": length}
   kind = kind_of(data)
+  # A data set without text (synthetic) makes rows itself: no tokenizer, no packing, no shuffle.
   if not kind.text:
     refuse_path(data)
     multimodal = _multimodal(vision, None, length, None)
@@ -116,6 +127,7 @@ def make_data(
       stall_limit_seconds=stall_limit_seconds, waiting=waiting,
     )  # fmt: skip
 
+  # Open and validate the documents of every source, and divide them into training and evaluation.
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
   rules = make_rules(data, tokenizer, vision, length, chat_template, own_rows)
@@ -127,6 +139,7 @@ def make_data(
     name: _open_part(data, split, name, documents, rules, shuffle, passes, alive)
     for name, documents in open_documents(data, vision, split, source, tokenizer.special if parse else ()).items()
   }
+  # Tokenise, and mix the sources by their share of the tokens.
   streams = {
     name: DocumentStream(part.order, Tokenise(part.documents, tokenizer, lookup, rules)) for name, part in parts.items()
   }
@@ -136,6 +149,7 @@ def make_data(
     most = None if data.packing and chat is None else length
     documents = Mixture({name: Source(s, parts[name].count, weights[name], most) for name, s in streams.items()})
   count = sum(part.count for part in parts.values())
+  # Pack documents into rows, and shuffle the rows in buffers.
   pad_id = tokenizer.pad_id if tokenizer.pad_id is not None else 0
   packed: dict[str, Any] = {
     "length": length,
@@ -154,6 +168,7 @@ def make_data(
   if shuffle and data.packing:
     size = max(1, min(BUFFER_ROWS, BUFFER_TOKENS // length))
     rows = ShuffleBuffer(packer, size=size, seed=seed_for(data.data_shuffle_seed, "rows"), by_epoch=by_epoch)
+  # Everything that the stream of rows depends on, for the check when a run resumes.
   found = {name: {"files": part.documents.fingerprint(), "documents": part.used} for name, part in parts.items()}
   if weights is not None:
     identity |= {"sources": found, "weights": dict(weights)}
@@ -172,11 +187,12 @@ def make_data(
     identity |= {"chat": chat.identity(), "text_field": None}
   if multimodal:
     identity["vision"] = multimodal.identity()
+  # A run by epochs has to know its number of rows, which a second packer counts without pixels.
   ending = None
   if by_epoch:
     identity["by_epoch"] = True
     (part,) = parts.values()
-    unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # no pixels are wanted
+    unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # decodes no image
     outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
     outlined = Packer(DocumentStream(part.order, outlines), **packed)
     ending = Ending(outlined, identity | {"skip": data.on_bad_record, "naming": rules.naming}, epochs or 0)
@@ -190,8 +206,8 @@ def make_data(
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
     raise UserError(
       f"the training split has less than one global batch: {once['documents']} documents ({once['empty']} empty, "
-      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} "
-      "rows; add data, lower per_device_batch_size, gradient_accumulation_steps or max_target_length, or say epochs= in place "
+      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} rows\n"
+      "  fix: add data, lower per_device_batch_size, gradient_accumulation_steps or max_target_length, or set epochs= instead "
       "of steps="
     )
   return opened
@@ -199,7 +215,15 @@ def make_data(
 
 @dataclass(frozen=True)
 class _Part:
-  """One source of a split: its documents, how many are used (training and evaluation together), and in which order."""
+  """One source of a split.
+
+  Attributes:
+    documents: all of its documents.
+    used: number of documents for training and evaluation together.
+    count: number of documents in this split.
+    order: order in which they are read.
+    bad_max: number of bad records that on_bad_record=skip accepts.
+  """
 
   documents: Documents
   used: int
@@ -218,18 +242,22 @@ def _open_part(
   passes: int | None,
   alive: Callable[[], None],
 ) -> _Part:
-  """Divides the documents of one source, and looks at every record. UserError: none are left, or bad ones."""
+  """Divides the documents of one source into splits, and validates every record.
+
+  Raises:
+    UserError: the split has no documents, or there are bad records.
+  """
   available, fraction, key = len(documents), held_out_fraction(data), path_key(data, split)
-  whole = key == "eval_path"  # evaluation has files of its own
+  whole = key == "eval_path"  # evaluation has separate files
   used = available if whole else min(available, data.dataset_documents_max or available)
   indices = Share(used) if whole else Share(used, fraction, split)
   if not len(indices):
     raise UserError(
-      f"the {split} split has none of {used} documents{f' of {name}' * bool(name)} (eval_fraction={fraction}); add documents"
-      + (" or raise eval_fraction" if split == "eval" and not whole else "")
+      f"the {split} split has none of the {used} documents{f' of {name}' * bool(name)} (eval_fraction={fraction})\n"
+      "  fix: add documents" + (" or raise eval_fraction" if split == "eval" and not whole else "")
     )
   bad_max = most_skipped(used)
-  if split == "train" or whole:  # both splits of one data set are looked at together
+  if split == "train" or whole:  # this validates both splits of one data set
     _inspect(data, documents, used, rules, bad_max, dotted(key, name), alive)
   seed = seed_for(data.data_shuffle_seed, name) if name else data.data_shuffle_seed
   order = Order(indices, shuffle_seed=seed if shuffle else None, passes=passes, groups=documents.groups)
@@ -244,7 +272,7 @@ def make_rules(
   chat_template: str | None,
   own_rows: Container[int] | None = None,
 ) -> Rules:
-  """What records have to be, and how they become tokens; arguments as of ``make_data``. Raises UserError."""
+  """Returns the checks of records and what turns them into tokens. Arguments and errors are those of ``make_data``."""
   encode = tokenizer.encode_special if data.special_tokens_in_text == "parse" else tokenizer.encode
   multimodal = _multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
   chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
@@ -265,10 +293,10 @@ def _multimodal(
 def _inspect(
   data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str, alive: Callable[[], None]
 ) -> None:
-  """Looks at every record before the first step. Raises UserError for bad ones."""
+  """Validates every record before the first step. Raises UserError if there are bad records."""
   silent = not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")
   if data.data_format == "text" and kind_of(data).sound and silent:
-    return  # nothing in it can be bad
+    return  # no record of this data set can be bad
   found = inspect(documents, count, rules, [data.dataset, data.text_field], alive)
   judge(
     found, documents, count, key=key, skip_bad=data.on_bad_record == "skip", bad_max=bad_max,
@@ -277,14 +305,17 @@ def _inspect(
 
 
 def _stream_with(data: DataConfig) -> str:
-  """What the rows depend on of data.special_tokens_in_text: where a spelling ends the run, none is in them."""
+  """Returns the part of special_tokens_in_text that the rows depend on.
+
+  With "error" and without skipping, no record that is used spells a special token, so the rows equal those of "literal".
+  """
   if data.special_tokens_in_text == "error" and data.on_bad_record == "skip":
     return "error, skipped"
   return "parse" if data.special_tokens_in_text == "parse" else "literal"
 
 
 class _SkipLog:
-  """Logs the first skipped records; all are counted in DataSource.counts."""
+  """Logs the first skipped records. ``DataSource.counts`` counts all of them."""
 
   def __init__(self) -> None:
     self._logged = 0
@@ -293,22 +324,22 @@ class _SkipLog:
     if self._logged < SKIPS_LOGGED:
       logger.warning("bad record skipped: %s", bad)
     elif self._logged == SKIPS_LOGGED:
-      logger.warning("more bad records are skipped and counted, but not shown")
+      logger.warning("further bad records are skipped and counted, but not listed")
     self._logged += 1
 
 
 class _LossLog:
-  """Says of conversations that are not, or not all, in the rows, once of each kind; all are counted in DataSource.counts."""
+  """Logs the first conversation of each kind that is cut or left out. ``DataSource.counts`` counts all of them."""
 
   def __init__(self, split: Split, length: int, max_images: int) -> None:
-    # A run tells the counts of what it trains on alone.
+    # Only a training run prints its counts at the end.
     self._more = (
-      "how many of them: at the end of the run, or with maxtext-like data" if split == "train" else "in the evaluation"
+      "the total is printed at the end of the run and by maxtext-like data" if split == "train" else "in the evaluation set"
     )
     self._unsaid = {
-      "truncated": f"a conversation is longer than max_target_length={length}: what comes after is not trained",
-      "cut_at_image": f"a conversation has more images than max_images_per_row={max_images}: it ends before the next one",
-      "unlearned": f"a conversation is left out: nothing is learned in what a row of max_target_length={length} takes of it",
+      "truncated": f"a conversation is longer than max_target_length={length}: the part beyond it is not trained on",
+      "cut_at_image": f"a conversation has more images than max_images_per_row={max_images}: it is cut before the next image",
+      "unlearned": f"a conversation is left out: the part that fits in max_target_length={length} has no answer to learn",
       "excluded": "a conversation is left out because its record marks it as not to be learned",
     }
 
@@ -318,10 +349,10 @@ class _LossLog:
 
 
 class DataSource:
-  """An iterator of batches (dict of numpy int32 [B, T]) whose state is JSON-serialisable and exact.
+  """An iterator of batches (dict of numpy int32 [B, T]) with exact, JSON-serialisable state.
 
-  `get_state` is the state after the last batch that __next__ gave, whatever has been prepared ahead. Not for use from
-  several threads at once.
+  ``get_state`` returns the state after the last batch that __next__ returned, however many batches were prepared ahead. Not
+  safe for use from several threads at once.
   """
 
   def __init__(
@@ -340,8 +371,22 @@ class DataSource:
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
     waiting: Callable[[], None] = lambda: None,
   ):
-    """`rows`: where rows come from; `identity`: what must not change between save and resume; `documents`: of each source;
-    `ending`: of data that have an end."""
+    """Starts the thread and makes the first batch.
+
+    Args:
+      rows: iterator of rows.
+      batch: rows in a batch.
+      length: tokens in a row.
+      pad_id: token id of padding.
+      identity: everything that must not change between saving and resuming.
+      tokenizer: the tokenizer of the data; None if they have no text.
+      multimodal: how images enter the rows; None for no images.
+      documents: number of documents of each source.
+      ending: the end of the data; None if they have no end.
+      stall_warn_seconds: time without a batch after which a warning is logged.
+      stall_limit_seconds: time without a batch after which RetryableError is raised.
+      waiting: called while a batch is awaited.
+    """
     self.tokenizer = tokenizer
     self._ending = ending
     self.documents = documents or {}
@@ -385,7 +430,13 @@ class DataSource:
     return self
 
   def __next__(self) -> Batch:
-    """The next batch. Raises UserError (bad record, file gone), RetryableError (storage, stalled source), or as `waiting`."""
+    """Returns the next batch.
+
+    Raises:
+      UserError: a bad record, or a file that no longer exists.
+      RetryableError: an error of the storage, or a stalled source.
+      BaseException: whatever ``waiting`` raised.
+    """
     if self._closed:
       raise ValueError("the data source is closed")
     if self._prefetch is None:
@@ -396,14 +447,14 @@ class DataSource:
     return batch
 
   def counts(self) -> dict[str, int]:
-    """documents, empty, bad, tokens, dropped_tokens, rows: read up to the last batch (and the buffer it is from)."""
+    """Returns documents, empty, bad, tokens, dropped_tokens and rows, read up to the last batch and its shuffle buffer."""
     return dict(self._counts)
 
   def progress(self) -> dict[str, float]:
-    """Passes over the documents up to the last batch, "epoch"; none for data without an end.
+    """Returns the passes over the documents up to the last batch, as "epoch"; empty for data without documents.
 
-    Of a mixture "epoch/web" and the tokens trained on, "tokens/web", for each source. Rows that are shuffled have their share
-    of what the buffer holds that they are from.
+    A mixture has "epoch/web" and the tokens trained on, "tokens/web", for each source. If rows are shuffled, a share of the
+    buffer of the last batch is counted: the share of its rows that were used.
     """
     if not self.documents:
       return {}
@@ -414,11 +465,11 @@ class DataSource:
 
   @property
   def rows(self) -> int | None:
-    """How many there are from the beginning to the end; None: there is no end."""
+    """Number of rows from the beginning to the end; None if there is no end."""
     return None if self._ending is None else self._ending.rows
 
   def rows_left(self, state: dict[str, Any], *, accept_changes: bool = False) -> int | None:
-    """How many rows there are from where `state` was taken to the end; None: there is no end. Raises as `set_state`."""
+    """Returns the number of rows from the position of ``state`` to the end; None without an end. Raises as ``set_state``."""
     if self._ending is None:
       return None
     position, changed = self._going_on(state, accept_changes)
@@ -426,20 +477,26 @@ class DataSource:
       return self._ending.rows_left(position["rows"], counted=not changed)
 
   def get_state(self) -> dict[str, Any]:
-    """Where the stream is, after the last batch given, and what it is a stream of. JSON-serialisable."""
+    """Returns the position after the last batch, and the identity of the stream. JSON-serialisable."""
     return {"identity": self.identity, "state": self._state}
 
   def set_state(self, state: dict[str, Any], *, accept_changes: bool = False) -> None:
-    """Continues where `state` was taken. Raises UserError naming every difference when the stream would be another one.
+    """Continues at the position of ``state``.
 
-    The batch size may differ: the stream of rows continues with the next row. So may on_bad_record. `accept_changes`
-    takes other differences as well, with a warning: reading goes on at the start of the document where it was (by its
-    position), or with the first document when packing, shuffling or the kind of data set changed.
+    The batch size and on_bad_record may differ: the stream of rows continues with the next row.
+
+    Args:
+      state: result of ``get_state``.
+      accept_changes: accept other differences, with a warning. Reading continues at the start of the document with the same
+        number, or with the first document if packing, shuffling or the kind of data set changed.
+
+    Raises:
+      UserError: the stream would be another one; the message lists every difference.
     """
     position, changed = self._going_on(state, accept_changes)
     if changed:
-      onward = "the document where it was, by its number" if position is not self._initial else "the first document"
-      logger.warning("resuming although the data are not those of the checkpoint, from %s:\n  %s", onward, changed)
+      onward = "the document with the same number" if position is not self._initial else "the first document"
+      logger.warning("resuming although the data differ from those of the checkpoint, starting at %s:\n  %s", onward, changed)
     self._restart(position)
 
   def _going_on(self, state: dict[str, Any], accept_changes: bool) -> tuple[dict[str, Any], str]:
@@ -454,15 +511,15 @@ class DataSource:
       raise ValueError("the data source is closed")
     if self._prefetch is not None and not self._prefetch.stop():
       self._waiting()
-      raise RetryableError("the data source stalls: its thread does not stop")
+      raise RetryableError("the data source is stalled: its thread does not stop")
     self._prefetch = self._head = None
     with resume.damage_told():
       self._rows.set_state(state["rows"])
-      self._ended = bool(state["ended"]) and self._ending is None  # with more epochs it goes on
+      self._ended = bool(state["ended"]) and self._ending is None  # with more epochs the data continue
     self._state, self._counts, self._given = state, self._rows.counts(), self._rows.given()
 
   def close(self) -> None:
-    """Ends the thread. More than once is fine."""
+    """Ends the thread. May be called more than once."""
     self._closed = True
     self._head = None
     if self._prefetch is not None:

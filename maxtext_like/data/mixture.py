@@ -1,4 +1,4 @@
-"""Several sources of documents as one stream, in which each has its share of the tokens."""
+"""Several sources of documents as one stream, in which each source has its share of the tokens (``dataset_weights``)."""
 
 import logging
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-  """One of them.
+  """One source of a mixture.
 
   Attributes:
-    documents: without an end, pass after pass in an order of their own.
-    count: documents of a pass.
-    weight: of its tokens, relative to those of the others.
-    most: tokens of a document that are used.
+    documents: an endless stream of documents; each pass has its own order.
+    count: number of documents in one pass.
+    weight: share of the tokens, relative to the weights of the other sources.
+    most: largest number of tokens of one document that rows use; None if rows use all of them.
   """
 
   documents: DocumentStream
@@ -30,21 +30,22 @@ class Source:
 
 
 class Mixture:
-  """The next document is one of the source that is furthest behind its share of the tokens so far.
+  """Takes each document from the source that is furthest behind its share of the tokens so far.
 
-  So at any point each source is within one document of its share, a small one begins anew as often as it has to, and nothing
-  is drawn at random: state is the place in every source and its tokens. With other weights than those of the state the
-  shares count from there on.
+  At any point each source is within one document of its share. A small source starts another pass as often as needed. Nothing
+  is random: the state is the position in every source and the tokens read from it. If a run resumes with other weights, the
+  shares are counted from there on.
   """
 
   def __init__(self, sources: Mapping[str, Source]):
-    """`sources`: by name."""
+    """Sets up the mixture of ``sources``, keyed by name."""
     self._sources = dict(sorted(sources.items()))
     counts = [source.count for source in self._sources.values()]
-    self._first = {name: sum(counts[:i]) for i, name in enumerate(self._sources)}  # number of its first document among all
-    self._tokens = dict.fromkeys(self._sources, 0)  # read of each,
-    self._since = dict.fromkeys(self._sources, 0)  # and since the weights are what they are
-    self._fruitless = dict.fromkeys(self._sources, 0)  # documents since the last one with tokens
+    # Document numbers are unique in the mixture: each source has its own range.
+    self._first = {name: sum(counts[:i]) for i, name in enumerate(self._sources)}
+    self._tokens = dict.fromkeys(self._sources, 0)  # tokens read from each source
+    self._since = dict.fromkeys(self._sources, 0)  # tokens read since the weights last changed
+    self._fruitless = dict.fromkeys(self._sources, 0)  # documents read since the last one with tokens
 
   def __iter__(self) -> "Mixture":
     return self
@@ -54,8 +55,8 @@ class Mixture:
     source = self._sources[name]
     passes, place = divmod(source.documents.get_state()["next_index"], source.count)
     document = next(source.documents)
-    if passes and not place and not passes & (passes + 1):  # the 2nd, 4th, 8th, ...
-      logger.warning("data: pass %d over the %s documents of %s begins", passes + 1, f"{source.count:,}", name)
+    if passes and not place and not passes & (passes + 1):  # log the start of passes 2, 4, 8, ...
+      logger.warning("data: starting pass %d over the %s documents of %s", passes + 1, f"{source.count:,}", name)
     if document.ids is None:
       self._fruitless[name] += 1
       if self._fruitless[name] >= source.count:
@@ -70,12 +71,12 @@ class Mixture:
     return replace(document, number=self._first[name] + document.number)
 
   def counts(self) -> dict[str, int]:
-    """Documents and tokens read of each source, as "documents/web"."""
+    """Returns the number of documents and tokens read from each source, keyed as "documents/web" and "tokens/web"."""
     documents = {f"documents/{name}": s.documents.get_state()["next_index"] for name, s in self._sources.items()}
     return documents | {f"tokens/{name}": tokens for name, tokens in self._tokens.items()}
 
   def get_state(self) -> dict[str, Any]:
-    """The place of the next document of each source, and what has been read of it."""
+    """Returns the position in each source, its weight and the tokens read from it. The result is JSON-serialisable."""
     return {
       "sources": {
         name: {
@@ -87,7 +88,7 @@ class Mixture:
     }  # fmt: skip
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Goes on at a place. A source that was not there begins; one that is there no more is left."""
+    """Continues at a saved position. New sources start at their beginning; sources that no longer exist are ignored."""
     saved = state["sources"]
     same = {name: entry["weight"] for name, entry in saved.items()} == {n: s.weight for n, s in self._sources.items()}
     for name, source in self._sources.items():

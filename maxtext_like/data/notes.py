@@ -1,4 +1,4 @@
-"""Warnings, each given once and with counts, about usable records that may not mean what their author intended."""
+"""Warnings about usable records that may not mean what their author intended, each given once with counts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from maxtext_like.data.tokenization.special_tokens import listed
 from maxtext_like.strict_json import printable
 
-UNREAD_KEPT = 1000  # names of fields that nothing reads; more are not counted
+UNREAD_KEPT = 1000  # most names of unread fields that are counted
 _SHOWN = 10
 
 
@@ -25,13 +25,13 @@ class Notes:
   """Counts over records.
 
   Attributes:
-    spelt: how often each special token is spelt out in the text.
-    spelt_documents: how many documents have any.
-    spelt_first: the first of them; None: there is none.
-    unread: in how many records each field has a value that nothing reads.
-    lost_early: answers before the last user's message that are learned without the thought that the record has.
-    lost_late: answers after it, of a template that does not write the thought.
-    lost_first: the first document with such an answer; None: there is none.
+    spelt: how often the text spells each special token.
+    spelt_documents: number of documents that spell any.
+    spelt_first: the first such document; None if there is none.
+    unread: for each field that is not read, the number of records with a value in it.
+    lost_early: answers before the last user message that are learned without the thought in the record.
+    lost_late: answers after the last user message whose thought the template does not write.
+    lost_first: the first document with such an answer; None if there is none.
   """
 
   spelt: dict[str, int] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Notes:
   lost_first: int | None = None
 
   def add(self, number: int, seen: Seen) -> None:
-    """Counts the document of a number."""
+    """Adds the properties of document ``number`` to the counts."""
     for spelling, count in seen.spelt.items():
       self.spelt[spelling] = self.spelt.get(spelling, 0) + count
     if seen.spelt:
@@ -57,20 +57,20 @@ class Notes:
       self.lost_first = number if self.lost_first is None else self.lost_first
 
   def sentences(self, count: int, place: Callable[[int], str], *, asked: bool) -> list[str]:
-    """A sentence for each kind of thing that was counted.
+    """Returns a sentence for each kind of remark.
 
     Args:
-      count: documents that were counted.
-      place: where the document of a number is.
-      asked: ``special_tokens_in_text`` is set, so that spellings need no sentence.
+      count: number of documents that were counted.
+      place: returns the place of a document.
+      asked: ``special_tokens_in_text`` is set, so spellings need no remark.
     """
     said = []
     if self.spelt_first is not None and not asked:
       most = dict(sorted(self.spelt.items(), key=lambda item: -item[1]))
       said.append(
         f"{self.spelt_documents} of {count} documents spell special tokens in their text ({listed(most)}; first in "
-        f"{place(self.spelt_first)}). They become plain text; Hugging Face takes them for the tokens. "
-        "special_tokens_in_text=parse does so too, =literal keeps them text without this warning, =error refuses such records"
+        f"{place(self.spelt_first)}). They are read as plain text here, but as the tokens by Hugging Face. "
+        "special_tokens_in_text=parse reads them as the tokens, =literal keeps them text without a warning, =error refuses them"
       )
     if self.unread:
       most = dict(sorted(self.unread.items(), key=lambda item: -item[1]))
@@ -80,9 +80,9 @@ class Notes:
     if self.lost_first is not None:
       parts = []
       if self.lost_early:
-        parts.append(f"{self.lost_early} before the last user's message, where the template drops thoughts")
+        parts.append(f"{self.lost_early} before the last user message, where the template drops thoughts")
       if self.lost_late:
-        parts.append(f"{self.lost_late} after it, where the template does not write the thought that the record has")
-      remedy = ". train_on=last learns the answers to the last user's message alone" if self.lost_early else ""
+        parts.append(f"{self.lost_late} after it, because the template does not write the thought in the record")
+      remedy = ". train_on=last learns only the answers to the last user message" if self.lost_early else ""
       said.append(f"answers learned without their thoughts: {', '.join(parts)} (first in {place(self.lost_first)}){remedy}")
     return said

@@ -1,4 +1,7 @@
-"""Which document comes when: the held-out split, and the shuffle of each epoch."""
+"""The order in which documents are read: the held-out split and the shuffle of each epoch.
+
+Open this file to change how documents are divided or shuffled. Both decide what a stored position of a run means.
+"""
 
 import hashlib
 import sys
@@ -15,10 +18,11 @@ Split = str  # "train" or "eval"
 
 
 class Share(Sequence[int]):
-  """The documents of one split, ascending, without a list of them.
+  """The documents of one split in ascending order, computed without a list of them.
 
-  Document i is held out when floor((i + 1) f) > floor(i f): spread evenly, floor(documents * f) in all. The rule
-  depends on i alone, so documents appended later move none, and the two splits are disjoint by construction.
+  Document i is held out if floor((i + 1) f) > floor(i f), with f the ``eval_fraction``. The held-out documents are spread
+  evenly, floor(documents * f) in total. The rule depends only on i, so documents that are appended later do not change the
+  split of any earlier one, and no document is in both splits.
   """
 
   def __init__(self, documents: int, eval_fraction: float = 0.0, split: Split = "train"):
@@ -43,25 +47,25 @@ class Share(Sequence[int]):
     return index * self._of // self._share
 
   def before(self, document: int) -> int:
-    """How many of them are below a document."""
+    """Returns how many documents of the split have a number below ``document``."""
     if self._held_out:
       return document * self._share // self._of
     return -(-document * self._share // self._of)
 
 
 def seed_for(*parts: int | str) -> int:
-  """A 32-bit seed; nearby parts (seed 0 epoch 1, seed 1 epoch 0) give unrelated ones."""
+  """Returns a 32-bit seed. Similar parts (seed 0 with epoch 1, seed 1 with epoch 0) give unrelated seeds."""
   text = "/".join(str(part) for part in parts)
   return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 class Order:
-  """A sequence of document numbers: position -> document.
+  """A sequence of document numbers, indexed by position.
 
-  For training it is so many passes, or does not end: epoch after epoch, each with its own permutation when `shuffle_seed` is
-  given. For evaluation it is the split, once, in order. When the documents come in `groups` that are cheap to read together
-  (parquet row groups), the groups are permuted and the documents inside each, so that reading jumps between groups as rarely
-  as possible.
+  Training reads a number of passes over the documents, or reads without an end. With ``shuffle_seed`` each epoch has its own
+  permutation. Evaluation reads the split once, in order. If the documents have ``groups`` that are cheap to read together
+  (parquet row groups), the order of the groups is permuted, and so are the documents inside each group. Reading then changes
+  from one group to another as rarely as possible.
   """
 
   def __init__(
@@ -72,15 +76,20 @@ class Order:
     passes: int | None,
     groups: Sequence[int] | None = None,
   ):
-    """`indices`: documents of the split. `passes`: over them; None: without an end.
+    """Sets up the order.
 
-    `groups`: first document of each group, ascending, beginning with 0.
+    Args:
+      indices: the documents of the split.
+      shuffle_seed: seed of the permutations; None keeps the order of the files.
+      passes: number of passes over the documents; None for no end.
+      groups: first document of each group, ascending, beginning with 0.
     """
     self._indices = indices
     self._seed = shuffle_seed
     self._length = sys.maxsize if passes is None else passes * len(indices)
     edges = [0] if groups is None else [indices.before(group) for group in groups]
-    self._edges = np.append(np.asarray(edges, np.int64), len(indices))  # group g: positions edges[g] to edges[g + 1]
+    # Group g has the positions edges[g] to edges[g + 1]. A group without documents of this split disappears.
+    self._edges = np.append(np.asarray(edges, np.int64), len(indices))
     self._edges = np.unique(self._edges)
     self._epoch = lru_cache(maxsize=2)(self._shuffle_groups)
     self._table = lru_cache(maxsize=4)(lambda seed, size: np.random.default_rng(seed).permutation(size))
@@ -93,6 +102,7 @@ class Order:
     if self._seed is None:
       return self._indices[position]
     permutation, stops = self._epoch(epoch)
+    # `stops` are the ends of the groups in this epoch's order: find the group at this position, then the place inside it.
     place = int(np.searchsorted(stops, position, side="right"))
     group = int(permutation[place])
     start, end = int(self._edges[group]), int(self._edges[group + 1])
@@ -100,14 +110,14 @@ class Order:
     return self._indices[start + self._shuffled(inside, end - start, epoch, group)]
 
   def _shuffled(self, position: int, size: int, epoch: int, group: int) -> int:
-    """Where the permutation of `size` documents that belongs to (seed, epoch, group) sends `position`."""
+    """Returns the entry at ``position`` of the permutation of ``size`` documents for (seed, epoch, group)."""
     seed = seed_for(self._seed or 0, epoch, group)
     if size <= TABLE_UP_TO:
       return int(self._table(seed, size)[position])
     return shuffled_index(position, size, seed)
 
   def _shuffle_groups(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The order of the groups in one epoch, and where each ends in it."""
+    """Returns the order of the groups in one epoch, and the position where each of them ends."""
     lengths = np.diff(self._edges)
     permutation = np.random.default_rng(seed_for(self._seed or 0, epoch)).permutation(len(lengths))
     return permutation, np.cumsum(lengths[permutation])

@@ -1,4 +1,4 @@
-"""Documents of tokens to rows of fixed length: segments, positions and targets."""
+"""Packs documents of tokens into rows of fixed length, with segments, positions and targets."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,15 +16,21 @@ if TYPE_CHECKING:
 
 KEYS = ("tokens", "targets", "positions", "segments")
 LOSSES = ("truncated", "cut_at_image", "unlearned", "excluded")
-"""Counts of conversations: cut where a row ends, cut where a row has no place for an image, left out with nothing to learn,
-left out because the record says so. The first three count samples where a conversation has several."""
+"""Counts of conversations: cut at the end of a row; cut before an image that the row cannot hold; left out because nothing is
+learned; left out because the record says so. If a conversation has several samples, the first three count samples.
+"""
 
 
 @dataclass
 class Row:
-  """One row: four int32 [T] arrays. segments: 0 padding, 1, 2, ... documents; targets: -100 has no loss.
+  """One row: four int32 arrays [T] and the images in it.
 
-  `images`: those whose tokens are in the row, in order.
+  Attributes:
+    tokens: token ids.
+    targets: the next token of each position; -100 has no loss.
+    positions: position in the segment, starting at 0.
+    segments: number of the document in the row, starting at 1; 0 is padding.
+    images: the images whose tokens are in the row, in order.
   """
 
   tokens: np.ndarray
@@ -35,7 +41,7 @@ class Row:
 
   @classmethod
   def empty(cls, length: int, pad_id: int) -> "Row":
-    """A row of padding."""
+    """Returns a row of padding."""
     return cls(
       np.full(length, pad_id, np.int32),
       np.full(length, IGNORED, np.int32),
@@ -44,7 +50,7 @@ class Row:
     )
 
   def place(self, at: int, ids: np.ndarray, segment: int, learned: np.ndarray | None = None) -> None:
-    """Writes a segment: positions from 0; each token's target is the next one, if it is learned; the last token has none."""
+    """Writes a segment. The target of a token is the next token if that is learned; the last token has no target."""
     end = at + len(ids)
     self.tokens[at:end] = ids
     self.targets[at : end - 1] = ids[1:] if learned is None else np.where(learned[1:], ids[1:], IGNORED)
@@ -54,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ImageSpan:
-  """Tokens [start, end) of a document that one image takes up, its frame included: never divided over two rows."""
+  """Tokens [start, end) of a document that one image takes, with its frame. They are never divided between rows."""
 
   start: int
   end: int
@@ -63,14 +69,20 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Document:
-  """What the tokenising stage hands to the packer: document number, and its ids, or why it has none.
+  """A document as the tokenising stage passes it to the packer.
 
-  `learned`: bool for each id, whether it is a target; None: all are. `ends`: where each of several samples ends in `ids`; each
-  sample is a separate segment; empty: there is one sample. `excluded`: left out because the record says so; it has no ids.
+  Attributes:
+    number: number of the document.
+    ids: int32 token ids; None if the document is empty (less than two tokens), bad or excluded.
+    bad: why the document is bad; None if it is not.
+    images: spans of the images.
+    learned: True for each id that is a target; None if all are.
+    ends: end of each sample in ``ids``, if there are several. Each sample becomes its own segment.
+    excluded: the record marks the document as not to be learned.
   """
 
   number: int
-  ids: np.ndarray | None = None  # int32; None: empty (less than two tokens) or bad
+  ids: np.ndarray | None = None
   bad: BadRecordError | None = None
   images: tuple[ImageSpan, ...] = ()
   learned: np.ndarray | None = None
@@ -78,7 +90,7 @@ class Document:
   excluded: bool = False
 
   def samples(self) -> "Iterator[Document]":
-    """Its samples, each as a document of one sample."""
+    """Yields its samples, each as a document of one sample."""
     if not self.ends:
       yield self
       return
@@ -104,7 +116,7 @@ class Rows(Protocol):
 
 
 def _part_end(length: int, images: tuple[ImageSpan, ...], begin: int, room: int, places: int) -> int:
-  """Where in a document of `length` tokens the part from `begin` ends, see `Packer._end`."""
+  """Returns the end of the part from ``begin`` of a document with ``length`` tokens; see ``Packer._end``."""
   end = min(begin + room, length)
   ahead = [span for span in images if span.start >= begin]
   for i, span in enumerate(ahead):
@@ -114,34 +126,34 @@ def _part_end(length: int, images: tuple[ImageSpan, ...], begin: int, room: int,
 
 
 def first_part(document: Document, length: int, max_images: int) -> int:
-  """How many tokens of a document an empty row takes."""
+  """Returns the number of tokens of a document that an empty row takes."""
   assert document.ids is not None
   return _part_end(len(document.ids), document.images, 0, length, max_images)
 
 
 def is_learned(document: Document, length: int, max_images: int) -> bool:
-  """Whether anything is learned of what an empty row takes of a document."""
+  """Returns True if anything is learned from the part of a document that an empty row takes."""
   return document.learned is None or bool(document.learned[1 : first_part(document, length, max_images)].any())
 
 
 class Packer:
-  """Rows from a DocumentStream or a Mixture.
+  """Packs the documents of a DocumentStream or a Mixture into rows.
 
-  `packing`: documents are laid end to end and cut every `length` tokens. What continues in the next row is a segment of
-  its own there, with positions from 0 (attention cannot reach across rows). Without: one document a row, the rest of a
-  longer one dropped (and counted), a shorter one padded. An image is never cut: where the row ends inside one, or has no
-  place for it, it moves to the next row, and the rest of this row is padding.
+  With ``packing`` documents are concatenated and cut every ``length`` tokens. The rest of a document continues in the next row
+  as a separate segment with positions from 0, because attention does not cross rows. Without ``packing`` each row has one
+  document: a longer document is cut and the dropped tokens are counted, a shorter one is padded. An image is never cut. If a
+  row ends inside an image, or cannot hold it, the image moves to the next row and the rest of the row is padding.
 
-  `whole`: documents are not cut either, for what a conversation learns follows from its beginning: one that does not fit
-  into the rest of a row begins the next. Of one that is longer than a row, or has more images than a row has places for, the
-  rest is dropped; where nothing that is learned is left of it, it is left out. All are counted (`LOSSES`). A conversation of
-  several samples is treated as that many conversations.
+  With ``whole`` documents are not divided between rows, because the learned part of a conversation depends on its beginning. A
+  document that does not fit in the rest of a row starts the next row. A document that is longer than a row, or has more images
+  than a row can hold, is cut; if the remaining part has nothing to learn, it is left out. ``LOSSES`` counts these cases. A
+  conversation of several samples is treated as that many conversations.
 
-  `by_epoch`: no row has documents of two passes.
+  With ``by_epoch`` no row has documents of two passes.
 
-  State is the source's state before the document being cut, which of its samples that is, and how many tokens of it are used:
-  resuming reads that one document again. `on_bad_record` is applied here, in order, so that counts are as reproducible as the
-  rows.
+  The state consists of the source's state before the document that is being cut, the sample of it and the number of used
+  tokens. Resuming reads that one document again. ``on_bad_record`` is applied here, in order, so that the counts are as
+  reproducible as the rows.
   """
 
   def __init__(
@@ -158,10 +170,19 @@ class Packer:
     whole: bool = False,
     by_epoch: bool = False,
   ):
-    """`documents`: an iterator of Document with `get_state`, `set_state` and `counts`.
+    """Sets up the packer.
 
-    `epoch_length`: documents until they repeat;
-    `bad_max`: bad records that on_bad_record "skip" accepts; `max_images`: places for images in a row.
+    Args:
+      documents: an iterator of Document with ``get_state``, ``set_state`` and ``counts``.
+      length: tokens in a row.
+      pad_id: token id of padding.
+      packing: see the class.
+      on_bad_record: "error" or "skip".
+      bad_max: number of bad records that "skip" accepts.
+      epoch_length: number of documents in a pass.
+      max_images: number of images that a row can hold.
+      whole: see the class.
+      by_epoch: see the class.
     """
     self._documents = documents
     self._length, self._pad_id, self._packing = length, pad_id, packing
@@ -172,30 +193,33 @@ class Packer:
     self._learned: np.ndarray | None = None
     self._ids, self._used = np.empty(0, np.int32), 0
     self._images: tuple[ImageSpan, ...] = ()
-    self._sample, self._later = 0, deque[Document]()  # the sample of the document being cut, and those after it
+    self._sample, self._later = 0, deque[Document]()  # number of the sample being cut, and the samples after it
     self._before = documents.get_state()
     self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
     if whole:
       self._tally |= {"learned_tokens": 0, **dict.fromkeys(LOSSES, 0)}
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
-    self._fruitless = 0  # documents since the last one with tokens
-    self.epoch = 0  # of the newest row
-    self.first_epoch: dict[str, int] | None = None  # the counts when the first epoch had been used up
+    self._fruitless = 0  # documents read since the last one with tokens
+    self.epoch = 0  # epoch of the newest row
+    self.first_epoch: dict[str, int] | None = None  # the counts at the end of the first epoch
     self.on_skip: Callable[[BadRecordError], None] = lambda bad: None  # called once for each skipped record
-    self.on_loss: Callable[[str], None] = lambda loss: None  # called with the name of the count that goes up
+    self.on_loss: Callable[[str], None] = lambda loss: None  # called with the name of the count that increases
 
   def __next__(self) -> Row:
     row = Row.empty(self._length, self._pad_id)
     at, segment = 0, 0
     while at < self._length:
+      # Take the next document, or end the row at the end of the source or of an epoch.
       if self._used == len(self._ids) and not self._pull(begun=at > 0):
         break
       if not at:
         self.epoch = (self._tally["documents"] - 1) // self._epoch_length
+      # Find the part of the document that fits, and decide whether it belongs in this row or the next.
       end = self._end(self._length - at, self._max_images - len(row.images))
       if at and (end == self._used or (self._whole and end < len(self._ids))):
-        break  # the next image, or the whole document, goes into the next row
+        break  # the next image, or the complete document, goes into the next row
+      # Write the part as one segment, and count what is learned and what is cut.
       count = end - self._used
       segment += 1
       row.images += [span.image for span in self._images if self._used <= span.start < end]
@@ -219,16 +243,16 @@ class Packer:
     return row
 
   def _end(self, room: int, places: int) -> int:
-    """Where in the document the part ends that fits into `room` tokens and `places` for images of a row."""
+    """Returns the end of the part of the document that fits into ``room`` tokens and ``places`` for images of a row."""
     return _part_end(len(self._ids), self._images, self._used, room, places)
 
   def _count(self, loss: str) -> None:
-    """Counts a conversation that is not, or not all, in the rows."""
+    """Counts a conversation that is cut or left out."""
     self._tally[loss] += 1
     self.on_loss(loss)
 
   def _pull(self, *, begun: bool) -> bool:
-    """Takes the next document with tokens; False at the end of the source. `begun`: something is in the row already."""
+    """Takes the next document with tokens. Returns False at the end of the source. ``begun``: the row is not empty."""
     if self._next_sample():
       return True
     while True:
@@ -241,7 +265,7 @@ class Packer:
         return False
       if self._tally["documents"] == self._epoch_length and self.first_epoch is None:
         self.first_epoch = self.counts()
-        self.first_epoch["rows"] += begun and self._whole  # which the next epoch does not have to fill
+        self.first_epoch["rows"] += begun and self._whole  # the next epoch need not fill this row
       self._tally["documents"] += 1
       if document.bad is not None:
         self._count_bad(document.number, document.bad)
@@ -257,15 +281,16 @@ class Packer:
       self._fruitless += 1
       if self._fruitless >= self._epoch_length:
         raise UserError(
-          f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} bad, the others empty or shorter "
+          f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} are bad, the others are empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
-          + (f", {self._tally['unlearned']} with nothing to learn in their first {self._length} tokens" if self._whole else "")
-          + (f", {self._tally['excluded']} marked by their records as not to be learned" if self._tally.get("excluded") else "")
+          + (f", {self._tally['unlearned']} have nothing to learn in their first {self._length} tokens" if self._whole else "")
+          + (f", {self._tally['excluded']} are marked as not to be learned" if self._tally.get("excluded") else "")
           + ("\n  fix: a larger max_target_length, or train_on=all" if self._whole and self._tally["unlearned"] else "")
         )
 
   def _next_sample(self) -> bool:
-    """Takes the next sample of the document; False after the last. Those with nothing to learn are counted and left out."""
+    """Takes the next sample of the document. Returns False after the last. Samples with nothing to learn are counted and left
+    out."""
     while self._later:
       sample = self._later.popleft()
       self._sample += 1
@@ -280,7 +305,7 @@ class Packer:
 
   def _count_bad(self, number: int, bad: BadRecordError) -> None:
     if not self._skip_bad:
-      raise UserError(f"{bad}. Repair the record, or on_bad_record=skip leaves such records out and counts them")
+      raise UserError(f"{bad}\n  fix: repair the record, or set on_bad_record=skip to leave out such records and count them")
     if number in self._bad_seen:
       return
     self._bad_seen.add(number)
@@ -293,7 +318,7 @@ class Packer:
       )
 
   def given(self) -> dict[str, float]:
-    """The counts: a row is given when it is made."""
+    """Returns the counts. They are exact, because every row that was made was also returned."""
     return {**self.counts()}
 
   def counts(self) -> dict[str, int]:
@@ -304,7 +329,7 @@ class Packer:
     return {
       "documents": self._before if unfinished else self._documents.get_state(),
       "used": self._used if unfinished else 0,
-      "begun": unfinished,  # counted already, though no token of it may be used
+      "begun": unfinished,  # the document is already counted, even if none of its tokens was used
       "sample": self._sample if unfinished else 0,
       "tally": dict(self._tally),
       "bad": list(self._bad),
@@ -320,21 +345,21 @@ class Packer:
       samples, at = list(document.samples()), state.get("sample", 0)
       ids = samples[at].ids if 0 <= at < len(samples) else None
       if ids is None or len(ids) < state["used"]:
-        raise UserError(f"document {document.number} is not the one that the checkpoint was reading: the data changed")
+        raise UserError(f"document {document.number} differs from the one that the checkpoint was reading: the data changed")
       self._sample, self._later = at, deque(samples[at + 1 :])
       self._before, self._ids, self._used = state["documents"], ids, state["used"]
       self._images, self._learned = samples[at].images, samples[at].learned
-    self._tally = dict.fromkeys(self._tally, 0) | state["tally"]  # an earlier version had fewer
+    self._tally = dict.fromkeys(self._tally, 0) | state["tally"]  # checkpoints of an earlier version have fewer counts
     self._bad = list(state["bad"])
     self._bad_seen = set(self._bad)
     self._fruitless = state["fruitless"]
 
 
 class ShuffleBuffer:
-  """Rows in random order inside consecutive buffers of `size` rows; with `by_epoch` one ends where an epoch does.
+  """Shuffles rows inside consecutive buffers of ``size`` rows. With ``by_epoch`` a buffer ends at the end of an epoch.
 
-  The rows of one long document follow each other; this spreads them over many batches. State is the inner state at
-  the start of the buffer and the place in it: resuming fills one buffer again.
+  The rows of one long document follow each other; the shuffle spreads them over many batches. The state is the state of the
+  packer at the start of the buffer and the position in the buffer. Resuming fills one buffer again.
   """
 
   def __init__(self, rows: Packer, *, size: int, seed: int, by_epoch: bool = False):
@@ -365,7 +390,7 @@ class ShuffleBuffer:
         if not rows:
           raise
         break
-      if self._by_epoch and rows and self._rows.epoch > epoch:  # it begins the next buffer
+      if self._by_epoch and rows and self._rows.epoch > epoch:  # this row begins the next buffer
         self._rows.set_state(before)
         break
       epoch = self._rows.epoch
@@ -377,8 +402,10 @@ class ShuffleBuffer:
     return self._rows.counts()
 
   def given(self) -> dict[str, float]:
-    """Of what the buffer was filled with, the share of its rows that has been given: which of its documents they have is not
-    known, nor does it matter on the average."""
+    """Returns the counts before the buffer, plus the share of the buffer's counts that belongs to its returned rows.
+
+    The share is an average: which documents the returned rows contain is not tracked.
+    """
     counts = self._rows.counts()
     if not self._buffer:
       return {**counts}
@@ -386,7 +413,7 @@ class ShuffleBuffer:
     return {name: self._begun[name] + (number - self._begun[name]) * share for name, number in counts.items()}
 
   def get_state(self) -> dict[str, Any]:
-    # "block" is what checkpoints call the number of the buffer.
+    # Checkpoints store the number of the buffer as "block".
     return {"block": self._number, "next": self._next, "rows": self._start}
 
   def set_state(self, state: dict[str, Any]) -> None:

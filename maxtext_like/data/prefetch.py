@@ -1,4 +1,4 @@
-"""A thread that makes batches ahead of the training step, with exact state and a watchdog over a stalled source."""
+"""A thread that prepares batches ahead of the training step, with exact state and a limit on the wait for a stalled source."""
 
 import atexit
 import contextlib
@@ -15,15 +15,16 @@ from maxtext_like.errors import RetryableError
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 2  # batches made ahead
+DEPTH = 2  # batches prepared ahead
 POLL_SECONDS = 0.5
 
 
 class Prefetch:
-  """Calls `produce` in one daemon thread; every item comes with the state after it.
+  """Calls ``produce`` in one daemon thread. Each item has the state of the source after it.
 
-  One thread and no worker processes: the order cannot depend on their number, none can be orphaned, and the
-  interpreter can exit while a read hangs. An exception of `produce` is raised by `get`, in its place in the order.
+  There is one thread and no worker process. The order therefore cannot depend on a number of workers, no process can be left
+  running, and the interpreter can exit while a read hangs. ``get`` raises an exception of ``produce`` at its place in the
+  order.
   """
 
   def __init__(
@@ -34,9 +35,14 @@ class Prefetch:
     limit_seconds: float,
     waiting: Callable[[], None] = lambda: None,
   ):
-    """`produce`: the next (item, state after it). The times are how long `get` waits before it warns and gives up.
+    """Starts the thread.
 
-    `waiting` is called about twice a second while `get` waits; what it raises ends the wait, and the item comes next time.
+    Args:
+      produce: returns the next item and the state after it.
+      warn_seconds: time that ``get`` waits before it logs a warning.
+      limit_seconds: time that ``get`` waits before it raises RetryableError.
+      waiting: called about twice a second while ``get`` waits. An exception that it raises ends the wait; the next ``get``
+        returns the item.
     """
     self._produce, self._waiting = produce, waiting
     self._warn_seconds, self._limit_seconds = warn_seconds, limit_seconds
@@ -44,14 +50,14 @@ class Prefetch:
     self._stopping = threading.Event()
     self._failed: BaseException | None = None
     self._thread = threading.Thread(target=self._run, name="maxtext-like-data", daemon=True)
-    atexit.register(self.stop, 1.0)  # a daemon thread inside a C++ or Rust tokenizer can crash the interpreter's end
+    atexit.register(self.stop, 1.0)  # a daemon thread inside a C++ or Rust tokenizer can crash the interpreter as it exits
     self._thread.start()
 
   def _run(self) -> None:
     while not self._stopping.is_set():
       try:
         entry = ("item", self._produce())
-      except BaseException as error:  # handed over, whatever it is: get raises it in the caller's thread
+      except BaseException as error:  # any exception: get raises it in the caller's thread
         entry = ("error", error)
       while not self._stopping.is_set():
         try:
@@ -63,7 +69,12 @@ class Prefetch:
         return
 
   def get(self) -> tuple[Any, Any]:
-    """The next (item, state). Raises what `produce` or `waiting` raised, or RetryableError when the source stalls."""
+    """Returns the next (item, state).
+
+    Raises:
+      RetryableError: the source stalls, or its thread ended without an error.
+      BaseException: whatever ``produce`` or ``waiting`` raised.
+    """
     if self._failed is not None:
       raise self._failed
     started, warned = time.monotonic(), False
@@ -74,11 +85,11 @@ class Prefetch:
       except queue.Empty:
         waited = time.monotonic() - started
         if not self._thread.is_alive() and self._items.empty():
-          raise RetryableError("the data thread has ended without a batch or an error") from None
+          raise RetryableError("the data thread ended without a batch and without an error") from None
         self._waiting()
         if waited > self._limit_seconds:
           raise RetryableError(
-            f"no batch for {waited:.0f} s: the data source stalls (a network file system, or a dead disk?). "
+            f"no batch for {waited:.0f} s: the data source is stalled (a network file system or a failing disk?). "
             f"The data thread is at:\n{self._stack()}"
           ) from None
         if waited > self._warn_seconds and not warned:
@@ -94,10 +105,10 @@ class Prefetch:
     return "".join(traceback.format_stack(frame, limit=None)[-6:]) if frame else "(ended)"
 
   def stop(self, seconds: float = 5.0) -> bool:
-    """Ends the thread; False when it did not end in time (it is left behind, and ends with the process)."""
+    """Ends the thread. Returns False if it did not end in time; it then runs until the process exits."""
     atexit.unregister(self.stop)
     self._stopping.set()
     with contextlib.suppress(queue.Empty):
-      self._items.get_nowait()  # room for the item that the thread may be waiting to hand over: it need not poll
+      self._items.get_nowait()  # makes room for an item that the thread may be waiting to put, so that it need not poll
     self._thread.join(seconds)
     return not self._thread.is_alive()

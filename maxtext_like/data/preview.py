@@ -1,4 +1,4 @@
-"""What a run would make of its data: records as their tokens, with those that are learned, and the counts of a pass."""
+"""A preview of the data of a run: records with their tokens and the learned parts, and the counts of one pass."""
 
 import contextlib
 from collections import Counter
@@ -27,14 +27,14 @@ BAD_SHOWN = 10
 
 @dataclass(frozen=True)
 class ShownRecord:
-  """A record, or one of its samples, as a run takes it.
+  """A record, or one of its samples, as a run uses it.
 
   Attributes:
-    place: file and line, and which sample.
-    parts: its text in order, and whether it is learned; where a row does not take all of it, up to the cut.
+    place: file and line, and the number of the sample.
+    parts: its text in order up to the cut, each part with True if it is learned.
     tokens: number of its tokens.
-    learned: number of the tokens that would be learned without a cut.
-    kept: number of the learned tokens before the cut; None if the record is not cut.
+    learned: number of tokens that would be learned without a cut.
+    kept: number of learned tokens before the cut; None if the record is not cut.
     rest: the text after the cut, which is not trained on.
   """
 
@@ -48,24 +48,24 @@ class ShownRecord:
 
 @dataclass(frozen=True)
 class SourceCounts:
-  """What a pass over the documents of a source gives.
+  """Counts of one pass over the documents of a source.
 
   Attributes:
-    documents: that were looked at, the first of
-    available: all.
-    empty: without text.
-    bad: that cannot be used.
-    tokens: of the others,
-    learned: and those that are targets of a row.
-    truncated: conversations that are longer than a row, and cut.
-    cut_at_image: conversations with more images than a row has places for, and cut before the first of these.
-    unlearned: conversations with nothing to learn in what a row takes of them, which are left out.
+    documents: number of documents that were counted, from the first one.
+    available: number of all documents.
+    empty: documents without text.
+    bad: documents that cannot be used.
+    tokens: tokens of the other documents.
+    learned: tokens that are targets of a row.
+    truncated: conversations that are longer than a row and are cut.
+    cut_at_image: conversations that have more images than a row can hold and are cut before the first such image.
+    unlearned: conversations that are left out because the part that fits in a row has nothing to learn.
     excluded: conversations that are left out because their records mark them as not to be learned.
-    rows: that are filled.
-    filled: share of the places in them that are no padding.
-    reasons: of the first bad records.
-    notes: sentences about records that can be used but may not give what their author meant, with counts.
-    fix: words to type against the bad records; "" if there are none.
+    rows: number of rows.
+    filled: share of the positions in the rows that are not padding.
+    reasons: reasons of the first bad records.
+    notes: sentences, with counts, about usable records that may not mean what their author intended.
+    fix: what to type against the bad records; "" if there are none.
   """
 
   documents: int
@@ -87,13 +87,13 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class DataLook:
-  """What a run would make of its data.
+  """The preview of the data of a run.
 
   Attributes:
-    records: the first of each source.
-    counts: by source; "" where there is one without a name.
-    template: of conversations; None: the records are text.
-    length: of a row.
+    records: first records of each source.
+    counts: counts by source; the key is "" for a single source without a name.
+    template: name of the chat template; None if the records are text.
+    length: tokens in a row.
   """
 
   records: tuple[ShownRecord, ...]
@@ -105,22 +105,22 @@ class DataLook:
 def look(
   data: DataConfig, *, vocab_size: int, length: int, vision: VisionConfig, chat_template: str | None, show: int, most: int
 ) -> DataLook:
-  """Looks at the training documents in their order in the files, without the shuffle and without a held-out share.
+  """Reads the training documents in the order of the files, without the shuffle and without a held-out share.
 
   Args:
     data: the ``data:`` section, with its tokenizer resolved.
-    vocab_size: the model's.
-    length: of a row.
+    vocab_size: vocabulary of the model.
+    length: tokens in a row.
     vision: the ``vision:`` section.
-    chat_template: published for the model's family.
-    show: records of each source that are shown.
-    most: documents of each source that are counted.
+    chat_template: the template that is published for the model's family.
+    show: number of records to show from each source.
+    most: number of documents to count from each source.
 
   Raises:
-    UserError: as ``make_data``, but for bad records, which are counted.
+    UserError: as ``make_data``, except for bad records, which are counted.
   """
   if not kind_of(data).text:
-    raise UserError(f"dataset: {data.dataset} has no text to look at")
+    raise UserError(f"dataset={data.dataset} has no text to preview")
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   rules = make_rules(data, tokenizer, vision, length, chat_template)
   whole = tokenizer.special if data.special_tokens_in_text == "parse" else ()
@@ -138,7 +138,7 @@ def look(
 def _shown(
   documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int, row: tuple[int, int] | None
 ) -> list[ShownRecord]:
-  """The first records; ``row``: tokens and images that one has place for, None where a record goes on in the next."""
+  """Returns the first records. ``row``: tokens and images that a row can hold; None if a record continues in the next row."""
   names = {i: spelling for spelling, i in tokenizer.special.items()}
   names |= rules.chat.encoder.spellings if rules.chat else {}
   for kind in ("pad", "eos", "bos"):
@@ -172,7 +172,7 @@ def _shown(
 
 
 def _learned(document: Document) -> np.ndarray:
-  """Which ids are targets: the first has nothing before it."""
+  """Returns True for each id that is a target. The first id never is, because no token precedes it."""
   assert document.ids is not None
   learned = np.ones(len(document.ids), bool) if document.learned is None else document.learned.copy()
   learned[0] = False
@@ -182,7 +182,7 @@ def _learned(document: Document) -> np.ndarray:
 def _parts(
   ids: list[int], learned: list[bool], tokenizer: Tokenizer, names: dict[int, str], image: int | None
 ) -> list[tuple[str, bool]]:
-  """Texts and whether they are learned; special tokens are spelt, tokens of an image counted."""
+  """Returns texts with True if they are learned. Special tokens are spelled out, tokens of an image are counted."""
   parts: list[tuple[str, bool]] = []
   kind = lambda pair: (pair[1], pair[0] if pair[0] in names or pair[0] == image else None)
   for (is_learned, token), group in groupby(zip(ids, learned, strict=True), kind):
@@ -249,7 +249,7 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
 
 
 class _Noting:
-  """Documents that count what is worth a note, as they are read."""
+  """Documents that collect notes about the records as they are read."""
 
   def __init__(self, documents: Documents, rules: Rules):
     self._documents, self._rules = documents, rules
@@ -259,7 +259,7 @@ class _Noting:
     return getattr(self._documents, name)
 
   def read(self, index: int) -> Record:
-    """Document `index`. A bad record is left to the one that reads it."""
+    """Reads document ``index``. A bad record is reported by the code that uses it."""
     record = self._documents.read(index)
     with contextlib.suppress(BadRecordError):
       self.notes.add(index, self._rules.check(record, self._documents.place(index)))
@@ -267,7 +267,7 @@ class _Noting:
 
 
 def _skip(bad: int, available: int) -> str:
-  return "on_bad_record=skip leaves them out and counts them" if bad <= most_skipped(available) else ""
+  return "on_bad_record=skip to leave out and count them" if bad <= most_skipped(available) else ""
 
 
 def _rows(packer: Packer) -> Iterator[Row]:

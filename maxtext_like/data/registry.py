@@ -1,6 +1,6 @@
-"""The kinds of data sets by ``dataset``, a line each. To add one: a file beside this one, and its line here.
+"""The kinds of data sets by the value of ``dataset``. To add one, add a file in this folder and a line here.
 
-This module imports nothing heavy, so that the configuration may ask.
+This module imports nothing heavy, so that the configuration can import it.
 """
 
 import importlib
@@ -10,16 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Dataset:
-  """A kind of data set, and what the rest of the program has to know of it.
+  """A kind of data set, and the facts that the rest of the program needs.
 
   Attributes:
-    module: of this folder.
-    opens: its function (files, data, *, vision, whole, key) -> ``documents.Documents``, see ``sources.open_documents``; where
-      there is no text (length, vocab_size, seed, *, split, avoid) -> ``pack.Rows``.
-    files: it reads ``dataset_path``; the module has ``SUFFIXES``, the files of a folder that it takes, empty: all.
-    fields: a record has several, and ``text_field`` names the text's.
-    text: it has text, which a tokenizer reads; else its rows are tokens.
-    sound: no record of it can be bad.
+    module: module in this folder.
+    opens: name of its function (files, data, *, vision, whole, key) -> ``documents.Documents``; see ``sources.open_documents``.
+      If there is no text: (length, vocab_size, seed, *, split, avoid) -> ``pack.Rows``.
+    files: it reads ``dataset_path``. The module has ``SUFFIXES``, the endings of the files that it takes from a folder; empty
+      for all files.
+    fields: a record has several fields, and ``text_field`` names the one with the text.
+    text: it has text, which needs a tokenizer; otherwise its rows are tokens.
+    sound: none of its records can be bad.
   """
 
   module: str
@@ -30,7 +31,7 @@ class Dataset:
   sound: bool = False
 
   def load(self, name: str) -> Any:
-    """What is called so in the module."""
+    """Returns the attribute ``name`` of the module."""
     return getattr(importlib.import_module(f"{__package__}.{self.module}"), name)
 
 
@@ -45,4 +46,4 @@ DATASETS: dict[str, Dataset] = {
 }
 
 OF_FILES = tuple(name for name, kind in DATASETS.items() if kind.files)
-"""Those that read ``dataset_path``."""
+"""The kinds that read ``dataset_path``."""

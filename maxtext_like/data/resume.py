@@ -1,4 +1,4 @@
-"""Where a run goes on in its data: at a saved position, if the data are those that it was saved in."""
+"""Resuming in the data: checks that the data are those of the checkpoint and returns the position to continue from."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,37 +7,40 @@ from typing import Any
 from maxtext_like.errors import UserError
 
 _HELD_OUT = (
-  "(eval_fraction counts where eval_interval is set: eval_interval=N goes on with the documents that were held out from "
-  "training, whether or not anything evaluated them)"
+  "(eval_fraction applies if eval_interval is set: eval_interval=N goes on without the documents that were held out from "
+  "training, whether or not they were evaluated)"
 )
 _NOTHING_HELD_OUT = (
-  "(every document was trained on, since eval_interval was not set: leave it out again, or evaluate files of their own "
-  "(eval_path) where the dataset is of files)"
+  "(every document was used for training, because eval_interval was not set: do not set it, or evaluate separate files with "
+  "eval_path if the dataset reads files)"
 )
 
 
 def position(
   state: dict[str, Any], identity: dict[str, Any], initial: dict[str, Any], *, accept_changes: bool
 ) -> tuple[dict[str, Any], str]:
-  """Where to go on in the present data, and how they differ from those of a checkpoint: "", or lines.
+  """Returns the position to resume from, and the differences between the data of the checkpoint and the present data.
 
   Args:
     state: ``DataSource.get_state`` of the checkpoint.
-    identity: of the present data.
-    initial: the position at their beginning.
-    accept_changes: other data are taken, from the start of the document where it was, by its number, or from the beginning
-      when packing, shuffling or the kind of data set changed.
+    identity: identity of the present data.
+    initial: position at the beginning of the present data.
+    accept_changes: resume although the data differ, at the start of the document with the same number. If packing, shuffling or
+      the kind of data set changed, the position is ``initial``.
+
+  Returns:
+    The position, and the differences as lines of text; "" if there are none.
 
   Raises:
-    UserError: it is damaged; or the data are others, every difference by name, and that is not accepted.
+    UserError: the state is damaged, or the data differ and ``accept_changes`` is False. The message lists every difference.
   """
   if not isinstance(state, dict) or not isinstance(state.get("identity"), dict) or "state" not in state:
-    raise UserError("the checkpoint's data state is damaged: it has no identity and state")
+    raise UserError("the checkpoint's data state is damaged: it lacks 'identity' or 'state'")
   saved = dict(state["identity"])
   if "special_tokens_in_text" in identity:
-    saved.setdefault("special_tokens_in_text", "literal")  # what there was before the key
-  saved.pop("process", None)  # when each process had a stream of its own; a run was one process then
-  if "vision" in identity and "vision" in saved:  # once it had the keys of every tower
+    saved.setdefault("special_tokens_in_text", "literal")  # the only behaviour before the key existed
+  saved.pop("process", None)  # older checkpoints had a stream for each process, and a run had one process
+  if "vision" in identity and "vision" in saved:  # older checkpoints stored the keys of every vision tower
     saved = saved | {"vision": {key: value for key, value in saved["vision"].items() if key in identity["vision"]}}
   if not (changed := _differences(saved, identity)):
     return state["state"], ""
@@ -46,8 +49,9 @@ def position(
     listed += "\n  " + (_HELD_OUT if saved.get("eval_fraction") else _NOTHING_HELD_OUT)
   if not accept_changes:
     raise UserError(
-      f"cannot resume: the data are not those of the checkpoint, the order would change:\n  {listed}\n"
-      "Restore them, start a new run (init_from takes the weights without the data position), or allow_data_change=true"
+      f"cannot resume: the data differ from those of the checkpoint, so the order of documents would change:\n  {listed}\n"
+      "  fix: restore these settings, or start a new run (init_from loads the weights without the data position), or set "
+      "allow_data_change=true to resume with the changed data"
     )
   with damage_told():
     return _to_document_start(state["state"], initial), listed
@@ -55,7 +59,7 @@ def position(
 
 @contextlib.contextmanager
 def damage_told() -> Iterator[None]:
-  """UserError where what is done with a saved position shows that it is none."""
+  """Raises UserError if the block fails because a saved position is damaged."""
   try:
     yield
   except (KeyError, TypeError, IndexError, StopIteration) as error:
@@ -63,7 +67,7 @@ def damage_told() -> Iterator[None]:
 
 
 def _to_document_start(position: dict[str, Any], initial: dict[str, Any]) -> dict[str, Any]:
-  """`position` moved back to a document start if the rows of the present settings can go on there; else `initial`."""
+  """Moves a position back to the start of a document, if rows with the present settings can start there; else ``initial``."""
   rows = position["rows"]
   if rows.keys() != initial["rows"].keys() or _of_mixture(rows) != _of_mixture(initial["rows"]):
     return initial
@@ -73,12 +77,12 @@ def _to_document_start(position: dict[str, Any], initial: dict[str, Any]) -> dic
 
 
 def _of_mixture(rows: dict[str, Any]) -> bool:
-  """Whether a state is one of several sources."""
+  """Returns True if a state belongs to a mixture of several sources."""
   return "sources" in rows.get("rows", rows).get("documents", {})
 
 
 def _differences(saved: dict[str, Any], present: dict[str, Any], prefix: str = "") -> list[str]:
-  """One line for each key whose value differs: what it was, what it is."""
+  """Returns one line for each key whose value differs, with both values."""
   lines = []
   for key in sorted(saved.keys() | present.keys()):
     was, now = saved.get(key, "absent"), present.get(key, "absent")

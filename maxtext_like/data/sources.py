@@ -1,4 +1,4 @@
-"""Which documents a configuration names, for training and for evaluation."""
+"""Finds and opens the documents that a configuration names, for training and for evaluation."""
 
 import contextlib
 import functools
@@ -21,11 +21,11 @@ from maxtext_like.errors import UserError
 logger = logging.getLogger(__name__)
 
 _TABLES = tuple(f"{kind}{packed}" for kind in (".json", ".csv", ".tsv") for packed in ("", ".gz", ".zst"))
-"""Files of records that are not read as they are; dataset=jsonl says how to convert them."""
+"""Files of records that are not read directly. dataset=jsonl says how to convert them."""
 
 
 class DataConfig(Protocol):
-  """The `data:` section, as far as the pipeline reads it (maxtext_like/config/data_keys.py has the real one)."""
+  """The part of the `data:` section that the pipeline reads (maxtext_like/config/data_keys.py has the complete section)."""
 
   @property
   def dataset(self) -> str: ...
@@ -64,29 +64,29 @@ class DataConfig(Protocol):
 
 
 def kind_of(data: DataConfig) -> Dataset:
-  """The kind of data set that data.dataset names. Raises UserError."""
+  """Returns the kind of data set that data.dataset names. Raises UserError."""
   if data.dataset not in DATASETS:
     raise UserError(f"data.dataset is '{data.dataset}', expected one of {', '.join(DATASETS)}")
   return DATASETS[data.dataset]
 
 
 def held_out_fraction(data: DataConfig) -> float:
-  """The share of the documents of data.dataset_path that is kept for evaluation: none where nothing evaluates them."""
+  """Returns the share of the documents of data.dataset_path that is kept for evaluation; 0 if they are not evaluated."""
   return 0.0 if data.eval_path or not data.eval_interval else data.eval_fraction
 
 
 def path_key(data: DataConfig, split: Split) -> str:
-  """The key that names the files of a split."""
+  """Returns the key that names the files of a split."""
   return "eval_path" if split == "eval" and data.eval_path else "dataset_path"
 
 
 def source_names(data: DataConfig, split: Split) -> tuple[str, ...]:
-  """The sources of a split, sorted; ("",) where there are no several. Those of "train" are mixed."""
+  """Returns the names of the sources of a split, sorted; ("",) for a single source. "train" mixes them."""
   return tuple(sorted(by_source(getattr(data, path_key(data, split))))) or ("",)
 
 
 def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
-  """The files of each source of a split. UserError: as `input_files.find`; a file that two sources have."""
+  """Returns the files of each source of a split. Raises UserError as `input_files.find`, and for a file in two sources."""
   key, owners, found = path_key(data, split), {}, {}
   for name, paths in sorted(by_source(getattr(data, key)).items() or {"": None}.items()):
     dataset = _dataset_of(data, key, name)
@@ -96,29 +96,31 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
     for file in found[name]:
       if (kind := _other_dataset(file, dataset, suffixes)) is not None:
         raise UserError(
-          f"data.{key}: {file} is a file of dataset={kind}, among those of dataset={dataset}\n  fix: dataset={kind}, "
-          "files of one kind, or sources by name, of which each may have its own"
+          f"data.{key}: {file} is a file of dataset={kind}, among files of dataset={dataset}\n  fix: dataset={kind}, "
+          "files of one kind, or sources with names, each of which may have its own kind"
         )
       if (other := owners.setdefault(os.path.realpath(file), name)) != name:
         raise UserError(
-          f"data.{key}: {file} is in two sources, {other} and {name}\n  fix: name it in one of them; its weight says how often "
-          "it is read"
+          f"data.{key}: {file} is in two sources, {other} and {name}\n  fix: name it in one of them; dataset_weights says how "
+          "often it is read"
         )
   return found
 
 
 def kind_of_files(dataset_path: Any, data_format: str) -> str:
-  """The kind of data set of the files that ``dataset_path`` names.
+  """Returns the kind of data set for the files that ``dataset_path`` names.
 
-  The first source decides whose names or files have the suffix of a kind whose records have several fields. If none has, the
-  files are jsonl for conversations and for names of other tables, and text otherwise. Raises UserError: a source has files of
-  several kinds.
+  The first source with names or files that have the suffix of a kind with several fields decides. If there is none, the files
+  are jsonl for conversations and for names of other tables, and text otherwise.
+
+  Raises:
+    UserError: a source has files of several kinds.
   """
   for name, paths in by_source(dataset_path).items():
     if len(named := _kinds_named(paths)) > 1:
       raise UserError(
-        f"data.{dotted('dataset_path', name)} {paths!r} has files of several kinds: {', '.join(named)}\n  fix: name those of "
-        "one kind, as in FOLDER/*.parquet, say which with dataset=, or give each a source of its own, as in "
+        f"data.{dotted('dataset_path', name)} {paths!r} has files of several kinds: {', '.join(named)}\n  fix: name "
+        "the files of one kind, as in FOLDER/*.parquet, set dataset=, or name each kind as a separate source, as in "
         "dataset_path={a: FOLDER/*.jsonl, b: FOLDER/*.parquet}"
       )
     if named:
@@ -130,8 +132,11 @@ def kind_of_files(dataset_path: Any, data_format: str) -> str:
 
 
 def _dataset_of(data: DataConfig, key: str, source: str) -> str:
-  """The kind of data set of a source: data.dataset, but for one that stands beside others, or is for evaluation, and has files
-  of one other kind alone, whose records have fields as those of data.dataset do."""
+  """Returns the kind of data set of a source.
+
+  It is data.dataset, unless the source is one of several or for evaluation, and its files are all of one other kind with
+  fields.
+  """
   if kind_of(data).fields and (source or key == "eval_path"):
     named = _kinds_named(by_source(getattr(data, key))[source])
     if data.dataset not in named and len(named) == 1:
@@ -140,45 +145,45 @@ def _dataset_of(data: DataConfig, key: str, source: str) -> str:
 
 
 def _tell_of_others(paths: str | Sequence[str] | None, dataset: str, named: str) -> None:
-  """Says which files of a folder are records of another kind, and so are not read."""
+  """Logs which files of a folder are records of another kind and are therefore not read."""
   suffixes = _of_records()
   if dataset not in suffixes.values():
     return
   others = [suffix for suffix, kind in suffixes.items() if kind != dataset] + [".json"] * (dataset == "jsonl")
   for folder in [paths] if isinstance(paths, str) else paths or ():
     ends: Counter[str] = Counter()
-    with input_files.saying_if_slow(f"data.{named} {folder!r}: looking for files of other kinds"):
+    with input_files.saying_if_slow(f"data.{named} {folder!r}: searching for files of other kinds"):
       for _, folders, names in os.walk(os.path.expanduser(folder)):  # yields nothing if it is not a folder
         folders[:] = [name for name in folders if not name.startswith(".")]
         ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
     for suffix, count in sorted(ends.items()):
-      _tell_once(f"data.{named}: {count} files *{suffix} in {folder} are not read, dataset is {dataset}")
+      _tell_once(f"data.{named}: {count} files *{suffix} in {folder} are not read, because dataset is {dataset}")
 
 
 @functools.cache
 def _tell_once(what: str) -> None:
-  """Once, however often files are looked for."""
+  """Logs a warning once, even if files are searched several times."""
   logger.warning("%s", what)
 
 
 def _of_records() -> dict[str, str]:
-  """How files end whose records have several fields, and of which kind of data set they then are."""
+  """Returns the file endings of the kinds whose records have several fields, with the kind of each."""
   return {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
 
 
 def _kinds_named(paths: str | Sequence[str] | None) -> list[str]:
-  """The kinds of data sets that entries of data.dataset_path name, each once: those whose records have several fields. By the
-  names, else by the files in the folders."""
+  """Returns the kinds with several fields that entries of data.dataset_path name, by the names or else by the files in the
+  folders."""
   entries = [paths] if isinstance(paths, str) else [*(paths or ())]
   kinds = _of_records()
   if not all(entry.endswith(tuple(kinds)) for entry in entries):
-    with contextlib.suppress(UserError):  # of what is not there: told when it is opened
+    with contextlib.suppress(UserError):  # missing files are reported when they are opened
       entries += input_files.find(paths, tuple(kinds), "sft", "dataset_path")
   return list(dict.fromkeys(kind for entry in entries for suffix, kind in kinds.items() if entry.endswith(suffix)))
 
 
 def _other_dataset(file: str, dataset: str, suffixes: tuple[str, ...]) -> str | None:
-  """The one whose files end as this one does, where it is not the dataset's; None: no other's do, or any is read."""
+  """Returns another kind of data set that has the ending of this file; None if the file is of this kind or of no kind."""
   if not suffixes or file.endswith(suffixes):
     return None
   others = (name for name, kind in DATASETS.items() if name != dataset and kind.files)
@@ -192,9 +197,14 @@ def open_documents(
   only: str | None = None,
   whole: Iterable[str] = (),
 ) -> dict[str, Documents]:
-  """The documents of each source that data.dataset has for a split, or of `only` one. Raises UserError.
+  """Opens the documents of each source of a split. Raises UserError.
 
-  `vision`: where records may have images; `whole`: spellings that no piece of a text ends inside of.
+  Args:
+    data: the ``data:`` section.
+    vision: the ``vision:`` section, if records may have images.
+    split: "train" or "eval".
+    only: name of a single source to open.
+    whole: spellings that must not be divided between two pieces of a text.
   """
   key, kind = path_key(data, split), kind_of(data)
   if not kind.files:
@@ -205,7 +215,7 @@ def open_documents(
     files = [file for files in found.values() for file in files]
     trained = {file for files in find_files(data, "train").values() for file in files}
     if common := sorted(set(files) & trained):
-      logger.warning("%d of the %d files of data.eval_path are trained on too, as %s", len(common), len(files), common[0])
+      logger.warning("%d of the %d files of data.eval_path are also trained on, such as %s", len(common), len(files), common[0])
   opened = {}
   for name, files in found.items():
     if only in (None, name):
@@ -215,14 +225,14 @@ def open_documents(
 
 
 def dotted(key: str, source: str) -> str:
-  """What names the files of a source: the key, and the name that the source has in it."""
+  """Returns the name of the setting that lists the files of a source: the key, and the name of the source if it has one."""
   return f"{key}.{source}" if source else key
 
 
 def refuse_path(data: DataConfig) -> None:
-  """UserError when files are named for a data set that reads none."""
+  """Raises UserError if files are named for a data set that reads none."""
   if data.dataset_path:
     raise UserError(
-      f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no path; "
-      f"set dataset to {alternatives(OF_FILES)}, or leave dataset_path empty"
+      f"data.dataset_path is '{data.dataset_path}', but dataset={data.dataset} reads no files\n"
+      f"  fix: set dataset to {alternatives(OF_FILES)}, or leave dataset_path empty"
     )

@@ -1,4 +1,4 @@
-"""Random tokens from the seed, full rows: the input of benchmarks, with no file and no tokenizer."""
+"""Full rows of random tokens from the seed: the input of benchmarks, without files or a tokenizer."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from maxtext_like.data.pack import Row
 
 
 class SyntheticRows:
-  """Row r is [T] tokens drawn uniformly from [0, vocab_size) with (seed, split, r) as the key; one segment a row."""
+  """Row r has tokens [T] drawn uniformly from [0, vocab_size) with the key (seed, split, r), and one segment."""
 
   def __init__(
     self,
@@ -19,7 +19,7 @@ class SyntheticRows:
     split: str = "train",
     avoid: int | None = None,
   ):
-    """`avoid`: a token that is never drawn: it would stand for an image, and there are none."""
+    """Sets up the generator. ``avoid`` is a token that is never drawn: the image token, because there are no images."""
     self._avoid = avoid
     self._length, self._vocab_size = length, vocab_size
     self._key = (seed, int(split == "eval"))
@@ -42,7 +42,7 @@ class SyntheticRows:
     self._row = int(state["row"])
 
   def given(self) -> dict[str, float]:
-    """The counts."""
+    """Returns the counts."""
     return {**self.counts()}
 
   def counts(self) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""Every record of a data set looked at once before the first step, so that no bad one ends a run in its middle.
+"""Validates every record of a data set before the first step, so that no bad record ends a run in the middle.
 
-What is found is kept by the data's fingerprint in ~/.cache/maxtext-like/data (or below XDG_CACHE_HOME), where later starts
-find it. An entry that is damaged or written by another version counts as none; whoever writes one puts a whole file in place.
+The findings are stored by the data's fingerprint in ~/.cache/maxtext-like/data (or below XDG_CACHE_HOME), where later starts
+find them. An entry that is damaged or was written by another version is ignored. Entries are replaced atomically.
 """
 
 import json
@@ -29,8 +29,8 @@ from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5  # version of a stored entry and of the rules; results of an older version may no longer be valid
-BAD_KEPT = 10_001  # more bad records than any number of documents may have
+FORMAT = 5  # version of a stored entry and of the checks; results of an older version may no longer be valid
+BAD_KEPT = 10_001  # more bad records than on_bad_record=skip accepts for any number of documents
 SHOWN = 10
 FIXES_KEPT = 10
 TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
@@ -38,13 +38,13 @@ TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 @dataclass(frozen=True)
 class Findings:
-  """What a look at every record found.
+  """The result of validating every record.
 
   Attributes:
-    bad: document and reason of the first BAD_KEPT bad records.
-    bad_count: of all of them.
+    bad: document number and reason of the first BAD_KEPT bad records.
+    bad_count: number of bad records.
     notes: remarks about the good records.
-    fixes: words to type against bad records (``BadRecordError.fix``), each with the number of records.
+    fixes: what to type against bad records (``BadRecordError.fix``), each with the number of records.
   """
 
   bad: tuple[tuple[int, str], ...] = ()
@@ -55,14 +55,14 @@ class Findings:
 
 @dataclass(frozen=True)
 class Rules:
-  """What a record must be, beyond what its source has seen to.
+  """The checks of a record that its source cannot make, and how records become tokens.
 
   Attributes:
-    spellings: of the tokenizer's special tokens.
+    spellings: spellings of the tokenizer's special tokens.
     special: data.special_tokens_in_text.
-    multimodal: how images enter; None: not at all.
-    chat: what makes tokens of conversations; None: records are text.
-    naming: how conversations name images, which decides whether a record is bad whatever the model takes.
+    multimodal: how images enter the rows; None if they do not.
+    chat: how conversations become tokens; None if records are text.
+    naming: how conversations name images. It decides whether a record is bad, even if the model takes no images.
   """
 
   spellings: Spellings
@@ -72,11 +72,11 @@ class Rules:
   naming: tuple[str, ...] = ()
 
   def check(self, record: Record, place: str) -> Seen:
-    """Return the properties of a record that deserve a warning.
+    """Returns the properties of a record that deserve a warning.
 
     Raises:
-      BadRecordError: the record cannot be used: placeholders without images or the other way round; spellings of special tokens
-        where they are an error; a conversation that the template does not have.
+      BadRecordError: the record cannot be used: placeholders without images or images without placeholders; spellings of
+        special tokens where they are an error; a conversation that the template cannot render.
     """
     if record.conversation is not None:
       return self._check_conversation(record.conversation, place)
@@ -97,14 +97,14 @@ class Rules:
     return Seen(spelt, conversation.unread, *self.chat.lost_thoughts(conversation, samples))
 
   def _refuse_image_token(self, spelt: Mapping[str, int], special: Mapping[str, int], place: str) -> None:
-    """Raise BadRecordError if a spelling would become the placeholder token of an image."""
+    """Raises BadRecordError if a spelling would become the placeholder token of an image."""
     if spelt and self.special == "parse" and self.multimodal:
       image = self.multimodal.vision.image_token_id
       if any(special[spelling] == image for spelling in spelt):
         raise self.multimodal.image_token_in_text(place)
 
   def check_images(self, record: Record, place: str) -> None:
-    """BadRecordError when an image file is missing or none that can be used, as far as its first bytes show."""
+    """Raises BadRecordError if an image file does not exist or its header shows that it is unusable."""
     for path in record.images if self.multimodal else ():
       try:
         check_header(path)
@@ -115,13 +115,19 @@ class Rules:
 def inspect(
   documents: Documents, count: int, rules: Rules, settings: Any, alive: Callable[[], None] = lambda: None
 ) -> Findings:
-  """Looks at the first `count` documents, or at what was found when the same ones were looked at before.
+  """Validates the first ``count`` documents, or returns the stored findings if they were validated before.
 
-  `settings`: JSON of what beside the data and the rules decides whether a record is bad (the field's name).
-  `alive` is called about every second while records are read: of terabytes that takes hours.
-  Raises UserError and RetryableError as reading does.
+  Args:
+    documents: the documents.
+    count: number of documents to validate.
+    rules: the checks.
+    settings: JSON of all other settings that decide whether a record is bad (the name of the field).
+    alive: called about once a second, because validating terabytes takes hours.
+
+  Raises:
+    UserError, RetryableError: reading fails.
   """
-  special = None if rules.special == "literal" else rules.special  # which finds the same
+  special = None if rules.special == "literal" else rules.special  # both have the same findings
   identity = [FORMAT, documents.fingerprint(), count, sorted(rules.spellings.special), special, settings, rules.naming]
   identity.append(rules.multimodal.identity() if rules.multimodal else None)
   identity.append(rules.chat.identity() if rules.chat else None)
@@ -135,7 +141,7 @@ def inspect(
 
 
 def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], None]) -> tuple[Findings, bool]:
-  """What is found, and whether it holds as long as the data are the same (a missing image file may come back)."""
+  """Returns the findings, and True if they stay valid while the data are unchanged (a missing image file may appear later)."""
   bad: list[tuple[int, str]] = []
   notes = Notes()
   fixes: Counter[str] = Counter()
@@ -164,33 +170,33 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
       alive()
     if now - told > TELL_SECONDS:
       told = now
-      logger.warning("looking at every record, once for these data: %s of %s so far", f"{number + 1:,}", f"{count:,}")
+      logger.warning("data: validating records (done once for these data): %s of %s", f"{number + 1:,}", f"{count:,}")
   return Findings(tuple(bad), bad_count, notes, tuple(fixes.most_common(FIXES_KEPT))), lasting
 
 
 def most_skipped(count: int) -> int:
-  """Return how many bad records on_bad_record=skip accepts among ``count`` documents."""
+  """Returns how many bad records on_bad_record=skip accepts among ``count`` documents."""
   return max(10, min(10_000, count // 100))
 
 
 def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_bad: bool, bad_max: int, asked: bool) -> None:
-  """Refuses or tells what was found.
+  """Raises or logs the findings.
 
   Args:
-    found: in the first `count` of the documents.
-    documents: of `key`.
-    count: documents.
-    key: where they are named.
-    skip_bad: on_bad_record=skip, up to `bad_max` bad records.
-    bad_max: see there.
+    found: findings in the first ``count`` documents.
+    documents: the documents.
+    count: number of documents.
+    key: key of the ``data:`` section that names them.
+    skip_bad: on_bad_record=skip.
+    bad_max: number of bad records that it accepts.
     asked: special_tokens_in_text is set.
 
   Raises:
-    UserError: bad records, with file, line and reason.
+    UserError: there are bad records that are not skipped; the message has file, line and reason.
   """
   skipped = found.bad_count <= bad_max and found.bad_count < count  # on_bad_record=skip accepts this number
   if found.bad_count and not (skip_bad and skipped):
-    fix = fix_of_bad(dict(found.fixes), found.bad_count, count, "on_bad_record=skip leaves them out and counts them" * skipped)
+    fix = fix_of_bad(dict(found.fixes), found.bad_count, count, "on_bad_record=skip to leave out and count them" * skipped)
     if found.bad_count == 1:
       raise UserError(f"{next(_shown(found, documents))}\n  fix: {fix}")
     too_many = f", more than on_bad_record=skip accepts ({bad_max}: 1 % of the documents, at least 10)" * (
@@ -200,26 +206,26 @@ def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_b
     raise UserError(f"{found.bad_count} bad records among the {count} of data.{key}{too_many}:{lines}\n  fix: {fix}")
   if found.bad_count:
     first = next(_shown(found, documents))
-    logger.warning("data.%s: %d of %d records are bad and left out; the first: %s", key, found.bad_count, count, first)
+    logger.warning("data.%s: %d of %d records are bad and are left out; the first: %s", key, found.bad_count, count, first)
   for sentence in found.notes.sentences(count, documents.place, asked=asked):
     logger.warning("data.%s: %s", key, sentence)
 
 
 def fix_of_bad(fixes: Mapping[str, int], bad: int, count: int, skip: str) -> str:
-  """Return the words to type against bad records.
+  """Returns what to type against bad records.
 
   Args:
-    fixes: ``BadRecordError.fix`` of each, and how many have it.
-    bad: bad records,
-    count: and all.
-    skip: says how they can be skipped; "" if they cannot.
+    fixes: ``BadRecordError.fix`` of the bad records, each with the number of records.
+    bad: number of bad records.
+    count: number of all records.
+    skip: how to skip them; "" if that is not possible.
   """
   fix, most = max(fixes.items(), key=lambda item: item[1], default=("", 0))
   if fix and 2 * most > bad and (bad == count or not skip):
     return fix if most == bad else f"{fix} (for {most:,} of them)"
   if bad == count:
-    return "repair the records, or dataset_path=FILES of others: none of these can be used"
-  return f"repair the record{'s' * (bad > 1)}, or {skip}" if skip else "repair the records: they are too many to be skipped"
+    return "repair the records, or dataset_path=FILES with other records: none of these can be used"
+  return f"repair the record{'s' * (bad > 1)}, or {skip}" if skip else "repair the records: there are too many to skip them"
 
 
 def _shown(found: Findings, documents: Documents) -> Iterator[str]:
@@ -245,7 +251,7 @@ def _sum(findings: Any) -> str:
 
 
 def _kept(entry: Path) -> Findings | None:
-  """What an entry says; None when there is none, or it is not whole."""
+  """Returns the findings of a stored entry; None if it does not exist or is damaged."""
   try:
     stored = json.loads(entry.read_bytes())
     if stored["sum"] != _sum(stored["findings"]):
@@ -253,7 +259,7 @@ def _kept(entry: Path) -> Findings | None:
     found = stored["findings"]
     pairs = {name: tuple((first, second) for first, second in found[name]) for name in ("bad", "fixes")}
     return Findings(**{**found, **pairs, "notes": Notes(**found["notes"])})
-  except (OSError, ValueError, KeyError, TypeError):  # the data are looked at again, and the entry is written anew
+  except (OSError, ValueError, KeyError, TypeError):  # the data are validated again, and the entry is replaced
     return None
 
 
@@ -270,4 +276,4 @@ def _keep(entry: Path, found: Findings) -> None:
       os.unlink(name)
       raise
   except OSError as error:
-    logger.warning("%s: cannot be written (%s), so the data are looked at again at every start", entry.parent, error.strerror)
+    logger.warning("%s: cannot be written (%s), so every start validates the data again", entry.parent, error.strerror)

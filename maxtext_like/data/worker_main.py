@@ -1,8 +1,8 @@
-"""The worker process: runs chat templates and tokenizers for the process that started it, within limits of time and memory.
+"""The worker process: runs chat templates and tokenizers for the process that started it, with limits of time and memory.
 
-``worker_process.py`` starts it and says why it exists. This file is the loop inside the worker; it imports nothing heavy,
+``worker_process.py`` starts it and explains why it exists. This file is the loop inside the worker. It imports nothing heavy,
 because it is part of every start. A request is ``(released, handle, method, arguments, seconds, bytes)`` in marshal's format,
-with its length before it. A reply has a status, the processor time used and the result; see ``_reply``.
+preceded by its length. A reply has a status, the processor time used and the result; see ``_reply``.
 """
 
 import array
@@ -19,42 +19,44 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
-HEAD = struct.Struct("<cdQ")  # of a reply: status, seconds of processor time, length of the result
+HEAD = struct.Struct("<cdQ")  # head of a reply: status, seconds of processor time, length of the result
 TEXT, IDS, JSON, REFUSED, OUT_OF_MEMORY, FAILED = b"t", b"i", b"j", b"r", b"m", b"f"
-"""Statuses: the type of the result, or why there is none."""
+"""Status of a reply: the type of its result, or the reason why it has none."""
 
 KINDS = {
   "template": ("maxtext_like.data.chat.sandbox", "Template"),
   "tokenizer.json": ("maxtext_like.data.tokenization.tokenizer_libraries", "TokenizersLibrary"),
   "sentencepiece": ("maxtext_like.data.tokenization.tokenizer_libraries", "SentencePieceLibrary"),
 }
-"""The programs that the worker runs: the module and the class of each kind."""
-MOST = 2**31  # bytes of a message
+"""The programs that the worker runs: module and class of each kind."""
+MOST = 2**31  # largest size of a message in bytes
 
 
 class RefusedError(Exception):
-  """Raised in the worker for an input that it does not take; the message is the reason."""
+  """Raised in the worker for an input that it refuses. The message is the reason."""
 
 
 def main() -> None:
-  """Answers requests until the other process closes its end of the pipe."""
-  for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group; this process ends with its parent
+  """Answers requests until the parent process closes its end of the pipe."""
+  for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group; the worker ends with its parent
     signal.signal(ignored, signal.SIG_IGN)
   signal.signal(signal.SIGPROF, signal.SIG_DFL)
   signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
   resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # an abort is expected here
   out = os.dup(1)
   quiet = os.open(os.devnull, os.O_WRONLY)
-  os.dup2(quiet, 1)  # output printed by a library must not become part of a reply
-  os.dup2(quiet, 2)  # a library's report when it crashes; the parent says what happened
+  os.dup2(quiet, 1)  # output that a library prints must not become part of a reply
+  os.dup2(quiet, 2)  # hides a library's report of a crash; the parent reports it
   opened: dict[int, Any] = {}
   memory = _Memory()
   _reply(out, JSON, 0.0, json.dumps(memory.limited).encode())
+  # Each request opens a program, or calls a method of an open one.
   while (request := _request(0)) is not None:
     released, handle, method, arguments, seconds, size = marshal.loads(request)
     del request
     for gone in released:
       opened.pop(gone, None)
+    # SIGPROF ends the worker when the processor time of this request is used up.
     begin = time.process_time()
     memory.limit(size, method == "open")
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -88,7 +90,7 @@ class _Memory:
   """Limits the address space of this process.
 
   Attributes:
-    limited: True if the system can do that. macOS cannot; the parent then measures this process while it waits.
+    limited: True if the system supports the limit. macOS does not; the parent then measures this process while it waits.
   """
 
   def __init__(self) -> None:
@@ -96,7 +98,7 @@ class _Memory:
     self._extra, self._calls = 0, 0
 
   def limit(self, extra: int, again: bool) -> None:
-    """Allows ``extra`` bytes beyond what the process has now, or had some calls ago; ``again``: now."""
+    """Allows ``extra`` bytes more than the process had at the last measurement. ``again`` measures now."""
     self._calls += 1
     if not self.limited or (extra == self._extra and not again and self._calls % 1000):  # measuring takes 20 us
       return
@@ -113,9 +115,10 @@ def _request(descriptor: int) -> bytes | None:
 
 
 def read_message(read: Callable[[int], bytes], head: struct.Struct) -> tuple[tuple[Any, ...], bytes] | None:
-  """The next message of a pipe: the fields of its head, of which the last is the length of the rest, and the rest.
+  """Reads the next message from a pipe: the fields of its head, whose last field is the length of the body, and the body.
 
-  Nothing may follow it: either side sends again only when it has the other's answer. None: the pipe is closed.
+  Returns None if the pipe is closed. No byte may follow the message: each side waits for the other's answer before it sends
+  again.
   """
   parts, size, wanted, fields = [], 0, head.size, None
   while size < wanted:
@@ -129,7 +132,7 @@ def read_message(read: Callable[[int], bytes], head: struct.Struct) -> tuple[tup
       fields = head.unpack_from(parts[0])
       wanted += fields[-1]
       if fields[-1] > MOST:
-        raise ValueError(f"a message of {fields[-1]:,} bytes")
+        raise ValueError(f"a message of {fields[-1]:,} bytes is too large")
   assert fields is not None
   return fields, b"".join(parts)[head.size :]
 

@@ -1,12 +1,12 @@
 """Runs chat templates and tokenizers in a second process, with limits of time and memory.
 
-A checkpoint's chat template is a program, and so are the normalizers and expressions of its tokenizer. They are not
-reviewed. Either can double a text in every step or never end, inside C code that no check in this process can interrupt. So one
-worker process runs them all: it starts with the first request, lives as long as this process and answers within 10 us for a
-small text. A program that exceeds its limits ends the worker, is refused with a UserError, and the next request starts
-another worker.
+The chat template of a checkpoint is a program, and so are the normalizers and expressions of its tokenizer. They are not
+reviewed. They can double a text in every step or never end, inside C code that no check in this process can interrupt.
+Therefore one worker process runs all of them. It starts with the first request, lives as long as this process and answers
+within 10 us for a small text. A program that exceeds its limits ends the worker and is refused with a UserError; the next
+request starts another worker.
 
-Open this file to change the limits or the life of the worker; ``worker_main.py`` is the loop inside the worker.
+Open this file to change the limits or the life of the worker. ``worker_main.py`` is the loop inside the worker.
 """
 
 import array
@@ -33,7 +33,7 @@ from maxtext_like.data.worker_main import FAILED, HEAD, IDS, LENGTH, OUT_OF_MEMO
 from maxtext_like.errors import RetryableError, UserError
 
 MIB = 2**20
-WAIT_SECONDS = 600.0  # without an answer, however little processor time was used: the worker is suspended, or the machine is
+WAIT_SECONDS = 600.0  # limit without an answer, for any processor time: the worker or the machine may be suspended
 _POLL_SECONDS = 0.2  # between measurements of the worker's memory where the system cannot limit it
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from maxtext_like.data.worker_main import main; main()"
 
@@ -43,13 +43,13 @@ class Limits:
   """Limits on the resources of a program. Times are processor time of the worker.
 
   Attributes:
-    open_seconds: to open the program.
-    spare_seconds: all calls together, beyond what each of them may take.
-    call_seconds: of one call,
-    call_seconds_per_character: and more for each character of its input.
+    open_seconds: time to open the program.
+    spare_seconds: time for all calls together, beyond the time that each call may take.
+    call_seconds: time for one call.
+    call_seconds_per_character: additional time for each character of the input of a call.
     open_bytes: memory to open the program.
-    call_bytes: memory of one call beyond what the worker has before it,
-    call_bytes_per_character: and more for each character of its input.
+    call_bytes: memory of one call beyond the worker's memory before it.
+    call_bytes_per_character: additional memory for each character of the input of a call.
   """
 
   open_seconds: float
@@ -62,24 +62,24 @@ class Limits:
 
 
 class LimitError(UserError):
-  """A template or a tokenizer needs more time or memory than any should."""
+  """A template or a tokenizer needs more time or memory than it may use."""
 
 
 class Program:
-  """A template or a tokenizer in the worker process. Safe in threads, and after a fork: the child starts its own worker."""
+  """A template or a tokenizer in the worker process. Safe for threads and after a fork: the child starts its own worker."""
 
   def __init__(self, kind: str, name: str, load: Callable[[], tuple[Any, ...]], limits: Limits, fix: str):
-    """Opens it.
+    """Opens the program.
 
     Args:
       kind: a key of ``worker_main.KINDS``.
       name: name of the program for errors: "x.jinja: the chat template".
-      load: gives the arguments of its class. Called again when another worker has to open it.
-      limits: of time and memory.
-      fix: words to type instead, for the error when a limit is exceeded.
+      load: returns the arguments of its class. Called again if another worker has to open it.
+      limits: limits of time and memory.
+      fix: what to type if a limit is exceeded.
 
     Raises:
-      RefusedError: the worker cannot open it; the message is the reason.
+      RefusedError: the worker refuses it; the message is the reason.
       LimitError: opening it exceeds a limit.
       RetryableError: the worker ended for another reason.
     """
@@ -99,12 +99,12 @@ class Program:
     return facts
 
   def call(self, method: str, *arguments: Any, size: int) -> Any:
-    """Call a method of the program and return its result: a text, a list of ids, or JSON.
+    """Calls a method of the program and returns its result: a text, a list of ids, or JSON.
 
     Args:
-      method: its name.
+      method: name of the method.
       arguments: plain values.
-      size: characters of the input, by which time and memory are limited.
+      size: characters of the input, which determine the limits of time and memory.
 
     Raises:
       RefusedError, LimitError, RetryableError: as the constructor.
@@ -127,7 +127,8 @@ class Program:
   def _ask(
     self, worker: "_Worker", method: str, arguments: tuple[Any, ...], seconds: float, size: int, said: Callable[[], str]
   ) -> tuple[Any, float]:
-    """The result of a request, and the processor time that it took; ``said``: the limit of time in words."""
+    """Returns the result of a request and the processor time that it took. ``said`` returns the time limit in words, for the
+    error."""
     released = []
     with contextlib.suppress(IndexError):
       while True:
@@ -135,7 +136,7 @@ class Program:
     worker.opened.difference_update(released)
     try:
       status, used, result = worker.exchange(marshal.dumps((released, self._handle, method, arguments, seconds, size)), size)
-    except BaseException as error:  # a signal handler may raise too; the next reply would answer this request
+    except BaseException as error:  # a signal handler may raise too; the next reply would then answer this request
       _discard()
       if not isinstance(error, _EndedError):
         raise
@@ -160,7 +161,7 @@ class Program:
       return self._exceeded(said())
     if error.code == -signal.SIGABRT or error.memory:  # Rust and C++ abort when an allocation fails
       return self._exceeded(f"more than {size // MIB:,} MiB of memory")
-    return RetryableError(f"{self._name}: the process that runs it {error}; the same command tries again")
+    return RetryableError(f"{self._name}: the process that runs it {error}\n  fix: run the same command again")
 
   def _exceeded(self, what: str) -> LimitError:
     return LimitError(
@@ -170,7 +171,7 @@ class Program:
 
 
 class _EndedError(Exception):
-  """The worker ended, or does not answer."""
+  """The worker ended or does not answer."""
 
   def __init__(self, what: str, code: int | None, memory: bool = False):
     super().__init__(what)
@@ -178,7 +179,7 @@ class _EndedError(Exception):
 
 
 class _Worker:
-  """The process and the pipes to it. ``opened``: handles of the programs that it has."""
+  """The process and the pipes to it. ``opened`` has the handles of the programs that it has open."""
 
   def __init__(self) -> None:
     self.opened: set[int] = set()
@@ -187,7 +188,7 @@ class _Worker:
         "sys.executable is empty, so the worker process of templates and tokenizers cannot start\n"
         "  fix: start Python by the complete path of its executable"
       )
-    folders = json.dumps([str(entry) or os.getcwd() for entry in sys.path])  # notebooks append paths, which are no texts
+    folders = json.dumps([str(entry) or os.getcwd() for entry in sys.path])  # notebooks append Path objects
     environment = os.environ | {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
       self._process = subprocess.Popen(
@@ -212,7 +213,7 @@ class _Worker:
     self._measured = not json.loads(limited)
 
   def exchange(self, request: bytes, size: int) -> tuple[bytes, float, bytes]:
-    """Sends a request; gives status, processor time and result of its reply. Raises _EndedError."""
+    """Sends a request and returns status, processor time and result of its reply. Raises _EndedError."""
     try:
       worker_main.write_all(self._in, LENGTH.pack(len(request)) + request)
     except BrokenPipeError:
@@ -238,7 +239,7 @@ class _Worker:
     return status, used, result
 
   def _resident(self) -> int:
-    """Bytes of memory that the worker occupies."""
+    """Returns the memory of the worker in bytes."""
     found = subprocess.run(["ps", "-o", "rss=", "-p", str(self._process.pid)], capture_output=True, text=True, check=False)
     return 1024 * int(found.stdout.strip() or 0)
 
@@ -247,13 +248,13 @@ class _Worker:
     return _EndedError(f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}", code)
 
   def end(self) -> None:
-    """Kills it."""
+    """Kills the worker."""
     self._process.kill()
     self._process.wait()
     self.forget()
 
   def forget(self) -> None:
-    """Closes this process's ends of the pipes, and does not wait for the worker: after a fork it is the parent's."""
+    """Closes this process's ends of the pipes without waiting for the worker, which belongs to the parent after a fork."""
     self._process.returncode = self._process.returncode or 0
     for pipe in (self._process.stdin, self._process.stdout):
       assert pipe is not None
@@ -267,7 +268,7 @@ _running: _Worker | None = None
 
 
 def _worker() -> _Worker:
-  """The running worker, started if there is none. The caller holds the lock."""
+  """Returns the running worker, and starts it if there is none. The caller holds the lock."""
   global _running
   if _running is None:
     _running = _Worker()
@@ -275,7 +276,7 @@ def _worker() -> _Worker:
 
 
 def _discard() -> None:
-  """Ends the worker; the next request starts another one."""
+  """Ends the worker. The next request starts another one."""
   global _running
   worker, _running = _running, None
   if worker is not None:
@@ -284,7 +285,7 @@ def _discard() -> None:
 
 def _after_fork() -> None:
   global _lock, _running
-  _lock = threading.RLock()  # another thread may have held it
+  _lock = threading.RLock()  # another thread of the parent may have held the old lock
   worker, _running = _running, None
   if worker is not None:
     worker.forget()

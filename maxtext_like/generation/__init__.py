@@ -1,1 +1,1 @@
-"""Text from a model: sampling, and prefill and decoding with caches."""
+"""Text generation: prompts, prefill and decoding with caches, and sampling."""

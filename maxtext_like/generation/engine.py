@@ -1,4 +1,4 @@
-"""Prefill and decoding: a batch of prompts of any lengths, caches on the device, tokens as they come.
+"""Prefill and decoding for a batch of prompts of any lengths, with caches on the device. Tokens are returned as they are made.
 
 B rows, T prompt positions, V vocabulary.
 """
@@ -20,18 +20,18 @@ from maxtext_like.layers.partition import on_every_device
 
 # Prompts are padded to a multiple of this, so that prompts of similar length share a compiled program.
 PROMPT_MULTIPLE = 16
-# Tokens that one call of the decoding program makes; what they are is known when it returns.
+# Tokens that one call of the decoding program makes. The host reads them when the call returns.
 TOKENS_PER_CALL = 8
 
 
 @dataclass(frozen=True)
 class Prompts:
-  """Token ids of a batch of prompts, and the images that they name.
+  """Token ids of a batch of prompts, and their images.
 
   Attributes:
-    tokens: one sequence of ids a row; none may be empty.
-    token_types: as ``tokens``, 1 at image tokens; None: no images.
-    images: "pixel_values" and, for Gemma 4, "image_position_ids", in the order in which the rows name them.
+    tokens: one sequence of ids for each row; none may be empty.
+    token_types: same shape as ``tokens``, 1 at image tokens; None for no images.
+    images: "pixel_values" and, for Gemma 4, "image_position_ids", in the order of the rows.
   """
 
   tokens: Sequence[Sequence[int]]
@@ -46,21 +46,21 @@ class Prompts:
     token_types: np.ndarray | None = None,
     images: dict[str, np.ndarray] | None = None,
   ) -> "Prompts":
-    """Prompts of a batch as Hugging Face's tokenizers make it, padded on the left, on the right, or on both sides.
+    """Makes prompts from a batch in the form of Hugging Face's tokenizers, padded on the left, on the right or on both sides.
 
     Args:
       input_ids: ids [B, T].
-      attention_mask: [B, T], 1 for tokens and 0 for padding, which stands around a row's tokens and never between them.
+      attention_mask: [B, T], 1 for tokens and 0 for padding. Padding may surround the tokens of a row, but not divide them.
       token_types: [B, T], 1 at image tokens.
-      images: as the attribute.
+      images: see the attribute.
 
     Raises:
-      UserError: other shapes, or padding between tokens.
+      UserError: the shapes differ, or there is padding between tokens.
     """
     mask = np.asarray(attention_mask) != 0
     shapes = {np.shape(array) for array in (input_ids, mask, token_types) if array is not None}
     if len(shapes) > 1 or mask.ndim != 2:
-      raise UserError(f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one, [rows, positions]")
+      raise UserError(f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one shape [rows, positions]")
     if (np.abs(np.diff(mask.astype(int), axis=1, prepend=0, append=0)).sum(axis=1) > 2).any():
       raise UserError("prompts: attention_mask has padding between the tokens of a row")
 
@@ -85,20 +85,21 @@ def generate(
   Args:
     decoder: the model.
     params: its parameters.
-    prompts: what to continue.
-    max_tokens: tokens of a longest answer.
+    prompts: the prompts to continue.
+    max_tokens: largest number of tokens in an answer.
     stop: ids that end an answer; they are not part of it.
-    sampling: how tokens are drawn. The draws of a row depend on the seed and its place in the batch alone.
-    on_rescued: told how many values float16 had to rescue for the tokens that come next.
+    sampling: how tokens are drawn. The draws of a row depend only on the seed and the index of the row.
+    on_rescued: called with the number of values that float16 clamped for the tokens that come next.
 
   Yields:
-    New ids of each row, some at a time, until every row has stopped.
+    New ids of each row, several at a time, until every row has stopped.
 
   Raises:
-    UserError: an empty prompt, or a token that a table of the model has no row for, in a prompt or in an answer.
-    NonFiniteError: logits are not finite; says of which row and token.
+    UserError: an empty prompt, or a token of a prompt or an answer without a row in the model's tables.
+    NonFiniteError: the logits are not finite; the message names row and token.
   """
   check(prompts, decoder, max_tokens)
+  # Pad the prompts on the left, so that all rows end at the same position.
   lengths = np.array([len(row) for row in prompts.tokens])
   T = -(-int(lengths.max()) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
   B, first = len(lengths), T - lengths
@@ -107,15 +108,16 @@ def generate(
   if prompts.token_types is not None and prompts.images is not None:
     batch |= {"token_types": _left(prompts.token_types, T), **prompts.images}
   start = jnp.asarray(first, jnp.int32)
-  # Whole calls, so that there is one program; what is too much of the last one is dropped.
+  # A constant number of tokens per call gives one compiled program; surplus tokens of the last call are dropped.
   calls = -(-max_tokens // TOKENS_PER_CALL)
   cache = decoder.empty_cache(B, T + calls * TOKENS_PER_CALL)
   stops = np.array(sorted(stop), np.int32)
   lookup = decoder.cfg.lookup
-  # The seed is data: another one runs the same program.
+  # The seed is an input of the program, so another seed needs no new compilation.
   key, rule = jax.random.key(sampling.seed), replace(sampling, seed=0)
   state = _prefill(decoder, rule, params, batch, cache, start, stops, key)
   done = np.zeros(B, bool)
+  # Decode until every row has stopped, and read the tokens on the host after each call.
   for made in range(0, max_tokens, TOKENS_PER_CALL):
     state, new, finite, rescued = _decode(decoder, rule, params, state, start, stops, key)
     new, finite = np.asarray(new), np.asarray(finite)  # [TOKENS_PER_CALL, B]
@@ -137,8 +139,8 @@ def generate(
         rows[b].append(token)
         if made + t + 1 < max_tokens and missing[t, b]:
           raise UserError(
-            f"row {b}, token {made + t} of the answer is {token}: {lookup.why_missing(token)}, so nothing can follow it\n"
-            "  fix: let it end an answer (stop_ids, --stop-id), or take a checkpoint whose tables are whole"
+            f"row {b}, token {made + t} of the answer is {token}: {lookup.why_missing(token)}, so no token can follow it\n"
+            "  fix: make it end an answer (stop_ids, --stop-id), or use a checkpoint with complete tables"
           )
     yield rows
     if done.all():
@@ -146,22 +148,22 @@ def generate(
 
 
 def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
-  """UserError for prompts that ``generate`` does not take."""
+  """Raises UserError for prompts that ``generate`` does not accept."""
   lookup = decoder.cfg.lookup
-  # An image's token is never looked up, and lies beyond some tables.
+  # The image token is never looked up, and some tables have no row for it.
   image = decoder.cfg.image_token_id if prompts.images is not None else None
   if max_tokens < 1:
-    raise UserError(f"{max_tokens} tokens to generate\n  fix: at least 1")
+    raise UserError(f"the number of tokens to generate is {max_tokens}\n  fix: at least 1")
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):
-      raise UserError(f"prompt {row} is empty, and the tokenizer has no token that begins a text")
+      raise UserError(f"prompt {row} is empty, and the tokenizer has no token for the beginning of a text")
     missing = lookup.missing(np.asarray(ids, np.int64))
     if bad := [i for i, wrong in zip(ids, missing, strict=True) if wrong and i != image]:
       raise UserError(f"prompt {row}: token id {bad[0]}: {lookup.why_missing(bad[0])}")
 
 
 def _left(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
-  """Rows padded with zeros on the left, int32 [B, length]."""
+  """Pads rows with zeros on the left, int32 [B, length]."""
   out = np.zeros((len(rows), length), np.int32)
   for b, row in enumerate(rows):
     out[b, length - len(row) :] = row
@@ -169,7 +171,7 @@ def _left(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
 
 
 def _next(decoder: Decoder, sampling: Sampling, params, x_BD, key, index, stops, done):
-  """The next token of every row from its last hidden state; a row that is done draws on, unseen."""
+  """Draws the next token of every row from its last hidden state. Rows that have stopped also draw; the result is ignored."""
   logits = decoder.head(params, x_BD[:, None])[:, 0]
   rows = jnp.arange(x_BD.shape[0])
   key = jax.random.fold_in(key, index)
@@ -179,10 +181,10 @@ def _next(decoder: Decoder, sampling: Sampling, params, x_BD, key, index, stops,
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _prefill(decoder: Decoder, sampling: Sampling, params, batch, cache, first, stops, key):
-  """Caches of the prompts, and the first token of the answers."""
+  """Fills the caches with the prompts, and draws the first token of the answers."""
   x_BTD, cache, rescued = decoder.extend(params, batch, cache, Step(jnp.zeros((), jnp.int32), first))
   T = batch["tokens"].shape[1]
-  # Counted from the end of the prompt, a row's draws do not depend on the padding before it.
+  # Steps are counted from the end of the prompt, so the draws of a row do not depend on the padding before it.
   done = jnp.zeros(x_BTD.shape[0], bool)
   token, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, 0, stops, done)
   at = jnp.asarray(T, jnp.int32)
@@ -191,7 +193,7 @@ def _prefill(decoder: Decoder, sampling: Sampling, params, batch, cache, first, 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, key):
-  """``TOKENS_PER_CALL`` tokens: hands out the one that is known and makes the next, each time."""
+  """Makes ``TOKENS_PER_CALL`` tokens. Each step returns the token that the step before it drew, and draws the next one."""
 
   def one(state, _):
     token, at = state["token"], state["at"]

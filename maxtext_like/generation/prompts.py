@@ -1,4 +1,4 @@
-"""Prompts as people write them to what the engine takes: token ids, and images where the text marks them.
+"""Turns prompts into the input of the engine: token ids, and images at the places that the text marks.
 
 B prompts, T positions, I images.
 """
@@ -26,18 +26,18 @@ from maxtext_like.generation.engine import Prompts
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import parse
 
-_CONTEXT = 8  # tokens of a prompt that its answer is decoded after
+_CONTEXT = 8  # tokens of the prompt that an answer is decoded with
 
 
 @dataclass(frozen=True)
 class Prompt:
-  """A text to continue.
+  """A text to continue, or a conversation to answer.
 
   Attributes:
-    text: of it; the spelling of a special token is that token.
-    images: paths of the image files that stand where the text has the placeholder, or before it where it has none.
+    text: the text. The spelling of a special token in it is that token.
+    images: paths of the images, at the placeholders in the text, or before the text if it has no placeholder.
     place: names the prompt in errors.
-    conversation: to answer, in place of a text to continue; the model's chat template renders it.
+    conversation: a conversation to answer instead of a text to continue; the model's chat template renders it.
   """
 
   text: str
@@ -54,16 +54,16 @@ class Prompt:
     images: Sequence[str] = (),
     think: bool = False,
   ) -> "Prompt":
-    """A conversation to answer: what a user says, or OpenAI's messages.
+    """Makes a prompt from a conversation: the text of a user, or messages in OpenAI's form.
 
     Args:
-      messages: of any role, the last of which is to be answered.
-      tools: that may be called, as OpenAI declares them.
-      images: files that stand where the messages say ``<image>``, or have parts of type image without a name.
-      think: tells the model to think, where it can.
+      messages: messages of any role; the last one is to be answered.
+      tools: declarations of tools in OpenAI's form.
+      images: files for the places where messages have ``<image>``, or parts of type image without a name.
+      think: ask the model to think, if it supports that.
 
     Raises:
-      UserError: no conversation.
+      UserError: it is not a conversation.
     """
     listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     record = {
@@ -84,7 +84,8 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-  """The prompts of a .jsonl file: {"prompt": "...", "images": ["a.png"]}, or conversations to answer: {"messages": [...]}.
+  """Reads the prompts of a .jsonl file: {"prompt": "...", "images": ["a.png"]}, or conversations to answer: {"messages":
+  [...]}.
 
   Images are relative to the file's folder.
 
@@ -104,7 +105,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         prompts.append(Prompt._of_record(record, place, str(path.parent.absolute())))
         continue
       if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise UserError(f'{place}: expected an object with a text "prompt", or with "messages"')
+        raise UserError(f'{place}: expected an object with a text "prompt" or with "messages"')
       images = record.get("images") or []
       if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
         raise UserError(f'{place}: "images" is not a list of file names')
@@ -112,12 +113,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         Prompt(record["prompt"], tuple(n if is_data(n) else str(path.parent / Path(n).expanduser()) for n in images), place)
       )
   if not prompts:
-    raise UserError(f"{path}: has no prompts")
+    raise UserError(f"{path}: there are no prompts in it")
   return prompts
 
 
 def chat_renderer(config: Config, tokenizer: Tokenizer) -> tuple[Renderer, set[int]]:
-  """The renderer of a model's conversations, and the tokens that end an answer there. Raises UserError: there is none."""
+  """Returns the renderer of a model's conversations, and the tokens that end an answer in it. Raises UserError if there is
+  none."""
   published = FAMILIES[config.model.decoder_block].chat_template(config.model)
   renderer = choose(config.data.chat_template, published, tokenizer)
   return renderer, {token for end in renderer.ends if (token := tokenizer.find(end)) is not None}
@@ -131,18 +133,18 @@ def encode(
   *,
   special_tokens: str | None = None,
 ) -> Prompts:
-  """What the engine takes for the prompts, each with the token that begins a text where the tokenizer has one.
+  """Encodes prompts for the engine, each with the beginning-of-text token if the tokenizer has one.
 
   Args:
-    prompts: in order.
-    tokenizer: of the model.
-    vision: its ``vision:`` section.
-    renderer: of its conversations, where there are any among the prompts.
-    special_tokens: ``special_tokens_in_text``, for what is said in conversations; "parse" takes spellings for the tokens.
+    prompts: prompts in order.
+    tokenizer: tokenizer of the model.
+    vision: the ``vision:`` section.
+    renderer: renders conversations; needed if any prompt is one.
+    special_tokens: ``special_tokens_in_text``, for the texts in conversations; "parse" reads spellings as the tokens.
 
   Raises:
-    UserError: a conversation that the renderer does not have, an empty prompt, an image that cannot be used or has no place
-      in its text, images for a model that takes none, text that gives the image token without an image.
+    UserError: the renderer does not support a conversation; a prompt is empty; an image cannot be used or has no place in its
+      text; there are images but the model takes none; a text contains the image token without an image.
   """
   rows, images = [], []
   encoder = None if renderer is None else ChatEncoder(renderer, tokenizer, vision, parse=special_tokens == "parse")
@@ -150,7 +152,7 @@ def encode(
     if prompt.images and not vision.use_multimodal:
       raise UserError(f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)")
     try:
-      prompt.text.encode("utf-8")  # bytes of a command line that are no UTF-8 arrive as surrogates
+      prompt.text.encode("utf-8")  # bytes on a command line that are not UTF-8 arrive as surrogates
       if prompt.conversation is not None:
         assert renderer is not None
         assert encoder is not None
@@ -166,9 +168,9 @@ def encode(
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
       ids = [tokenizer.bos_id, *ids]
     if not ids:
-      raise UserError(f"{prompt.place}: empty, and the tokenizer has no token that begins a text")
+      raise UserError(f"{prompt.place}: empty, and the tokenizer has no token for the beginning of a text")
     if vision.use_multimodal and ids.count(vision.image_token_id or 0) != sum(image.tokens for image in found):
-      raise UserError(f"{prompt.place}: the text gives the token {vision.image_token_id}, which stands for images")
+      raise UserError(f"{prompt.place}: the text contains the token {vision.image_token_id}, which stands for images")
     rows.append(ids)
     images += found
   if not images:
@@ -180,7 +182,7 @@ def encode(
 def _answer_to(
   prompt: Prompt, conversation: Conversation, renderer: Renderer, encoder: ChatEncoder, vision: VisionConfig
 ) -> tuple[list[int], list[TowerImage]]:
-  """Ids of a conversation through what asks the model to speak, and the images."""
+  """Returns the ids of a conversation and of the text that asks the model to answer, and the images."""
   if prompt.images:
     require_pillow()
   images = [load_for(path, vision, prompt.place) for path in prompt.images]
@@ -190,23 +192,23 @@ def _answer_to(
 
 
 def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> tuple[list[int], list[TowerImage]]:
-  """Ids without the first token, and the images. Without any, the placeholder is text."""
+  """Returns the ids without the beginning-of-text token, and the images. Without images, a placeholder is text."""
   if not prompt.images:
     return tokenizer.encode_special(prompt.text), []
   require_pillow()
   mark = vision.image_placeholder
-  # As Hugging Face's processors: images that the text does not place come first.
+  # As in Hugging Face's processors, images without a placeholder in the text come first.
   text = prompt.text if mark in prompt.text else mark * len(prompt.images) + prompt.text
   parts = text.split(mark)
   if len(parts) - 1 != len(prompt.images):
-    raise UserError(f"{prompt.place}: {len(parts) - 1} '{mark}' in the text and {len(prompt.images)} images")
+    raise UserError(f"{prompt.place}: the text has {len(parts) - 1} '{mark}' for {len(prompt.images)} images")
   images = [load_for(name, vision, prompt.place) for name in prompt.images]
   ids, _ = interleave(parts, images, vision, tokenizer.encode_special)
   return ids, images
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
-  """The text of an answer as it follows its prompt: of a text by itself, sentencepiece drops the first space."""
+  """Returns the text of an answer after its prompt. Decoded alone, sentencepiece would drop its first space."""
   before = [token for token in prompt[-_CONTEXT:] if token < tokenizer.vocab_size]
   start, whole = tokenizer.decode(before), tokenizer.decode([*before, *answer])
   return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(answer)

@@ -1,6 +1,6 @@
-"""From logits to a token: temperature, top-k, top-p and min-p, in float32, and only from numbers.
+"""Draws a token from logits: temperature, top-k, top-p and min-p, in float32.
 
-``jax.random.categorical`` over NaN returns an index like any other, so a sampler has to look first.
+``jax.random.categorical`` over NaN returns an ordinary index, so ``draw`` also reports whether the logits are finite.
 
 B rows, V vocabulary.
 """
@@ -19,10 +19,10 @@ class Sampling:
 
   Attributes:
     temperature: divides the logits; 0 takes the most likely token.
-    top_k: the k most likely tokens only; 0: all.
-    top_p: the fewest most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020); 1: all.
-    min_p: tokens at least this likely, relative to the most likely one (Nguyen et al. 2024); 0: all.
-    vocabulary: ids below this only, those that the tokenizer has: a table may have rows beyond them; 0: all.
+    top_k: keep only the k most likely tokens; 0 keeps all.
+    top_p: keep the fewest most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020); 1 keeps all.
+    min_p: keep tokens that are at least this likely relative to the most likely one (Nguyen et al. 2024); 0 keeps all.
+    vocabulary: keep only ids below this, the size of the tokenizer's vocabulary: a table may have more rows; 0 keeps all.
     seed: seed of the draws, from 0 to 2**32 - 1, because JAX makes its keys from 32 bits.
   """
 
@@ -36,21 +36,21 @@ class Sampling:
   def __post_init__(self):
     if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
       raise UserError(
-        f"sampling with temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}\n"
+        f"sampling has temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}\n"
         "  fix: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
       )
     if not 0 <= self.seed < 2**32:
-      raise UserError(f"sampling with seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
+      raise UserError(f"sampling has seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
 
 
 def kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-  """Which tokens may be drawn: bool [B, V]. The most likely one always may. Ties at a cut are kept."""
+  """Returns which tokens may be drawn, bool [B, V]. The most likely token is always included, and so are ties at a cut."""
   logits = logits_BV.astype(jnp.float32) / (sampling.temperature or 1.0)
   keep = jnp.ones(logits.shape, bool)
   if 0 < sampling.top_k < logits.shape[-1]:
     keep &= logits >= jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
   if sampling.top_p < 1:
-    # Of what top-k left, as Hugging Face applies them in turn.
+    # Applied to the tokens that top-k kept, in the same order as in Hugging Face.
     probs = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=-1)
     falling = -jnp.sort(-probs, axis=-1)
     before = jnp.cumsum(falling, axis=-1) - falling
@@ -63,15 +63,15 @@ def kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-  """One token a row.
+  """Draws one token for each row.
 
   Args:
-    logits_BV: of the next token.
-    keys_B: a PRNG key a row.
-    sampling: how.
+    logits_BV: logits of the next token.
+    keys_B: a PRNG key for each row.
+    sampling: how to draw.
 
   Returns:
-    int32 [B], and bool [B]: whether the row's logits are all finite; a token drawn from others means nothing.
+    The tokens, int32 [B], and bool [B]: True if all logits of the row are finite. A token from other logits has no meaning.
   """
   logits = logits_BV.astype(jnp.float32)
   finite = jnp.all(jnp.isfinite(logits), axis=-1)

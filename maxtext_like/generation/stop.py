@@ -13,20 +13,21 @@ from maxtext_like.strict_json import parse_file, printable
 def stop_tokens(
   tokenizer: Tokenizer, directory: Path | None, names: Iterable[str] = (), model: ModelConfig | None = None
 ) -> frozenset[int]:
-  """The tokenizer's eos, what a model's files or its configuration list beside it (Gemma's end of a turn), and what is named.
+  """Returns the ids that end an answer: the tokenizer's eos, those of the model's files or configuration (Gemma's end of a
+  turn), and names.
 
   Args:
-    tokenizer: of the model.
-    directory: with generation_config.json or config.json, whose ``eos_token_id`` is an id or a list; None: no files.
-    names: of further tokens, as ``data.special_tokens.token_id`` takes them.
-    model: its ``model:`` section, which counts where the tokenizer's eos is among its own: else it speaks of another
-      tokenizer's tokens.
+    tokenizer: tokenizer of the model.
+    directory: folder with generation_config.json or config.json, whose ``eos_token_id`` is an id or a list; None for no files.
+    names: additional tokens, in the form of ``data.special_tokens.token_id``.
+    model: the ``model:`` section. Its ids are used only if they include the tokenizer's eos; otherwise they belong to another
+      tokenizer.
 
   Raises:
-    UserError: a name that is no token; a file that is malformed.
+    UserError: a name is not a token, or a file is malformed.
   """
   stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-  # Bytes have Gemma's id for the end, and letters for what else is in its list.
+  # The bytes tokenizer has Gemma's id of eos, but the other ids of Gemma's list are ordinary bytes.
   if model is not None and not isinstance(tokenizer, BytesTokenizer) and stops.intersection(model.eos_token_ids):
     stops.update(model.eos_token_ids)
   if directory is not None:
@@ -36,14 +37,14 @@ def stop_tokens(
     if token is None:
       raise UserError(
         f"stop token {name!r}: the tokenizer has no such token\n"
-        f"  fix: one token as the tokenizer spells it, or one of: {', '.join(known_names(tokenizer)) or 'none here'}"
+        f"  fix: the spelling of a token in the tokenizer, or one of: {', '.join(known_names(tokenizer)) or 'none here'}"
       )
     stops.add(token)
   return frozenset(stops)
 
 
 def _listed(directory: Path) -> set[int]:
-  """``eos_token_id`` of generation_config.json, else of config.json; nothing where neither says."""
+  """Returns ``eos_token_id`` of generation_config.json, or else of config.json; empty if neither has it."""
   for path in (directory / "generation_config.json", directory / "config.json"):
     if not path.is_file():
       continue

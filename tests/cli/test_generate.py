@@ -70,7 +70,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
   ("more", "reason"),
   [
     (["--prompt", "a", "--image", "none.png"], "none.png: no such file"),
-    (["--prompt", "<image><image>", "--image", "wide.png"], "2 '<image>' in the text and 1 images"),
+    (["--prompt", "<image><image>", "--image", "wide.png"], "the text has 2 '<image>' for 1 images"),
     (["--prompt", "a", "--stop", "user"], "stop token 'user': the tokenizer has no such token"),
     (["--batch", "prompts.jsonl", "--image", "wide.png"], "--image goes with --prompt"),
     (["--prompt", "a", "--batch", "prompts.jsonl"], "either --prompt or --batch"),

@@ -97,15 +97,15 @@ def test_of_other_data_the_rows_that_are_left_are_counted_from_where_they_go_on(
   more = write(tmp_path / "b.jsonl", [f"{i} more" * (i % 9) for i in range(50)])
   changed = {"dataset_path": [text, more]} if change == "files" else {"dataset_path": text, "packing": False}
   other = make(**keys, **changed, epochs=3)
-  with pytest.raises(UserError, match="cannot resume: the data are not those of the checkpoint"):
+  with pytest.raises(UserError, match="cannot resume: the data differ from those of the checkpoint"):
     other.rows_left(state)
   left = other.rows_left(state, accept_changes=True)
   anew = change == "packing" and shuffle  # there is no buffer to go on in
   assert left == other.rows if anew else 0 < left < other.rows
   with caplog.at_level(logging.WARNING):
     other.set_state(state, accept_changes=True)
-  where = "the first document" if anew else "the document where it was, by its number"
-  assert f"not those of the checkpoint, from {where}:" in caplog.text
+  where = "the first document" if anew else "the document with the same number"
+  assert f"differ from those of the checkpoint, starting at {where}:" in caplog.text
   assert len(rows_of(other)[0]) == left
 
 

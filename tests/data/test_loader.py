@@ -221,7 +221,7 @@ def test_a_file_beside_its_packed_copy_is_told(make, tmp_path, caplog):
   packed.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
   with caplog.at_level(logging.WARNING):
     make(dataset_path=str(tmp_path))
-  assert f"data.dataset_path: {packed} lies beside {path}, and both are read" in caplog.text
+  assert f"data.dataset_path: both {packed} and {path} are read" in caplog.text
 
 
 def test_a_packed_evaluation_pass_ends_with_padding(make, path):
@@ -248,7 +248,7 @@ def test_a_state_of_when_each_process_had_a_stream_of_its_own(make, path):
     ({"data_shuffle_seed": 3}, "data_shuffle_seed: was 0, is 3"),
     ({"length": 17}, "max_target_length: was 16, is 17"),
     ({"eval_fraction": 0.1}, r"eval_fraction: was 0\.0, is 0\.1"),
-    ({"eval_fraction": 0.1}, r"every document was trained on, since eval_interval was not set: .*eval_path"),
+    ({"eval_fraction": 0.1}, r"every document was used for training, because eval_interval was not set: .*eval_path"),
     ({"special_tokens_in_text": "parse"}, "special_tokens_in_text: was literal, is parse"),
     ({"dataset_documents_max": 20}, "documents: was 40, is 20"),
     ({"dataset": "text"}, "dataset: was jsonl, is text"),
@@ -335,9 +335,11 @@ def test_less_than_one_batch(make, tmp_path):
   assert next(make(dataset_path=small, length=7, global_batch=2))["segments"].all()
   with pytest.raises(UserError, match=r"less than one global batch: .* they fill 2 rows"):
     make(dataset_path=small, length=8, global_batch=3, packing=False)
-  with pytest.raises(UserError, match="no tokens in any of the 2 documents: 0 bad"):
+  with pytest.raises(UserError, match="no tokens in any of the 2 documents: 0 are bad"):
     make(dataset_path=write(tmp_path / "b.jsonl", ["", " \n "]))
-  with pytest.raises(UserError, match=r"the eval split has none of 3 documents \(eval_fraction=0\.1\); add documents or raise"):
+  with pytest.raises(
+    UserError, match=r"the eval split has none of the 3 documents \(eval_fraction=0\.1\)\n  fix: add documents or raise"
+  ):
     make(dataset_path=small, eval_fraction=0.1, split="eval")
 
 
@@ -430,7 +432,7 @@ def test_a_source_that_never_answers_has_the_limit_it_was_given(make, path, monk
   answer, encode = threading.Event(), BytesTokenizer.encode
   source = make(dataset_path=path, stall_limit_seconds=0.6)
   monkeypatch.setattr(BytesTokenizer, "encode", lambda *given, **keys: (answer.wait(20), encode(*given, **keys))[1])
-  with pytest.raises(RetryableError, match=r"no batch for 1 s: the data source stalls"):
+  with pytest.raises(RetryableError, match=r"no batch for 1 s: the data source is stalled"):
     take(source, 1000)
   answer.set()
 

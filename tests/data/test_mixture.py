@@ -153,7 +153,7 @@ def test_each_source_is_evaluated_by_itself(make, paths, tmp_path):
   assert trained.documents == {"web": 32, "code": 8, "news": 16}
   with pytest.raises(ValueError, match="one of code, news, web"):
     make(**keys, eval_fraction=0.2, split="eval")
-  with pytest.raises(UserError, match=r"the eval split has none of 9 documents of code \(eval_fraction=0\.1\)"):
+  with pytest.raises(UserError, match=r"the eval split has none of the 9 documents of code \(eval_fraction=0\.1\)"):
     make(**keys, eval_fraction=0.1, split="eval", source="code")
   own = write(tmp_path / "own.jsonl", ["own"])
   assert make(**keys, eval_path={"own": own, "web": paths["web"]}, split="eval", source="own").documents == {"own": 1}
@@ -188,8 +188,8 @@ def test_files_of_a_folder_that_are_not_read_are_told(make, paths, tmp_path, cap
     make(dataset_path=str(tmp_path))
   told = [record.getMessage() for record in caplog.records if "not read" in record.getMessage()]
   assert told == [
-    f"data.dataset_path: 1 files *.json in {tmp_path} are not read, dataset is jsonl",
-    f"data.dataset_path: 2 files *.parquet in {tmp_path} are not read, dataset is jsonl",
+    f"data.dataset_path: 1 files *.json in {tmp_path} are not read, because dataset is jsonl",
+    f"data.dataset_path: 2 files *.parquet in {tmp_path} are not read, because dataset is jsonl",
   ]
 
 
@@ -200,7 +200,7 @@ def test_sources_that_cannot_be_mixed(make, paths, tmp_path):
   ):
     make(dataset_path=both, dataset_weights={"web": 1, "code": 1})
   (tmp_path / "web.parquet").write_bytes(b"PAR1")
-  with pytest.raises(UserError, match=r"web\.parquet is a file of dataset=parquet, among those of dataset=jsonl\n  fix"):
+  with pytest.raises(UserError, match=r"web\.parquet is a file of dataset=parquet, among files of dataset=jsonl\n  fix"):
     make(dataset_path=[paths["web"], str(tmp_path / "web.parquet")])
   empty = write(tmp_path / "empty.jsonl", ["", " ", "", ""])
   with pytest.raises(

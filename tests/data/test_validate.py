@@ -46,7 +46,7 @@ def test_every_bad_record_is_listed_at_once(make, tmp_path):
   assert lines[0] == "12 bad records among the 400 of data.dataset_path:"
   reason = "field 'text' is int, expected a string"
   assert lines[1:11] == [f"  {path}:{301 + i}: {reason}" for i in range(10)]
-  assert lines[11:] == ["  ... and 2 more", "  fix: repair the records: they are too many to be skipped"]
+  assert lines[11:] == ["  ... and 2 more", "  fix: repair the records: there are too many to skip them"]
   path = write(tmp_path / "b.jsonl", spoilt(300))
   with pytest.raises(UserError, match=f"^{path}:301: {reason}\n  fix: repair the record, or on_bad_record=skip"):
     make(dataset_path=path)
@@ -146,11 +146,11 @@ def test_a_long_look_is_told_and_counts_as_alive(make, tmp_path, monkeypatch, ca
     ({"content": "a", "id": "1"}, {}, "text_field=content"),
     ({"chapter": "a", "number": 1}, {}, "text_field=chapter"),
     ({"a": "a", "b": "b", "n": 1}, {}, "text_field=NAME, one of 'a', 'b'"),
-    ({"number": 1}, {}, "dataset_path=FILES of records that have a text"),
-    ({"messages": [{"role": "user", "content": "a"}]}, {}, "maxtext-like sft in place of train, or data_format=chat"),
-    ({"prompt": "a", "completion": "b", "text": 1}, {}, "repair the records, or dataset_path=FILES of others"),
-    ({"text": "a"}, {"data_format": "chat", "chat_template": "gemma3"}, "data_format=text, or train in place of sft"),
-    ({"n": 1}, {"data_format": "chat", "chat_template": "gemma3"}, "dataset_path=FILES of conversations"),
+    ({"number": 1}, {}, "dataset_path=FILES with records that have a text"),
+    ({"messages": [{"role": "user", "content": "a"}]}, {}, "maxtext-like sft instead of train, or data_format=chat"),
+    ({"prompt": "a", "completion": "b", "text": 1}, {}, "repair the records, or dataset_path=FILES with other records"),
+    ({"text": "a"}, {"data_format": "chat", "chat_template": "gemma3"}, "data_format=text, or train instead of sft"),
+    ({"n": 1}, {"data_format": "chat", "chat_template": "gemma3"}, "dataset_path=FILES with conversations"),
   ],
 )
 @pytest.mark.parametrize(("count", "skip"), [(3, "error"), (3, "skip"), (300, "error"), (300, "skip")])

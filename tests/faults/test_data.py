@@ -28,7 +28,7 @@ def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
   away = records.rename(records.with_suffix(".away"))
   assert process.wait() == 2, train.log.read_text()
   text = train.log.read_text()
-  assert f"error: {records}: No such file or directory (it was there when the run started)" in text
+  assert f"error: {records}: No such file or directory (the file existed when the run started)" in text
   assert "Traceback" not in text
   (step,) = train.complete("a")
   assert f"saved   step {step} in {train.checkpoints('a')}/{step}" in text
@@ -71,7 +71,7 @@ def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path, fault)
     ),
     "fifo": ({"dataset_path": tmp_path / "data" / "fifo"}, "fifo is a FIFO, not a regular file"),
     "tokenizer": ({"dataset_path": records, "tokenizer": tokenizer / "tokenizer_config.json"}, "is not a regular file"),
-    "bomb": ({"dataset_path": bomb}, f"{bomb}: {bomb.stat().st_size:,} bytes become "),
+    "bomb": ({"dataset_path": bomb}, f"{bomb}: {bomb.stat().st_size:,} bytes expand to "),
     "cut off": ({"dataset_path": cut}, f"{cut}: cut off: the file ends at byte {cut.stat().st_size}"),
   }[fault]
   code, text = train.run("a", dataset="jsonl", **keys)

@@ -102,7 +102,7 @@ def test_a_file_of_prompts(folder: Path):
     ('{"prompt": "a", "images": "wide.png"}', ':1: "images" is not a list of file names'),
     ('{"prompt": "a", "images": [1]}', ':1: "images" is not a list of file names'),
     ('{"prompt": "a", "prompt": "b"}', "listed twice"),
-    ("", "has no prompts"),
+    ("", "there are no prompts"),
   ],
 )
 def test_malformed_files_are_refused(line: str, reason: str, tmp_path: Path):
@@ -114,8 +114,8 @@ def test_malformed_files_are_refused(line: str, reason: str, tmp_path: Path):
 @pytest.mark.parametrize(
   ("prompt", "reason"),
   [
-    (Prompt("<image> <image>", ("wide.png",)), "the prompt: 2 '<image>' in the text and 1 images"),
-    (Prompt("a<image>", ("wide.png", "tall.jpg"), "f:3"), "f:3: 1 '<image>' in the text and 2 images"),
+    (Prompt("<image> <image>", ("wide.png",)), "the prompt: the text has 2 '<image>' for 1 images"),
+    (Prompt("a<image>", ("wide.png", "tall.jpg"), "f:3"), "f:3: the text has 1 '<image>' for 2 images"),
     (Prompt("a", ("none.png",)), "the prompt: image .*none.png: no such file"),
     (Prompt("a", ("broken.png",)), "the prompt: image .*broken.png: "),
     (Prompt("\ud800"), "not valid Unicode"),
@@ -131,7 +131,7 @@ def test_images_for_a_model_without_a_tower_and_image_tokens_without_images(fold
   with pytest.raises(UserError, match="no vision tower"):
     encode([Prompt("a", ("a.png",))], load_tokenizer("bytes"), load_config("gemma4-tiny").config.vision)
   write_letters(folder / "more", image_soft_token=IMAGE)
-  with pytest.raises(UserError, match="the text gives the token 260"):
+  with pytest.raises(UserError, match="the text contains the token 260"):
     encode([Prompt("<image_soft_token>")], load_tokenizer(str(folder / "more")), vision_of("gemma4-tiny"))
 
 

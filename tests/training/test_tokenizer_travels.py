@@ -109,7 +109,7 @@ def test_a_prompt_that_cannot_be_sampled_ends_the_run_before_it_begins(place: Pa
   shutil.copytree(place / "tokenizer", place / "no bos")
   (place / "no bos/tokenizer_config.json").write_text('{"bos_token": null}')
   assert train(place, "none", f"tokenizer={place}/no bos", *SAMPLES) == 2
-  assert "sample_prompts[1]: empty, and the tokenizer has no token that begins a text" in capsys.readouterr().err
+  assert "sample_prompts[1]: empty, and the tokenizer has no token for the beginning of a text" in capsys.readouterr().err
   assert not (place / "runs/none").exists()
 
 

@@ -1,1 +1,1 @@
-"""Conversations: read from records, rendered as each family's models know them, with what is trained on marked."""
+"""Conversations: reading them from records, rendering them with the template of a model, and marking the parts to learn."""

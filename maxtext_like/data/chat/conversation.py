@@ -1,4 +1,4 @@
-"""What a conversation is, whatever record it came from and whichever template renders it."""
+"""The data structure of a conversation, independent of the record that it came from and the template that renders it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 @dataclass(frozen=True)
 class Picture:
-  """An image inside a message: the path of its file."""
+  """An image inside a message, with the path of its file."""
 
   path: str
 
@@ -19,10 +19,10 @@ class ToolCall:
   """A call of a tool by the assistant.
 
   Attributes:
-    name: of the tool.
-    arguments: by name.
-    written: the arguments as the record spells them, where it has JSON text; some templates repeat that text.
-    id: that the answer of the tool names.
+    name: name of the tool.
+    arguments: arguments by name.
+    written: the JSON text of the arguments if the record has it; some templates repeat that text.
+    id: id that the answer of the tool refers to.
   """
 
   name: str
@@ -33,7 +33,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResponse:
-  """What a tool gave back, inside the assistant's own message as Gemma has it."""
+  """The answer of a tool inside the assistant's message, as Gemma writes it."""
 
   name: str
   response: Any
@@ -44,18 +44,18 @@ class Message:
   """One message.
 
   Attributes:
-    role: who speaks.
-    content: text; texts and images in order; None: nothing is said.
-    thinking: what the assistant thought before.
-    tool_calls: of the assistant, after what it says (Gemma 4 has them before).
-    tool_responses: to the calls of this message.
-    name: of the tool that a message of role tool is from.
-    tool_call_id: the call that it answers.
-    trained: an answer to learn from: no mark of the record (``weight``, ``train``, ...) excludes it.
-    given: part of the prompt of a record of prompt and completion: no answer to learn, except with train_on=all.
-    written: the content as the record spells it, where a thought that it begins with was moved to ``thinking``.
-    where: what the record calls it, as ``conversations[1]`` or ``output``; "": no record has it.
-    weighable: whether the record's form has a place for ``weight`` there.
+    role: author of the message.
+    content: a text, or texts and images in order; None if the message is empty.
+    thinking: the assistant's thought before the content.
+    tool_calls: the assistant's calls of tools, after the content (before it in Gemma 4).
+    tool_responses: answers to the calls of this message.
+    name: name of the tool that wrote a message of role tool.
+    tool_call_id: id of the call that the message answers.
+    trained: False if the record marks the message as not to be learned (``weight``, ``train``, ...).
+    given: the message is part of the prompt in a record of prompt and completion. It is learned only with train_on=all.
+    written: the content as the record spells it, if a thought at its beginning was moved to ``thinking``.
+    where: name of the message in the record, such as ``conversations[1]`` or ``output``; "" if it is not from a record.
+    weighable: True if this form of record allows ``weight`` at the message.
   """
 
   role: Role
@@ -80,12 +80,12 @@ class Message:
 
   @property
   def spelt_parts(self) -> tuple[str | Picture, ...]:
-    """The content as the record spells it, for templates without a field for thoughts."""
+    """The content as the record spells it, for templates without a separate field for thoughts."""
     return self.parts if self.written is None else (self.written,)
 
   @property
   def blank(self) -> bool:
-    """Whether it has no letter, no image, no thought, no call and no answer of a tool."""
+    """True if the message has no visible text, image, thought, tool call or tool answer."""
     said = any(isinstance(part, Picture) or part.strip() for part in self.parts)
     return not (said or (self.thinking or "").strip() or self.tool_calls or self.tool_responses)
 
@@ -95,12 +95,12 @@ class Conversation:
   """Messages in order.
 
   Attributes:
-    messages: at least one.
-    tools: what may be called, as OpenAI declares it: {"type": "function", "function": {...}}.
-    thinking: whether the model is to think; None: if the answers to the last user's message do.
-    template_kwargs: further variables of the template (the record's ``chat_template_kwargs``).
-    excluded: the record as a whole is marked as not to be learned, as KTO's ``"label": false``.
-    unread: names of fields of the record that nothing reads.
+    messages: at least one message.
+    tools: declarations of tools in OpenAI's form: {"type": "function", "function": {...}}.
+    thinking: True if the model is asked to think; None if that follows from the answers to the last user message.
+    template_kwargs: additional variables of the template (the record's ``chat_template_kwargs``).
+    excluded: the complete record is marked as not to be learned, such as KTO's ``"label": false``.
+    unread: names of the record's fields that are not read.
   """
 
   messages: tuple[Message, ...]
@@ -112,12 +112,12 @@ class Conversation:
 
   @property
   def last_user(self) -> int:
-    """The index of the last user's message; -1: there is none."""
+    """Index of the last user message; -1 if there is none."""
     return max((i for i, message in enumerate(self.messages) if message.role == "user"), default=-1)
 
   @property
   def thinks(self) -> bool:
-    """Whether the model is told to think."""
+    """True if the model is asked to think."""
     if self.thinking is not None:
       return self.thinking
     return any(message.thinking for message in self.messages[self.last_user + 1 :])

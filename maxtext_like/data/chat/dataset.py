@@ -1,4 +1,4 @@
-"""Conversations as a run's documents: rendered by one template, with one tokenizer, and learned in part."""
+"""Conversations as the documents of a run: rendered with one template, encoded with one tokenizer, and learned in part."""
 
 import functools
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord | None:
-  """What makes conversations of the records of a data set's files; None: they are text."""
+  """Returns the function that makes conversations from the records of a data set; None if the records are text."""
   if data.data_format != "chat":
     return None
   fields = ImageFields() if vision is None else ImageFields(vision.images_field, vision.image_placeholder)
@@ -40,21 +40,21 @@ def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord
 
 @functools.cache
 def _tell_of_bytes() -> None:
-  """Once, however many splits and sources there are."""
+  """Logs a warning once, for any number of splits and sources."""
   logger.warning(
-    "the tokenizer is bytes, which has no special tokens: the template's are spelt out, and no different in a user's text"
+    "the tokenizer is bytes, which has no special tokens: those of the template become plain text, like the same text of a user"
   )
 
 
 @dataclass
 class Chat:
-  """What makes tokens of the conversations of a run.
+  """Turns the conversations of a run into tokens.
 
   Attributes:
-    renderer: of the model's template.
-    encoder: with the tokenizer.
-    train_on: what is learned.
-    multimodal: how images enter; None: not at all.
+    renderer: renders with the template of the model.
+    encoder: encodes with the tokenizer.
+    train_on: the part of a conversation to learn.
+    multimodal: how images enter the rows; None if the model takes no images.
     special_tokens: ``special_tokens_in_text``.
   """
 
@@ -67,7 +67,7 @@ class Chat:
 
   @classmethod
   def of(cls, data: "DataConfig", tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
-    """As a configuration has it. `published`: the template of the model's family. Raises UserError."""
+    """Returns the chat of a configuration. ``published`` is the template of the model's family. Raises UserError."""
     renderer = choose(data.chat_template, published, tokenizer)
     if isinstance(tokenizer, BytesTokenizer):
       _tell_of_bytes()
@@ -76,14 +76,14 @@ class Chat:
     return cls(renderer, encoder, data.train_on, multimodal, data.special_tokens_in_text)
 
   def excludes(self, conversation: Conversation) -> bool:
-    """Return True if the record excludes the conversation, or every answer to learn, from training."""
+    """Returns True if the record excludes the conversation, or every answer to learn, from training."""
     learned = answers_to_learn(conversation, self.train_on)
     return conversation.excluded or bool(learned and not any(conversation.messages[i].trained for i in learned))
 
   def samples(self, conversation: Conversation, place: str) -> tuple[Rendered, ...]:
-    """The texts that are trained on. Raises BadRecordError: the template does not have it, or there is nothing to learn."""
+    """Returns the texts to train on. Raises BadRecordError if the template cannot render it or there is nothing to learn."""
     newest = self._newest
-    if newest is None or newest[0] is not conversation:  # a record is checked and then encoded
+    if newest is None or newest[0] is not conversation:  # a record is checked and then encoded, so this renders it once
       newest = self._newest = conversation, self._rendered(conversation, place)
     return newest[1]
 
@@ -94,14 +94,14 @@ class Chat:
     except RenderError as error:
       raise BadRecordError(place, str(error), fix=error.fix) from None
     if learned is not None and not any(piece.trained and piece.answer in learned for s in samples for piece in s.pieces):
-      raise BadRecordError(place, f"the assistant says nothing to learn from (train_on={self.train_on})")
+      raise BadRecordError(place, f"the assistant says nothing that could be learned (train_on={self.train_on})")
     for i, message in enumerate(conversation.messages):
       if not message.trained or learned is None or i not in learned:
         continue
-      # The end of the turn would be learned, right after the question, or after what is not learned: an image, a tool's answer.
+      # The end of the turn alone would be learned, right after the question or after an image or a tool's answer.
       unlearned = message.tool_responses or any(isinstance(part, Picture) for part in message.parts)
       if message.blank or (not unlearned and any(sample.only_ends(i) for sample in samples)):
-        why = "" if message.blank else ": the chat template drops all that it has, a thought"
+        why = "" if message.blank else ": the chat template drops all of it, a thought"
         remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
         raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:
@@ -110,28 +110,28 @@ class Chat:
       raise BadRecordError(
         place,
         f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)",
-        fix="special_tokens_in_text=parse takes them for the tokens, special_tokens_in_text=literal for text",
+        fix="special_tokens_in_text=parse reads them as the tokens, special_tokens_in_text=literal as text",
       )
     return samples
 
   def spelt(self, samples: Sequence[Rendered]) -> Counter[str]:
-    """How often each special token is spelt out by the record; samples repeat each other's beginnings."""
+    """Returns how often the record spells each special token. Samples repeat each other's beginnings, so the maximum counts."""
     return functools.reduce(lambda most, sample: most | Counter(self.encoder.spelt(sample)), samples, Counter())
 
   def lost_thoughts(self, conversation: Conversation, samples: Sequence[Rendered]) -> tuple[int, int]:
-    """How many answers are learned without their thought: before the last user's message, and after it."""
+    """Returns the number of answers learned without their thought: before the last user message, and after it."""
     learned = answers_to_learn(conversation, self.train_on)
     lost = {i for sample in samples for i in sample.lost if learned is None or i in learned}
     late = sum(i > conversation.last_user for i in lost)
     return len(lost) - late, late
 
   def encode(self, conversation: Conversation, place: str) -> Encoded:
-    """A conversation's tokens. Raises BadRecordError as ``samples``, and for images that cannot be used."""
+    """Returns the tokens of a conversation. Raises BadRecordError as ``samples``, and for images that cannot be used."""
     multimodal = self.multimodal
     load = (lambda path: multimodal.look_at(path, place)) if multimodal else None
     learned = answers_to_learn(conversation, self.train_on)
     return Encoded.joined([self.encoder.encode(s, learned, place, load) for s in self.samples(conversation, place)])
 
   def identity(self) -> dict[str, Any]:
-    """What the rows depend on, for the state of the data."""
+    """Returns everything about conversations that the rows depend on, for the state of the data."""
     return {"template": self.renderer.name, "train_on": self.train_on}

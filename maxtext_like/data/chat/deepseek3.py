@@ -1,4 +1,4 @@
-"""Conversations as DeepSeek V3 knows them, and V3.2 in its own encoding (which has no published jinja)."""
+"""The templates of DeepSeek V3, and of V3.2, which has its own encoding and no published jinja template."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ _TOOL_TOKENS = [
 
 
 class DeepSeek3(OneSample):
-  """V3: what the system says, wherever it does, comes first. What tools answer is framed once; no thoughts."""
+  """DeepSeek V3: all system texts come first, the answers of tools are framed once, and there are no thoughts."""
 
   name = "deepseek3"
   needed = (BEGIN, END, USER, ASSISTANT)
@@ -26,16 +26,17 @@ class DeepSeek3(OneSample):
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
     if conversation.tools:
-      raise RenderError("DeepSeek V3's template declares no tools; say in the system's text what there is")
+      raise RenderError("DeepSeek V3's template does not declare tools; describe them in the system message")
     refuse_flags(conversation, "DeepSeek V3")
     if conversation.thinking or any(message.thinking and message.written is None for message in conversation.messages):
-      raise RenderError("DeepSeek V3's template has no thoughts")
+      raise RenderError("DeepSeek V3's template does not support thoughts")
     out = Writer(self.special)
     out.literal(BEGIN)
     out.say("\n\n".join(text_of(m.content, "DeepSeek") for m in conversation.messages if m.role == "system"))
     lost: list[int] = []
-    called = answered = False  # the template opens calls and answers once in a conversation
+    called = answered = False  # the template opens the calls and the answers once in a conversation
     after_tool = False
+    # Each message continues from the state of the earlier ones, as the published template does.
     for i, message in enumerate(conversation.messages):
       content = message.written if message.written is not None else text_of(message.content, "DeepSeek")
       if message.role == "user":
@@ -72,7 +73,7 @@ class DeepSeek3(OneSample):
 
   def _calls(self, out: Writer, number: int, message: Message, content: str, called: bool) -> None:
     if message.tool_responses:
-      raise RenderError("DeepSeek takes what tools answer as messages of role 'tool'")
+      raise RenderError("DeepSeek takes the answers of tools as messages of role 'tool'")
     if not called:
       out.literal(ASSISTANT)
     out.speak(number, message.trained)
@@ -125,11 +126,12 @@ Here is an example:
 Here are the functions available in JSONSchema format:
 <functions>
 """
-"""What the model was trained to read before its tools; every byte of it counts."""
+"""The text in front of the tools that the model was trained with. Every byte matters."""
 
 
 class DeepSeek32(OneSample):
-  """V3.2: each user's message ends with ``<think>`` (thinking, and no user speaks after it) or ``</think>``; calls in DSML."""
+  """DeepSeek V3.2: a user message ends with ``<think>`` (thinking, and no user message follows) or ``</think>``; calls are
+  DSML."""
 
   name = "deepseek3.2"
   needed = (BEGIN, END, USER, ASSISTANT)
@@ -148,15 +150,15 @@ class DeepSeek32(OneSample):
       thinks = any(message.thinking for message in messages[last_user + 1 :])
     lost = [i + shift for i, message in enumerate(messages) if i <= last_user and message.thinking and message.trained]
     if purpose == "prompt" and messages[-1].role not in ("user", "developer", "tool"):
-      raise RenderError("DeepSeek V3.2 answers a user or a tool, and the last message is of neither")
+      raise RenderError("DeepSeek V3.2 answers a user or a tool, but the last message is from neither")
     if thinks and any(message.role == "developer" for message in messages[:last_user]):
-      raise RenderError("DeepSeek V3.2, thinking, has no developer's message before the last user's")
+      raise RenderError("DeepSeek V3.2 with thinking does not support a developer message before the last user message")
     out = Writer(self.special)
     out.literal(BEGIN)
     for i, message in enumerate(messages):
       content = text_of(message.content, "DeepSeek")
       if message.tool_responses:
-        raise RenderError("DeepSeek takes what tools answer as messages of role 'tool'")
+        raise RenderError("DeepSeek takes the answers of tools as messages of role 'tool'")
       if message.role == "system":
         out.say(content)
         if i == 0 and conversation.tools:
@@ -174,7 +176,7 @@ class DeepSeek32(OneSample):
       else:
         self._answer(out, i + shift, message, content, thinks and i > last_user)
     if purpose == "prompt" and messages[-1].role == "tool" and out.pieces[-1].kind != "special":
-      raise RenderError("a call of the last message of the assistant has no answer yet")
+      raise RenderError("a tool call in the last assistant message has no answer yet")
     return Rendered(tuple(out.pieces), tuple(lost))
 
   def _tools(self, out: Writer, conversation: Conversation) -> None:
@@ -185,11 +187,11 @@ class DeepSeek32(OneSample):
     out.literal("</functions>\n")
 
   def _result(self, out: Writer, messages: list[Message], at: int, content: str, think: str) -> None:
-    """What a tool answered, in a frame around all answers to one message."""
+    """Writes the answer of a tool, inside a frame around all answers to one message."""
     asked = next((i for i in range(at - 1, -1, -1) if messages[i].role != "tool"), -1)
     calls = messages[asked].tool_calls if asked >= 0 else ()
     if len(calls) < at - asked:
-      raise RenderError(f"a tool answers in message {at + 1}, but there are only {len(calls)} calls before it")
+      raise RenderError(f"message {at + 1} is the answer of a tool, but there are only {len(calls)} calls before it")
     out.literal("\n\n<function_results>" if at - asked == 1 else "")
     out.literal("\n<result>")
     out.say(content)
@@ -199,7 +201,7 @@ class DeepSeek32(OneSample):
 
   def _answer(self, out: Writer, number: int, message: Message, content: str, thinks: bool) -> None:
     if thinks and not message.thinking and not message.tool_calls:
-      raise RenderError("DeepSeek V3.2, thinking, wants a thought or a call in each answer to the last user's message")
+      raise RenderError("DeepSeek V3.2 with thinking needs a thought or a call in each answer to the last user message")
     out.speak(number, message.trained)
     if thinks:
       out.say(message.thinking or "")

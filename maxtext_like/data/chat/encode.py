@@ -1,4 +1,4 @@
-"""A rendered conversation to token ids, each known to be trained on or not."""
+"""Encodes a rendered conversation as token ids, each marked as trained on or not."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Encoded:
   """Token ids of a conversation.
 
   Attributes:
-    ids: of all its samples, one after the other.
-    trained: bool for each, whether it is learned.
+    ids: ids of all its samples, one after the other.
+    trained: bool for each id, True if it is learned.
     images: spans of the images in ``ids``.
-    ends: where each sample ends in ``ids``; empty if there is one.
+    ends: end of each sample in ``ids``; empty if there is one sample.
   """
 
   ids: list[int]
@@ -38,7 +38,7 @@ class Encoded:
 
   @classmethod
   def joined(cls, samples: Sequence["Encoded"]) -> "Encoded":
-    """Several samples as one document."""
+    """Concatenates several samples to one document."""
     if len(samples) == 1:
       return samples[0]
     ends = tuple(accumulate(len(sample.ids) for sample in samples))
@@ -52,11 +52,12 @@ class Encoded:
 
 
 def answers_to_learn(conversation: Conversation, train_on: TrainOn) -> frozenset[int] | None:
-  """The numbers of the messages that are learned, before the marks of the record.
+  """Returns the indices of the messages to learn, before the marks of the record are applied.
 
   Returns:
-    Every answer (``assistant``), the answers to the last user's message (``last``), or None for all text (``all``). The answers
-    in the prompt of a record of prompt and completion are questions, not answers.
+    Every answer (``assistant``), the answers to the last user message (``last``), or None for all text (``all``). Answers in
+    the prompt
+    of a record of prompt and completion are part of the question.
   """
   if train_on == "all":
     return None
@@ -68,15 +69,15 @@ def answers_to_learn(conversation: Conversation, train_on: TrainOn) -> frozenset
 
 
 class ChatEncoder:
-  """Encodes what one renderer writes with one tokenizer.
+  """Encodes the texts of one renderer with one tokenizer.
 
   Text between special tokens is encoded in one piece, as a server does with the complete prompt. It is divided only where the
-  assistant begins to speak, because a server's prompt ends there. If a tokenizer would find one of the
-  renderer's tokens in a text of the record, the spelling is encoded as letters, unless ``parse`` is set.
+  assistant begins to speak, because a server's prompt ends there. If the tokenizer would find one of the renderer's tokens in a
+  text of the record, the spelling is encoded as characters, unless ``parse`` is set.
   """
 
   def __init__(self, renderer: Renderer, tokenizer: Tokenizer, vision: VisionConfig | None = None, *, parse: bool = False):
-    """Sets up the tokens of a renderer.
+    """Looks up the tokens of a renderer.
 
     Args:
       renderer: renders the conversations.
@@ -85,7 +86,7 @@ class ChatEncoder:
       parse: the spelling of a special token in a text of the record is that token, as in Hugging Face.
 
     Raises:
-      UserError: the tokenizer lacks the tokens that the renderer cannot do without (bytes spell them out).
+      UserError: the tokenizer lacks tokens that the renderer needs. The bytes tokenizer spells them instead.
     """
     found = {spelling: tokenizer.find(spelling) for spelling in renderer.special}
     self._ids: Mapping[str, int] = {spelling: i for spelling, i in found.items() if i is not None}
@@ -102,7 +103,7 @@ class ChatEncoder:
     self._spellings = Spellings({**tokenizer.special, **self._ids})
 
   def spelt(self, rendered: Rendered) -> list[str]:
-    """The special tokens that texts of the record spell in a rendered conversation."""
+    """Returns the special tokens that texts of the record spell in a rendered conversation."""
     return [spelling for piece in rendered.pieces if piece.kind == "text" for spelling in self._spellings.find(piece.text)]
 
   @property
@@ -122,20 +123,21 @@ class ChatEncoder:
     place: str,
     load: Callable[[str], TowerImage | UnreadImage] | None = None,
   ) -> Encoded:
-    """Token ids of a conversation.
+    """Returns the token ids of a conversation.
 
     Args:
-      rendered: by the renderer.
-      learned: numbers of the answers that are learned (``answers_to_learn``); None: all text except excluded answers.
+      rendered: the rendered conversation.
+      learned: indices of the answers to learn (``answers_to_learn``); None: all text except excluded answers.
       place: names the record in errors.
-      load: an image, of its path.
+      load: reads the image with a path.
 
     Raises:
-      BadRecordError: images where the model takes none, or as ``load``.
+      BadRecordError: there are images but the model takes none, or ``load`` raised it.
     """
     ids: list[int] = []
     trained: list[bool] = []
     spans: list[ImageSpan] = []
+    # Text is collected in `run` and encoded when a special token, an image or a change of `learn` ends it.
     run: list[str] = []
     of_run = False
 
@@ -153,7 +155,7 @@ class ChatEncoder:
       if piece.kind == "image":
         if self._vision is None or load is None:
           raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
-        assert self._vision.boi_token_id is not None  # VisionConfig has seen to it
+        assert self._vision.boi_token_id is not None  # VisionConfig checks this
         assert self._vision.image_token_id is not None
         assert self._vision.eoi_token_id is not None
         run.append(self._vision.frame)
@@ -178,12 +180,13 @@ class ChatEncoder:
     return Encoded(ids, np.asarray(trained, bool), tuple(spans))
 
   def _plain(self, text: str, place: str) -> list[int]:
-    """Ids of a text, none of which is a special token's."""
+    """Encodes a text without special tokens."""
     if not text:
       return []
     ids = self._tokenizer.encode(text)
     if self._forbidden.isdisjoint(ids):
       return ids
+    # The tokenizer found special tokens: encode again, and divide each spelling after its first character.
     ids, at = [], 0
     for spelling in self._spellings.find(text):
       cut = text.index(spelling, at) + 1
@@ -191,5 +194,5 @@ class ChatEncoder:
       at = cut
     ids += self._tokenizer.encode(text[at:])
     if not self._forbidden.isdisjoint(ids):
-      raise BadRecordError(place, "the tokenizer makes special tokens of the text, whatever it spells")
+      raise BadRecordError(place, "the tokenizer makes special tokens from text that does not spell them")
     return ids

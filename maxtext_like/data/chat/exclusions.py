@@ -1,7 +1,7 @@
 """Marks in a record that say which answers are learned, under the names that other trainers use.
 
-Open this file to add a name. A mark is honoured where its meaning is clear (true, false, 1, 0) and refused otherwise, so that
-an answer marked as bad is never learned as a good one.
+Open this file to add a name. A mark is applied if its meaning is clear (true, false, 1, 0) and refused otherwise, so that an
+answer marked as bad is never learned as a good one.
 """
 
 import json
@@ -15,28 +15,28 @@ MARKS = (
   "weight", "loss_weight", "loss_mask", "loss_scale", "loss", "compute_loss", "train", "training", "trainable", "trained",
   "learn",
 )  # fmt: skip
-"""Of a message or a turn: 1 or true is learned, 0 or false is not."""
+"""Marks of a message or a turn: 1 or true is learned, 0 or false is not."""
 LABELS = ("label", "kto_tag", "desirable")
-"""Of a record, as KTO has them: true is a good answer, false a bad one."""
+"""Marks of a record, as in KTO: true is a good answer, false a bad one."""
 UNCLEAR = ("train_detail", "mask", "masked")
-"""Of a message: names that mark parts of an answer, or whose true means "learned" here and "left out" there."""
+"""Names at a message that mark parts of an answer, or whose true means "learned" in one project and "left out" in another."""
 _ALSO_MEASURED = frozenset({"loss", "training", "trained", "learn"})
-"""Names that on a record are often a measurement or a comment; only a clear value is taken for a mark there."""
+"""Names that on a record are often a measurement or a comment. Only a clear value counts as a mark there."""
 _OF_RECORD = frozenset({*MARKS, *LABELS})
 _WORDS = re.compile(r"(?:^|_|\b)(?:train|loss|learn|mask|ignor|skip|exclud|supervis|reject)", re.IGNORECASE)
 _WORDS_OF_RECORD = re.compile(
   r"(?:^|_|\b)(?:train|loss|learn|mask|ignor|exclud|supervis|reject|kto|chosen|accept|prefer|desirable|thumbs)", re.IGNORECASE
 )
-"""Words in a field's name that say, with a value of true or false, whether something is learned."""
+"""Words in the name of a field that suggest, if its value is true or false, that the field says what is learned."""
 
 
 def shown(value: object) -> str:
-  """A value as JSON, so that the text "0" differs from the number 0 in a message."""
+  """Returns a value as JSON, so that a message shows the text "0" and the number 0 differently."""
   return strict_json.printable(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def of_message(message: Mapping[str, Any], where: str) -> bool | None:
-  """Return the mark that says if a message is learned.
+  """Returns the mark that says if a message is learned.
 
   Args:
     message: an object of the record, without fields that are null.
@@ -51,15 +51,15 @@ def of_message(message: Mapping[str, Any], where: str) -> bool | None:
   for name in UNCLEAR:
     if message.get(name) not in (None, "", [], {}, ()):
       raise ValueError(
-        f"{where}.{name} is {shown(message[name]):.60}, and its meaning here is not clear: an answer is learned completely or "
-        f'not at all (instead of {name}, write "train": false on each answer that is not to be learned)'
+        f"{where}.{name} is {shown(message[name]):.60}, which has no clear meaning here: an answer is learned completely or "
+        f'not at all (instead of {name}, write "train": false on each answer that must not be learned)'
       )
   _refuse_unknown(message, MARKS, _WORDS, f"{where}.")
   return _agreed({name: _clear(message[name], f"{where}.{name}") for name in MARKS if name in message}, where)
 
 
 def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
-  """Return the mark of a complete record (True: learned, False: not, None: no mark) and the names of the fields with marks.
+  """Returns the mark of a complete record (True: learned, False: not, None: no mark) and the names of the fields with marks.
 
   Raises:
     ValueError: as ``of_message``.
@@ -84,12 +84,12 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str], words: re.Pattern[str], where: str) -> None:
-  """Raises ValueError for a field that looks like a mark under a name that is not known here, so that it is never ignored."""
+  """Raises ValueError for a field that looks like a mark but has an unknown name, so that a mark is never ignored."""
   for name, value in fields.items():
     if name not in known and isinstance(value, bool) and isinstance(name, str) and words.search(name):
       raise ValueError(
-        f"{where}{strict_json.printable(name)} is {shown(value)}: its name is like a mark for training, but is not a known one "
-        f'(write "train": false on an answer that is not to be learned, or rename the field)'
+        f"{where}{strict_json.printable(name)} is {shown(value)}: the name looks like a mark for training, but is not a known "
+        f'one (write "train": false on an answer that must not be learned, or rename the field)'
       )
 
 

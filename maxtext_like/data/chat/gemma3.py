@@ -1,13 +1,13 @@
-"""Conversations as Gemma 3 knows them: user and model in turn, what the system says before the first user's text."""
+"""The template of Gemma 3: user and model alternate, and the system text comes before the first user text."""
 
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture
 from maxtext_like.data.chat.rendering import OneSample, Purpose, Rendered, RenderError, Writer, refuse_flags
 
 
 class Gemma3(OneSample):
-  """Text is stripped, images are ``<start_of_image>``. No tools, no thoughts; roles that do not alternate are refused.
+  """Strips text and writes images as ``<start_of_image>``. Tools, thoughts and roles that do not alternate are refused.
 
-  A thought that the record spells inside an answer is text of the answer, as in the published template.
+  A thought that the record spells inside an answer is part of the answer's text, as in the published template.
   """
 
   name = "gemma3"
@@ -17,10 +17,10 @@ class Gemma3(OneSample):
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
     if conversation.tools or any(m.tool_calls or m.tool_responses or m.role == "tool" for m in conversation.messages):
-      raise RenderError("Gemma 3 has no tools")
+      raise RenderError("Gemma 3 does not support tools")
     refuse_flags(conversation, "Gemma 3")
     if conversation.thinking or any(message.thinking and message.written is None for message in conversation.messages):
-      raise RenderError("Gemma 3 has no thoughts")
+      raise RenderError("Gemma 3 does not support thoughts")
     first, *rest = conversation.messages
     prefix, shift = "", 0
     if first.role == "system":
@@ -36,7 +36,7 @@ class Gemma3(OneSample):
           f"Gemma 3 has no role '{message.role}'" + (" after the first message" if message.role == "system" else "")
         )
       if (message.role == "user") != (i % 2 == 0):
-        raise RenderError(f"Gemma 3 wants user and assistant in turn, and message {i + 1} is of the {message.role}")
+        raise RenderError(f"Gemma 3 needs user and assistant to alternate, but message {i + 1} is from the {message.role}")
       out.literal(f"<start_of_turn>{'user' if message.role == 'user' else 'model'}\n")
       if i == 0:
         out.say(prefix)
@@ -56,10 +56,10 @@ class Gemma3(OneSample):
 
 
 def _system(message: Message) -> str:
-  """The system's text. Raises RenderError for what the template would leave out: an image, a second text."""
+  """Returns the system text. Raises RenderError for an image or a second text, which the template would drop."""
   parts = list(message.parts)
   if not parts:
     return ""
   if len(parts) > 1 or isinstance(parts[0], Picture):
-    raise RenderError("Gemma 3 takes one text of the system")
+    raise RenderError("Gemma 3 takes a single text as the system message")
   return parts[0]

@@ -1,7 +1,7 @@
-"""Conversations as Gemma 4 knows them (the template of 2026-07-09): a turn of the system, thoughts in a channel, tools.
+"""The template of Gemma 4 (as published on 2026-07-09): a system turn, thoughts in a channel, tools.
 
-Thoughts before the last user's message are dropped. Messages of the assistant that follow each other, and what tools answer
-between them, are one turn. A call that no tool has answered ends with ``<|tool_response>``, where the model stops.
+Thoughts before the last user message are dropped. Consecutive assistant messages, and the answers of tools between them, are
+one turn. A call without an answer ends with ``<|tool_response>``, where the model stops.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,11 @@ _STANDARD = ("description", "type", "properties", "required", "nullable")
 
 @dataclass(frozen=True)
 class Gemma4(OneSample):
-  """``empty_thought``: without thinking, a prompt ends with an empty thought. 26B and 31B do so, E2B and E4B do not."""
+  """Renders Gemma 4's template.
+
+  Attributes:
+    empty_thought: without thinking, a prompt ends with an empty thought. True for 26B and 31B, False for E2B and E4B.
+  """
 
   empty_thought: bool
 
@@ -38,6 +42,7 @@ class Gemma4(OneSample):
     preserve = conversation.template_kwargs.get("preserve_thinking")
     out = Writer(self.special)
     messages, thinks, shift = list(conversation.messages), conversation.thinks, 0
+    # The system turn has the request to think, the system text and the tools.
     out.literal("<bos>")
     if thinks or conversation.tools or messages[0].role in ("system", "developer"):
       out.literal("<|turn>system\n")
@@ -50,14 +55,15 @@ class Gemma4(OneSample):
         out.literal("<|tool>")
         try:
           _declare(out, tool["function"])
-        except (TypeError, AttributeError) as error:  # a list where an object belongs, a number for a list
-          raise RenderError(f"the declaration of the tool '{tool['function']['name']}' is no JSON schema: {error}") from None
+        except (TypeError, AttributeError) as error:  # a list in place of an object, or a number in place of a list
+          raise RenderError(f"the declaration of the tool '{tool['function']['name']}' is not a JSON schema: {error}") from None
         out.literal("<tool|>")
       out.literal("<turn|>\n")
+    # Every other message. Messages of tools are written together with the assistant's message that called them.
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     speakers = [i for i, message in enumerate(messages) if message.role != "tool"]
     lost: list[int] = []
-    ended = ""  # end of the last message: "call", "response", or a turn
+    ended = ""  # how the last message ended: "call", "response" or "turn"
     for at, i in enumerate(speakers):
       message = messages[i]
       before = messages[speakers[at - 1]].role if at else None
@@ -81,12 +87,13 @@ class Gemma4(OneSample):
       if message.tool_calls and not responded:
         said.end("<|tool_response>")
       elif message.role == "assistant" and after == "assistant" and (not message.tool_calls or responded):
-        pass  # the turn goes on
+        pass  # the turn continues
       elif not (responded and not content and after is None):
         said.end("<turn|>")
         out.literal("\n")
-      # An image after the call does not change what comes next.
+      # An image after the call does not change what follows.
       ended = "response" if responded else "call" if message.tool_calls else "turn"
+    # A prompt ends with the text that asks the model for its answer.
     if purpose == "prompt":
       if ended not in ("response", "call"):
         out.literal("<|turn>model\n")
@@ -98,7 +105,7 @@ class Gemma4(OneSample):
 
 
 class _Said:
-  """What one message adds; the assistant's own words are marked."""
+  """Writes the parts of one message. The assistant's words are marked as spoken by it."""
 
   def __init__(self, out: Writer, number: int, message: Message, *, thinks: bool):
     self._out, self._number, self._message, self._thinks = out, number, message, thinks
@@ -108,7 +115,7 @@ class _Said:
       self._out.speak(self._number, self._message.trained)
 
   def thought(self, *, after_tool: bool) -> None:
-    """A thought; after what a tool answered, a prompt that wants thoughts has begun it already."""
+    """Writes a thought. After the answer of a tool, a prompt that asks for thoughts has already begun it."""
     out = self._out
     if not (after_tool and self._thinks):
       self._speak()
@@ -130,7 +137,8 @@ class _Said:
     out.stop()
 
   def responses(self, follow: Sequence[Message]) -> bool:
-    """What tools answered: inside the message, else in the messages of role tool that follow. Whether there is any."""
+    """Writes the answers of tools: those inside the message, else the messages of role tool in ``follow``. Returns True if
+    there are any."""
     found: list[tuple[str, Any, tuple[str, ...]]] = []
     if self._message.tool_responses:
       found = [(response.name or "unknown", response.response, ()) for response in self._message.tool_responses]
@@ -148,7 +156,7 @@ class _Said:
     return bool(found)
 
   def content(self) -> bool:
-    """Texts and images; whether there are any."""
+    """Writes texts and images. Returns True if there are any."""
     out, any_text = self._out, False
     self._speak()
     for part in self._message.parts:
@@ -174,22 +182,22 @@ def _system(out: Writer, message: Message) -> None:
     return
   for part in message.parts:
     if isinstance(part, Picture):
-      raise RenderError("Gemma 4 takes no images of the system")
+      raise RenderError("Gemma 4 takes no images in the system message")
     out.say(part.strip() + " ")
 
 
 def _spells_thought(message: Message) -> bool:
-  """Return True if an answer spells out a channel, which the template does not write."""
+  """Returns True if an answer spells out a channel, which the template does not write."""
   return message.role == "assistant" and any(isinstance(part, str) and "<|channel>" in part for part in message.parts)
 
 
 def _without_thoughts(text: str) -> str:
-  """An answer without the channels that it spells out."""
+  """Returns an answer without the channels that it spells out."""
   return "".join(part.split("<|channel>")[0] for part in text.split("<channel|>")).strip()
 
 
 def _response(out: Writer, name: str, response: Any, opened_by: Any) -> None:
-  """A tool's answer; where the model stopped to have it, the first token is the model's own."""
+  """Writes the answer of a tool. If the model stopped to wait for it, the first token belongs to the model's text."""
   if opened_by is not None:
     opened_by()
   out.literal("<|tool_response>")
@@ -210,7 +218,7 @@ def _sorted(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _mapping(out: Writer, values: Mapping[str, Any]) -> None:
-  """key:value, with commas between; keys without quotes."""
+  """Writes key:value pairs separated by commas. Keys have no quotes."""
   for i, (key, value) in enumerate(_sorted(values)):
     out.literal("," if i else "")
     out.say(key)
@@ -225,7 +233,7 @@ def _quote(out: Writer, text: str) -> None:
 
 
 def _value(out: Writer, value: Any, *, quoted: bool) -> None:
-  """A JSON value as Gemma 4 writes it. `quoted`: keys of objects stand in quotes."""
+  """Writes a JSON value in Gemma 4's form. ``quoted``: keys of objects have quotes."""
   if value is None:
     out.literal("null")
   elif isinstance(value, str):
@@ -251,12 +259,12 @@ def _value(out: Writer, value: Any, *, quoted: bool) -> None:
 
 
 def _field(value: Any, key: str) -> Any:
-  """A field of a schema; "" where there is none."""
+  """Returns a field of a schema; "" if it does not exist."""
   return value.get(key, "") if isinstance(value, Mapping) else ""
 
 
 def _strings(out: Writer, name: str, values: Any) -> None:
-  """name:[strings]"""
+  """Writes name:[strings]."""
   out.literal(f"{name}:[")
   for i, value in enumerate(values):
     out.literal("," if i else "")
@@ -265,7 +273,7 @@ def _strings(out: Writer, name: str, values: Any) -> None:
 
 
 def _declare(out: Writer, function: Mapping[str, Any]) -> None:
-  """The declaration of a tool, of its JSON schema."""
+  """Writes the declaration of a tool from its JSON schema."""
   out.literal("declaration:")
   out.say(str(_field(function, "name")))
   out.literal("{description:")
@@ -298,7 +306,8 @@ def _declare(out: Writer, function: Mapping[str, Any]) -> None:
 
 
 def _properties(out: Writer, properties: Any, *, own_keys: bool = False) -> None:
-  """name:{schema}, with commas between. `own_keys`: the keys of a schema itself are left out (an object without properties)."""
+  """Writes name:{schema} pairs separated by commas. ``own_keys``: skip the keys of a schema itself, for an object without
+  properties."""
   if not isinstance(properties, Mapping):
     raise RenderError(f"the properties of a tool's parameters are {type(properties).__name__}, expected an object")
   shown = [(key, value) for key, value in _sorted(properties) if not own_keys or key not in _STANDARD]
@@ -346,7 +355,7 @@ def _schema(out: Writer, schema: Any) -> None:
 
 
 def _items(out: Writer, items: Mapping[str, Any]) -> None:
-  """The schema of the entries of an array."""
+  """Writes the schema of the entries of an array."""
   shown = [(key, value) for key, value in _sorted(items) if value is not None]
   for i, (key, value) in enumerate(shown):
     out.literal("," if i else "")

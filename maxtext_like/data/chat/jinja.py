@@ -1,4 +1,5 @@
-"""Conversations as a model's own template has them: the jinja file in its checkpoint. ``turns.py`` finds the answers in it."""
+"""Conversations in the model's own template: the jinja file in its checkpoint. ``turns.py`` finds the answers in the rendered
+text."""
 
 import functools
 import re
@@ -16,28 +17,28 @@ from maxtext_like.data.readers.input_files import open_regular
 from maxtext_like.data.tokenization.tokenizer import MORE_TEMPLATES, Tokenizer
 from maxtext_like.errors import UserError
 
-MAX_BYTES = 2**20  # of a template; the longest known has 30 KiB
-DEFAULT, TOOL_USE = "default", "tool_use"  # as transformers names templates; the second is for conversations with tools
+MAX_BYTES = 2**20  # largest template; the longest known one has 30 KiB
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates in transformers; the second is for conversations with tools
 
 
 def find_template(folder: Path) -> tuple[str, str] | None:
-  """The template that lies beside a tokenizer, and the file that it is from; None: there is none.
+  """Returns the template stored with a tokenizer and the name of its file; None if there is none.
 
   Raises:
-    UserError: a file that cannot be read or used; several templates by name, none of which is the default.
+    UserError: a file cannot be read or used, or there are several named templates without a default.
   """
   found = _named_templates(folder)
   if found and DEFAULT not in found:
     path = next(iter(found.values()))[1]
     raise UserError(
-      f"{path}: the chat templates there are {', '.join(map(strict_json.printable, found))}, none is named {DEFAULT}\n"
-      f"  fix: chat_template=FILE with one of them in a file of its own, or the name {DEFAULT} for the one that is meant"
+      f"{path}: the chat templates there are {', '.join(map(strict_json.printable, found))}, but none is named {DEFAULT}\n"
+      f"  fix: chat_template=FILE with one of them in a separate file, or rename the intended one to {DEFAULT}"
     )
   return found.get(DEFAULT)
 
 
 def template_beside(tokenizer: Tokenizer) -> "Jinja | None":
-  """The template that lies beside a tokenizer, with the one that is there for tools; None: there is none. Raises UserError."""
+  """Returns the template stored with a tokenizer, with its variant for tools; None if there is none. Raises UserError."""
   folder = tokenizer.files[0].parent if tokenizer.files else None
   if folder is None or (found := find_template(folder)) is None:
     return None
@@ -46,7 +47,7 @@ def template_beside(tokenizer: Tokenizer) -> "Jinja | None":
 
 
 def _named_templates(folder: Path) -> dict[str, tuple[str, str]]:
-  """The templates beside a tokenizer by the names that transformers gives them, each with its file."""
+  """Returns the templates stored with a tokenizer by their names in transformers, each with its file."""
   if (path := folder / "chat_template.jinja").is_file():
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return {name: (read_template(path), str(path)) for name, path in ((DEFAULT, path), *((path.stem, path) for path in more))}
@@ -57,7 +58,7 @@ def _named_templates(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def _named_in(path: Path) -> dict[str, tuple[str, str]]:
-  """Those of a JSON file, which has one or a list of them by name."""
+  """Returns the templates in a JSON file, which has a single template or a list with names."""
   found = strict_json.parse_file(path, limit=16 * MAX_BYTES).get("chat_template")
   entries = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
   pairs = ((entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict))
@@ -65,16 +66,16 @@ def _named_in(path: Path) -> dict[str, tuple[str, str]]:
 
 
 def read_template(path: Path) -> str:
-  """The text of a template's file, or the default template of a tokenizer_config.json. Raises UserError."""
+  """Returns the text of a template's file, or the default template of a tokenizer_config.json. Raises UserError."""
   if path.suffix == ".json" and (named := _named_in(path)):
     if DEFAULT not in named:
-      raise UserError(f"{path}: the chat templates there are {', '.join(named)}, none is named {DEFAULT}")
+      raise UserError(f"{path}: the chat templates there are {', '.join(named)}, but none is named {DEFAULT}")
     return named[DEFAULT][0]
   try:
     with open_regular(path) as file:
       data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-      raise UserError(f"{path}: more than {MAX_BYTES} bytes, no chat template")
+      raise UserError(f"{path}: more than {MAX_BYTES} bytes, so it is not a chat template")
     return data.decode("utf-8")
   except OSError as error:
     raise UserError(f"{path}: {error.strerror}") from None
@@ -83,22 +84,22 @@ def read_template(path: Path) -> str:
 
 
 class Jinja:
-  """A template with one tokenizer's special tokens."""
+  """A template with the special tokens of one tokenizer."""
 
   needed: tuple[str, ...] = ()
-  ends: tuple[str, ...] = ()  # generation_config.json says them
+  ends: tuple[str, ...] = ()  # generation_config.json has them
 
   def __init__(self, source: str, name: str, tokenizer: Tokenizer, for_tools: "Jinja | None" = None):
-    """A template.
+    """Compiles a template.
 
     Args:
-      source: the template.
-      name: of its file.
-      tokenizer: whose special tokens it writes.
-      for_tools: renders conversations with tools in its place.
+      source: text of the template.
+      name: name of its file.
+      tokenizer: has the special tokens that the template writes.
+      for_tools: renders conversations with tools instead of this template.
 
     Raises:
-      UserError: no jinja2, or none that can be run.
+      UserError: jinja2 is not installed, or the template cannot be run.
     """
     self.name = f"{Path(name).name}, xxh3 {xxhash.xxh3_128_hexdigest(source.encode('utf-8', 'surrogatepass'))}"
     if for_tools is not None:
@@ -109,14 +110,14 @@ class Jinja:
       f"{kind}_token": spelt.get(id_ if id_ is not None else -1, "")
       for kind, id_ in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id))
     }
-    # Tokens that are not marked as special but are in the template are the template's too; thoughts may be in any answer.
+    # Tokens in the template that are not marked as special belong to the template too. Thoughts may be in any answer.
     spelt_there = {*re.findall(r"<[^<>\s]{1,40}>|\[[A-Z_/]{1,40}\]", source), "<think>", "</think>"}
     marked = [text for text in spelt_there if tokenizer.find(text) is not None]
     self.special = frozenset(tokenizer.special) | frozenset(marked)
     if for_tools is not None:
       self.special |= for_tools.special
     if not self.special:
-      raise UserError(f"{name}: the tokenizer has no special tokens, so nothing would tell a turn from its text")
+      raise UserError(f"{name}: the tokenizer has no special tokens, so a turn could not be distinguished from its text")
     self._source = source
     self._template: Callable[..., str] = compile_template(source, name)
 
@@ -125,7 +126,7 @@ class Jinja:
       answers = frozenset(i for i, message in enumerate(conversation.messages) if message.role == "assistant")
       first, *more = self.samples(conversation, answers)
       if more:
-        raise RenderError("the chat template gives no single text with every answer")
+        raise RenderError("the chat template cannot write every answer in a single text")
       return first
     if conversation.tools and self._for_tools is not None:
       return self._for_tools.render(conversation, purpose)
@@ -136,7 +137,7 @@ class Jinja:
     if conversation.tools and self._for_tools is not None:
       return self._for_tools.samples(conversation, learned)
     answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant"]
-    # With train_on=all every text is learned, and only excluded answers have to be found.
+    # With train_on=all every text is learned, so only excluded answers must be found.
     wanted = (i for i in answers if (not conversation.messages[i].trained if learned is None else i in learned))
     if learned is not None:
       wanted = (i for i in wanted if conversation.messages[i].trained)

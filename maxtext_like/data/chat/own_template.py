@@ -1,7 +1,7 @@
-"""Whether the chat template that a checkpoint carries is the one published for its family.
+"""Checks whether the chat template in a checkpoint equals the one published for its family.
 
-A fine-tuned model may have learned another. What is exported carries that file along, and is then served with a template that
-it was not trained with.
+A fine-tuned model may have learned another template. An exported model includes the file and is then served with a template
+that it was not trained with.
 """
 
 import functools
@@ -25,13 +25,13 @@ _PROBES: tuple[tuple[Conversation, Purpose], ...] = (
   (Conversation((Message("system", "Count."), _ASKED[0])), "prompt"),
 )
 _BEGIN = ("<bos>", BEGIN)
-_SHOWN = 40  # characters of each text
+_SHOWN = 40  # characters of each text in the message
 
 
 def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
   """Warns once if the template stored with the tokenizer, which is not used, differs from the published one, which is used.
 
-  The two are compared on conversations that every template has. A template that cannot be run, or that exceeds a limit of
+  The two are compared on conversations that every template supports. A template that cannot be run, or that exceeds a limit of
   ``worker_process.py``, is reported as not compared. Without jinja2 nothing is compared.
   """
   if importlib.util.find_spec("jinja2") is None or not tokenizer.files:
@@ -41,7 +41,7 @@ def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
       return
     texts = _first_difference(published, Jinja(*found, tokenizer))
   except UserError as error:
-    _tell(f"chat_template is auto and takes {published.name}; the model's own cannot be compared with it: {error}")
+    _tell(f"chat_template is auto and uses {published.name}; the model's own template cannot be compared with it: {error}")
     return
   if texts is None:
     return
@@ -49,18 +49,18 @@ def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
   alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False)))
   same = max(alike - _SHOWN // 2, 0)
   _tell(
-    f"chat_template is auto and takes {published.name}, which is published for the family; the model's own is another: "
+    f"chat_template is auto and uses {published.name}, the published template of the family, but the model's own differs: "
     f"{found[1]} has {theirs[same : same + _SHOWN]!r} where {published.name} has {ours[same : same + _SHOWN]!r}. "
-    f"chat_template={found[1]} takes the file, chat_template={published.name} says that it is not meant"
+    f"chat_template={found[1]} uses the file; chat_template={published.name} keeps the published one without this warning"
   )
 
 
 def _first_difference(published: Renderer, own: Renderer) -> tuple[str, str] | None:
-  """The texts of the first conversation for which two templates differ; None if there is no such conversation."""
+  """Returns the texts of the first conversation for which two templates differ; None if there is no such conversation."""
   for conversation, purpose in _PROBES:
     try:
       ours, theirs = (_text(renderer, conversation, purpose) for renderer in (published, own))
-    except RenderError:  # one has no system turn
+    except RenderError:  # one of them has no system turn
       continue
     if ours != theirs:
       return ours, theirs
@@ -68,7 +68,7 @@ def _first_difference(published: Renderer, own: Renderer) -> tuple[str, str] | N
 
 
 def _text(renderer: Renderer, conversation: Conversation, purpose: Purpose) -> str:
-  """Without what begins a text, which not every tokenizer spells."""
+  """Returns the rendered text without its first token, which not every tokenizer spells."""
   text = renderer.render(conversation, purpose).text
   for begin in _BEGIN:
     text = text.removeprefix(begin)
@@ -77,5 +77,5 @@ def _text(renderer: Renderer, conversation: Conversation, purpose: Purpose) -> s
 
 @functools.cache
 def _tell(what: str) -> None:
-  """Once, however many splits there are."""
+  """Logs a warning once, for any number of splits."""
   logger.warning("%s", what)

@@ -1,7 +1,7 @@
-"""Records as people have them to conversations: OpenAI's messages, ShareGPT, Alpaca, prompt and completion.
+"""Reads conversations from records: OpenAI's messages, ShareGPT, Alpaca, prompt and completion.
 
-What a record has decides which it is. Paths of images are relative to the folder of the record's file; what has to do with
-images is at the end.
+The fields of a record decide its form. Paths of images are relative to the folder of the record's file. The code for images is
+at the end.
 """
 
 import json
@@ -24,8 +24,8 @@ _SPEAKERS: dict[str, Role] = {
   "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant",
   "system": "system", "observation": "tool", "tool": "tool", "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""ShareGPT's names of who speaks."""
-_CALLERS = ("function_call", "tool_call")  # the assistant, whose value is the JSON of calls
+"""Names of the speakers in ShareGPT."""
+_CALLERS = ("function_call", "tool_call")  # the assistant; the value is the JSON of calls
 _LISTS = ("messages", "conversations", "conversation", "prompt", "completion")
 _OF_ANY_FORM = frozenset({"tools", "chat_template_kwargs", "enable_thinking"})
 _OF_MESSAGE = frozenset({
@@ -38,16 +38,17 @@ _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 
 
 def read_conversation(record: object, place: str, folder: str, fields: ImageFields | None = None) -> Conversation:
-  """The conversation that a record holds.
+  """Returns the conversation in a record.
 
   Args:
-    record: an object of JSON, a row of a table.
-    place: names it in errors.
-    folder: that paths of images are relative to.
-    fields: what names images, and what stands for one in a text; where a record lists none, that is text.
+    record: a JSON object, or a row of a table.
+    place: names the record in errors.
+    folder: folder that paths of images are relative to.
+    fields: the field that lists images, and the placeholder of an image in a text. If a record lists no images, a placeholder
+      is text.
 
   Raises:
-    BadRecordError: none of the known forms, or something in it that no conversation has; images that would be lost.
+    BadRecordError: the record has no known form, has a value that no conversation has, or has images that would be lost.
   """
   return _Reader(place, folder, fields or ImageFields()).read(record)
 
@@ -61,10 +62,11 @@ class _Reader:
 
   def read(self, record: object) -> Conversation:
     if not isinstance(record, Mapping):
-      one = ": of a file that is one list each entry has to be a line of its own" if isinstance(record, list) else ""
+      one = ": in a file that is one list, each entry must be a separate line" if isinstance(record, list) else ""
       raise self._bad(f"the record is {type(record).__name__}, expected an object{one}")
-    # Tables have a column for every field of any row: what is null is not there.
+    # Tables have a column for every field of any row, so null means that the field does not exist.
     record = {key: value for key, value in record.items() if value is not None}
+    # The fields decide the form of the record.
     if "messages" in record:
       messages, read = self._messages(record["messages"], "messages"), {"messages"}
     elif "conversations" in record or "conversation" in record:
@@ -82,14 +84,15 @@ class _Reader:
       raise self._bad(
         "no conversation: expected 'messages', 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
         f"fields: {fields}",
-        fix="data_format=text, or train in place of sft"
+        fix="data_format=text, or train instead of sft"
         if isinstance(record.get("text"), str)
-        else "dataset_path=FILES of records with the chosen answers as messages, or as prompt and completion"
+        else "dataset_path=FILES with records that have the chosen answers as messages, or as prompt and completion"
         if "chosen" in record
-        else "dataset_path=FILES of conversations",
+        else "dataset_path=FILES with conversations",
       )
     if not messages:
       raise self._bad("the conversation has no messages")
+    # Marks, images and the remaining fields are the same for all forms.
     try:
       learned, marks = exclusions.of_record(record)
     except ValueError as error:
@@ -113,7 +116,7 @@ class _Reader:
     )
 
   def _unread_fields(self, record: Mapping[str, Any], read: set[str]) -> Iterator[str]:
-    """Names of the fields with a value that nothing reads, of the record and of its messages."""
+    """Yields the names of the fields that have a value but are not read, of the record and of its messages."""
     images = self._fields.listed(record)[0]
     yield from (key for key, value in record.items() if key not in read and key != images and value not in _NOTHING)
     for field in _LISTS:
@@ -121,7 +124,7 @@ class _Reader:
         known = _OF_TURN if "from" in item and field.startswith("conversation") else _OF_MESSAGE
         yield from (f"{field}[].{key}" for key, value in item.items() if key not in known and value not in _NOTHING)
         role = item.get("role", item.get("from"))
-        if _ROLES.get(role, _SPEAKERS.get(role, "assistant")) != "assistant":  # such a message is never learned
+        if _ROLES.get(role, _SPEAKERS.get(role, "assistant")) != "assistant":  # a message of another role is never learned
           marked = (key for key in exclusions.MARKS if item.get(key) in (1,))
           yield from (f"{field}[].{key} of role {role}" for key in marked)
 
@@ -134,7 +137,7 @@ class _Reader:
     return list(values)
 
   def _json(self, text: object, field: str) -> Any:
-    """A value, or the JSON text of one."""
+    """Returns a value, or the value of its JSON text."""
     if not isinstance(text, str):
       return text
     try:
@@ -169,10 +172,10 @@ class _Reader:
     calls, responses = value.get("tool_calls") or (), value.get("tool_responses") or ()
     if older := value.get("function_call"):
       if calls:
-        raise self._bad(f"{where} has tool_calls and a function_call, OpenAI's older form of them; which is meant?")
+        raise self._bad(f"{where} has both tool_calls and function_call (OpenAI's older form)")
       calls = [older]
     if role != "assistant" and (calls or responses or thinking):
-      raise self._bad(f"{where}: only the assistant calls tools and thinks")
+      raise self._bad(f"{where}: only the assistant can call tools and think")
     return Message(
       role,
       content,
@@ -188,7 +191,7 @@ class _Reader:
     )
 
   def _trained(self, value: Mapping[str, Any], where: str) -> bool:
-    """Return True if an answer is learned: no mark of the message excludes it."""
+    """Returns True if an answer is learned: no mark of the message excludes it."""
     try:
       return exclusions.of_message(value, where) is not False
     except ValueError as error:
@@ -220,7 +223,7 @@ class _Reader:
     return ToolCall(name, self._checked(arguments, where), written if isinstance(written, str) and written else None, given)
 
   def _id(self, given: object, where: str) -> str | None:
-    """What a call and its answer have in common: a text or a number."""
+    """Returns the id that connects a call with its answer: a text, or a number as text."""
     return None if given is None else str(given) if type(given) is int else self._text(given, where)
 
   def _response(self, response: object, where: str) -> ToolResponse:
@@ -229,7 +232,7 @@ class _Reader:
     return ToolResponse(self._text(response.get("name") or "unknown", where), self._checked(response["response"], where))
 
   def _checked(self, value: Any, where: str) -> Any:
-    """JSON whose texts UTF-8 can carry."""
+    """Returns a JSON value after checking that UTF-8 can encode its texts."""
     try:
       json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (UnicodeEncodeError, TypeError, ValueError) as error:
@@ -250,7 +253,7 @@ class _Reader:
   # The other forms
 
   def _turns(self, values: object, field: str) -> list[Message]:
-    """ShareGPT: from, value and marks as ``weight``, or OpenAI's messages under its name."""
+    """Reads ShareGPT's turns (from, value and marks such as ``weight``), or OpenAI's messages under the same name."""
     messages = []
     for i, turn in enumerate(self._list(values, field)):
       where = f"{field}[{i}]"
@@ -276,19 +279,19 @@ class _Reader:
     return messages
 
   def _side(self, value: object, field: str, role: Role) -> list[Message]:
-    """A prompt or a completion: a text, or messages."""
+    """Reads a prompt or a completion, which is a text or messages."""
     if isinstance(value, str):
       return [self._message({"role": role, "content": value}, field, weighable=False)]
     return self._messages(value, field)
 
   def _alpaca(self, record: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
-    """The messages, and the names of the fields that they are made of."""
+    """Returns the messages, and the names of the fields that they come from."""
     messages = []
     if isinstance(record.get("system"), str) and record["system"].strip():
       messages.append(Message("system", self._text(record["system"], "system")))
     for i, pair in enumerate(self._list(record.get("history", []), "history")):
       if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise self._bad(f"history[{i}] is no pair of what was asked and answered")
+        raise self._bad(f"history[{i}] is not a pair of question and answer")
       for side, (role, text) in enumerate(zip(("user", "assistant"), pair, strict=True)):
         messages.append(self._message({"role": role, "content": text}, f"history[{i}][{side}]", weighable=False))
     answer = "output" if "output" in record else "response"
@@ -298,7 +301,7 @@ class _Reader:
     messages.append(self._message({"role": "assistant", "content": record[answer]}, answer, weighable=False))
     return messages, {"system", "history", *fields, answer}
 
-  # Images, and what holds for all
+  # Images, and checks of all forms
 
   def _path(self, given: object, where: str) -> str:
     try:
@@ -307,7 +310,7 @@ class _Reader:
       raise self._bad(f"{where}: {error}") from None
 
   def _with_images(self, messages: list[Message], record: Mapping[str, Any], read: set[str]) -> list[Message]:
-    """The messages with the images that the record lists, where messages have places for them."""
+    """Puts the images that the record lists at their places in the messages."""
     pictures = [part for message in messages for part in message.parts if isinstance(part, Picture)]
     marks = Picture("") in pictures
     field, given = self._fields.listed(record, singular=not pictures or marks)
@@ -342,11 +345,11 @@ class _Reader:
     return placed
 
   def _spells_places(self, messages: list[Message]) -> bool:
-    """Whether a text has the placeholder."""
+    """Returns True if a text has the placeholder of an image."""
     return any(isinstance(part, str) and self._fields.placeholder in part for m in messages for part in m.parts)
 
   def _unread(self, record: Mapping[str, Any], read: set[str]) -> tuple[str, str] | None:
-    """A field that looks like images, of those that nothing reads: its name in errors, and in the record; "": a message's."""
+    """Returns an unread field that appears to have images: its name in errors, and in the record ("" in a message)."""
     if name := self._fields.unread(record, read | {self._fields.field}):
       return name, name
     for field in _LISTS:
@@ -359,7 +362,7 @@ class _Reader:
     calls = False
     for message in messages:
       if message.role == "tool" and not calls:
-        raise self._bad(f"{message.where} is a tool's, and no call of the assistant is before it")
+        raise self._bad(f"{message.where} is a tool's message, but no assistant message before it calls a tool")
       if message.role == "assistant" and not (
         message.parts or message.tool_calls or message.tool_responses or message.thinking
       ):

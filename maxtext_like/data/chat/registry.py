@@ -1,4 +1,4 @@
-"""The renderers by name, and which of them a model takes."""
+"""The renderers by name, and the choice of a model's renderer."""
 
 from pathlib import Path
 
@@ -19,16 +19,16 @@ RENDERERS: dict[str, Renderer] = {
 
 
 def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
-  """The renderer that data.chat_template names.
+  """Returns the renderer that data.chat_template names.
 
   Args:
-    name: of a renderer, the path of a jinja file, or "auto": the one published for the family, else the jinja that lies beside
-      the tokenizer.
-    published: the family's; None: it has none.
-    tokenizer: of the model.
+    name: name of a renderer, path of a jinja file, or "auto": the template published for the family, or else the jinja template
+      stored with the tokenizer.
+    published: name of the family's template; None if it has none.
+    tokenizer: tokenizer of the model.
 
   Raises:
-    UserError: there is none, or none that can be used.
+    UserError: there is no such template, or it cannot be used.
   """
   if name == AUTO and published is not None:
     tell_of_another(RENDERERS[published], tokenizer)
@@ -39,9 +39,9 @@ def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
     found = template_beside(tokenizer)
     if found is None:
       raise UserError(
-        "chat_template is auto, but no chat template is published for the model's family that is known here, and none lies "
-        f"beside the tokenizer\n  fix: a tokenizer with its chat_template.jinja, or chat_template= one of "
-        f"{', '.join(RENDERERS)} or the path of a jinja file"
+        "chat_template is auto, but no published chat template of the model's family is known, and none is stored with the "
+        f"tokenizer\n  fix: a tokenizer with its chat_template.jinja, or chat_template= one of {', '.join(RENDERERS)} or the "
+        f"path of a jinja file"
       )
     return found
   path = Path(name).expanduser()

@@ -1,7 +1,7 @@
-"""What a renderer makes of a conversation: pieces of text whose nature is known, so that no text of a user becomes a token.
+"""The output of a renderer: pieces of text with their kind, so that no text of a user can become a special token.
 
-A renderer writes three kinds of things: its own literals, in which the spelling of a special token is that token; texts of the
-record, which are text whatever they spell; and images.
+A renderer writes three kinds of pieces: its own literals, in which the spelling of a special token is that token; texts of the
+record, which are always text; and images.
 """
 
 import re
@@ -13,15 +13,16 @@ from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.strict_json import printable
 
 Purpose = Literal["history", "prompt", "training"]
-"""history: the conversation as the published template has it; prompt: with what asks the model for its next answer;
-training: as history, but the last answer stands after all that a prompt has before it, an empty thought too."""
+"""history: the conversation in the published template. prompt: followed by the text that asks the model for its next answer.
+training: like history, but the text before the last answer equals that of a prompt, including an empty thought.
+"""
 
 
 class RenderError(Exception):
-  """A conversation that a model's template does not have; the message is the reason.
+  """A conversation that a model's template does not support. The message is the reason.
 
   Attributes:
-    fix: words to type if all conversations are like this one; "" if only the record can be repaired.
+    fix: what to type if all conversations are like this one; "" if only the record can be repaired.
   """
 
   def __init__(self, reason: str, fix: str = ""):
@@ -33,11 +34,11 @@ class Piece(NamedTuple):
   """A part of a rendered conversation.
 
   Attributes:
-    text: as the published template spells it.
+    text: text in the published template.
     kind: a special token, text, or the place of an image.
-    trained: the assistant says it.
-    answer: the number of the assistant's message that it belongs to; -1: to none.
-    image: the path of the image.
+    trained: True if the assistant says it and the record does not exclude it.
+    answer: index of the assistant's message that it belongs to; -1 if it belongs to none.
+    image: path of the image.
   """
 
   text: str
@@ -52,8 +53,8 @@ class Rendered:
   """A rendered conversation.
 
   Attributes:
-    pieces: in order.
-    lost: numbers of the answers to learn whose thought, or a part of it, the template does not write.
+    pieces: pieces in order.
+    lost: indices of the answers to learn whose thought, or a part of it, the template does not write.
   """
 
   pieces: tuple[Piece, ...]
@@ -61,64 +62,65 @@ class Rendered:
 
   @property
   def lost_thoughts(self) -> int:
-    """How many answers are learned without the thought that the record has."""
+    """Number of answers that are learned without the thought in the record."""
     return len(self.lost)
 
   @property
   def text(self) -> str:
-    """All of it, as the published template gives it."""
+    """The complete text in the published template."""
     return "".join(piece.text for piece in self.pieces)
 
   def only_ends(self, answer: int) -> bool:
-    """Whether all that is trained of the assistant's message `answer` is special tokens, as the end of its turn."""
+    """Returns True if only special tokens of the assistant's message `answer` are trained, such as the end of its turn."""
     trained = [piece for piece in self.pieces if piece.trained and piece.answer == answer]
     return bool(trained) and all(piece.kind == "special" or not piece.text.strip() for piece in trained)
 
 
 class Renderer(Protocol):
-  """How a family's models know conversations."""
+  """Renders conversations for the models of one family."""
 
   @property
   def name(self) -> str: ...
 
   @property
   def needed(self) -> tuple[str, ...]:
-    """Special tokens without which a tokenizer is of another model."""
+    """Special tokens that a tokenizer of this family must have."""
     ...
 
   @property
   def ends(self) -> tuple[str, ...]:
-    """Tokens with which the assistant ends what it says."""
+    """Tokens that end an answer of the assistant."""
     ...
 
   @property
   def special(self) -> frozenset[str]:
-    """All special tokens that it may write; text of a record never becomes one of them."""
+    """All special tokens that it may write. Text of a record never becomes one of them."""
     ...
 
   def render(self, conversation: Conversation, purpose: Purpose = "history") -> Rendered:
-    """Raises RenderError."""
+    """Renders a conversation. Raises RenderError."""
     ...
 
   def samples(self, conversation: Conversation, learned: frozenset[int] | None) -> tuple[Rendered, ...]:
-    """The texts that a run learns from a conversation.
+    """Returns the texts that a run learns from a conversation.
 
     Args:
       conversation: the conversation in the record.
-      learned: numbers of the answers to learn; None: all text, except answers that the record excludes.
+      learned: indices of the answers to learn; None: all text, except answers that the record excludes.
 
     Returns:
       One text, the complete conversation; or several if the template writes an answer differently once more messages follow.
-      Each answer to learn is marked as trained in one of them.
+      Each answer
+      to learn is marked as trained in one of them.
 
     Raises:
-      RenderError: the template does not have this conversation.
+      RenderError: the template does not support this conversation.
     """
     ...
 
 
 class OneSample:
-  """Of a renderer that writes every answer of a conversation in one text."""
+  """Base of renderers that write every answer of a conversation in one text."""
 
   def samples(self: "Renderer", conversation: Conversation, learned: frozenset[int] | None) -> tuple[Rendered, ...]:
     del learned
@@ -126,7 +128,7 @@ class OneSample:
 
 
 class Writer:
-  """Collects pieces. `answer`: the number of the message that the assistant is saying; -1: it is not."""
+  """Collects pieces. ``answer`` is the index of the message that the assistant is saying; -1 if it is not speaking."""
 
   def __init__(self, special: Iterable[str]):
     self._special = re.compile("|".join(re.escape(spelling) for spelling in sorted(special, key=len, reverse=True)))
@@ -134,11 +136,11 @@ class Writer:
     self.answer, self.trained = -1, False
 
   def speak(self, answer: int, trained: bool = True) -> None:
-    """From here on the assistant says its message `answer`."""
+    """Marks the following pieces as the assistant's message ``answer``."""
     self.answer, self.trained = answer, trained
 
   def stop(self) -> None:
-    """From here on it says nothing."""
+    """Marks the following pieces as not said by the assistant."""
     self.answer, self.trained = -1, False
 
   def _add(self, text: str, kind: Literal["special", "text", "image"], image: str | None = None) -> None:
@@ -146,7 +148,7 @@ class Writer:
       self.pieces.append(Piece(text, kind, self.trained, self.answer, image))
 
   def literal(self, text: str) -> None:
-    """A text of the template, in which spellings are special tokens."""
+    """Writes a text of the template, in which spellings are special tokens."""
     at = 0
     for found in self._special.finditer(text):
       self._add(text[at : found.start()], "text")
@@ -155,11 +157,11 @@ class Writer:
     self._add(text[at:], "text")
 
   def say(self, text: str) -> None:
-    """A text of the record."""
+    """Writes a text of the record."""
     self._add(text, "text")
 
   def image(self, placeholder: str, path: str) -> None:
-    """An image of the record; `placeholder`: what stands for it in the template's text. Never trained on."""
+    """Writes an image of the record, which is never trained on. ``placeholder`` is its text in the template."""
     self.pieces.append(Piece(placeholder, "image", image=path))
 
 
@@ -174,7 +176,7 @@ def refuse_flags(conversation: Conversation, who: str, known: Iterable[str] = ()
 
 
 def text_of(content: object, who: str) -> str:
-  """Content that has to be one text. Raises RenderError."""
+  """Returns content that must be a single text. Raises RenderError."""
   if content is None:
     return ""
   if not isinstance(content, str):

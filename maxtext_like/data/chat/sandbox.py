@@ -1,8 +1,8 @@
-"""Chat templates of checkpoints: unreviewed programs in jinja, run in the worker process.
+"""Chat templates of checkpoints: unreviewed jinja programs that run in the worker process.
 
-Jinja's sandbox keeps a template from Python's internals. ``worker_process.py`` bounds its time and memory, which jinja does
-not: a template can double a text in every step or never end. ``compile_template`` is for the process that wants text;
-``Template`` is what the worker runs. Needs the extra ``chat`` (jinja2).
+Jinja's sandbox keeps a template away from Python's internals. It does not limit time and memory: a template can double a text
+in every step or never end. ``worker_process.py`` sets these limits. ``compile_template`` is the interface for the process that
+wants a text; ``Template`` runs in the worker. Needs the extra ``chat`` (jinja2).
 """
 
 import importlib.util
@@ -15,23 +15,23 @@ from maxtext_like.data.worker_main import RefusedError
 from maxtext_like.data.worker_process import MIB, Limits, Program
 from maxtext_like.errors import UserError
 
-CHARACTERS = 2**24  # of a rendered conversation
+CHARACTERS = 2**24  # longest rendered conversation
 LIMITS = Limits(
   open_seconds=5.0, spare_seconds=5.0, call_seconds=0.05, call_seconds_per_character=1e-6, open_bytes=256 * MIB,
   call_bytes=256 * MIB, call_bytes_per_character=32,
 )  # fmt: skip
-"""Published templates render a small conversation in 0.0002 s and a million characters in 0.1 s, within 20 MiB."""
+"""Published templates render a small conversation in 0.0002 s and a million characters in 0.1 s, with less than 20 MiB."""
 
 
 def compile_template(source: str, name: str) -> Callable[..., str]:
-  """A function that renders a template with the variables that it is called with.
+  """Returns a function that renders a template with the variables in its arguments.
 
-  It raises RenderError where the template refuses a conversation, and LimitError, which refuses the template, where it takes
-  more time or memory than a template should.
+  The function raises RenderError if the template refuses a conversation, and LimitError if the template takes more time or
+  memory than it may use.
 
   Args:
-    source: the template.
-    name: of its file, for errors.
+    source: text of the template.
+    name: name of its file, for errors.
 
   Raises:
     UserError: jinja2 is not installed, or ``source`` is not a template that can be run.
@@ -54,7 +54,7 @@ def compile_template(source: str, name: str) -> Callable[..., str]:
 
 
 def _characters(value: Any) -> int:
-  """The characters of all texts in JSON, and one for each value."""
+  """Returns the number of characters of all texts in a JSON value, plus one for each value."""
   if isinstance(value, str):
     return 1 + len(value)
   if isinstance(value, dict):
@@ -63,10 +63,10 @@ def _characters(value: Any) -> int:
 
 
 class Template:
-  """A template, compiled. In the worker process alone."""
+  """A compiled template. Used only in the worker process."""
 
   def __init__(self, source: str):
-    """Raises RefusedError: it does not compile."""
+    """Compiles the template. Raises RefusedError if that fails."""
     import jinja2
     from jinja2 import ext, sandbox
 
@@ -82,23 +82,23 @@ class Template:
     environment = sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, Generation]
     )
-    environment.filters.pop("random")  # the same record would give another text every time
+    environment.filters.pop("random")  # the same record would give a different text every time
     environment.filters["tojson"] = _to_json
     environment.globals = {"range": environment.globals["range"], "namespace": environment.globals["namespace"]}
     environment.globals |= {"dict": dict, "raise_exception": _refuse, "strftime_now": _no_clock}
     try:
       self._template = environment.from_string(source)
-    except (jinja2.TemplateError, ArithmeticError, ValueError, TypeError) as error:  # constants are computed as it compiles
+    except (jinja2.TemplateError, ArithmeticError, ValueError, TypeError) as error:  # constants are evaluated at compile time
       raise RefusedError(str(error)) from None
     except RecursionError:
       raise RefusedError("nested too deeply") from None
 
   def facts(self) -> dict[str, Any]:
-    """Nothing is to be known of it."""
+    """Returns no facts: the caller needs none."""
     return {}
 
   def render(self, variables: dict[str, Any]) -> str:
-    """The text of a conversation. Raises RefusedError: the template fails, or gives too much."""
+    """Returns the text of a conversation. Raises RefusedError if the template fails or the text is too long."""
     from jinja2 import TemplateError
 
     parts, size = [], 0
@@ -118,7 +118,7 @@ class Template:
 def _to_json(
   value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ):
-  """As Hugging Face has it: no escapes for HTML."""
+  """Same as in Hugging Face: without escapes for HTML."""
   return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -127,4 +127,4 @@ def _refuse(message: str) -> None:
 
 
 def _no_clock(form: str) -> None:
-  raise RefusedError("asks for the date: the same record would give another text every day")
+  raise RefusedError("asks for the date, so the same record would give a different text every day")

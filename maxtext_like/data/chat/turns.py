@@ -1,10 +1,11 @@
-"""Where the assistant speaks in the texts that a jinja template gives for one conversation.
+"""Finds the assistant's answers in the texts that a jinja template writes for one conversation.
 
-A template gives only text. An answer is found by rendering the beginnings of the conversation: the answer begins where the
-prompt for it ends, and ends with the special token that ends it when it is the last message.
+A template returns only text. Answers are found by rendering the beginnings of the conversation: an answer begins at the end of
+the prompt for it, and ends with the special token that ends it when it is the last message.
 
-Special tokens that the record spells are marked before rendering, so that those in the rendered text are the template's own. A
-mark is a character next to the spelling, not inside it: the template may look for the spelling, as Qwen3's looks for </think>.
+Special tokens that the record spells are marked before rendering, so that all others in the rendered text come from the
+template. A mark is a character next to the spelling, not inside it, because a template may search for the spelling, as Qwen3's
+does for </think>.
 """
 
 import re
@@ -14,25 +15,25 @@ from typing import Any, NamedTuple
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture
 from maxtext_like.data.chat.rendering import RenderError
 
-AFTER, BEFORE = "\ufdd0", "\ufdd1"  # no characters of any text: the spelling before AFTER, or behind BEFORE, is the record's
+AFTER, BEFORE = "\ufdd0", "\ufdd1"  # noncharacters: a spelling followed by AFTER, or preceded by BEFORE, is the record's
 _MARKS = str.maketrans("", "", AFTER + BEFORE)
-_DROPPED = "which the chat template drops (it gives the same text without them)"
+_DROPPED = "which the chat template drops (the text is the same without them)"
 _WITH_TOOLS = "chat_template=FILE with a template that writes tools and their calls"
 _THOUGHT = re.compile(r"(\s*<think>)?(.*?)(</think>)", re.DOTALL)
 
 
 def unmarked(text: str) -> str:
-  """A text without marks."""
+  """Returns a text without marks."""
   return text.translate(_MARKS)
 
 
 class Spans(NamedTuple):
-  """A rendered text with the answers that are marked in it.
+  """A rendered text with the positions of answers in it.
 
   Attributes:
-    text: with marks.
-    answers: the number of each answer, where it begins and where it ends in ``text``.
-    lost: the numbers of those whose thought is not in ``text``.
+    text: the text, with marks.
+    answers: index, start and end in ``text`` of each answer.
+    lost: indices of the answers whose thought is not in ``text``.
   """
 
   text: str
@@ -41,11 +42,11 @@ class Spans(NamedTuple):
 
 
 class Turns:
-  """The texts that a template gives for a conversation and its beginnings.
+  """The texts that a template writes for a conversation and its beginnings.
 
   Args:
-    conversation: of a record.
-    special: the special tokens that the template may write.
+    conversation: conversation of a record.
+    special: special tokens that the template may write.
     render: the template, a function of its variables.
   """
 
@@ -59,10 +60,10 @@ class Turns:
     self._texts: dict[tuple[int, bool, bool], str] = {}
 
   def whole(self, *, prompt: bool = False) -> str:
-    """The text of the complete conversation, with marks.
+    """Returns the text of the complete conversation, with marks.
 
     Raises:
-      RenderError: the template refuses the conversation, drops tools or calls of them, or gives another text because of marks.
+      RenderError: the template refuses the conversation, drops tools or calls, or writes a different text because of the marks.
     """
     count = len(self._messages)
     text = self._text(count, prompt, self._conversation.thinks)
@@ -72,32 +73,35 @@ class Turns:
       tools = [dict(tool) for tool in self._conversation.tools] or None
       if self._given(spelt, tools, prompt, self._conversation.thinks) != unmarked(text):
         raise RenderError(
-          "the messages spell special tokens, and the chat template changes the text around them, so that the tokens of the "
-          "template cannot be told from the text of the record"
+          "the messages spell special tokens, and the chat template changes the text around them, so the template's tokens "
+          "cannot be distinguished from the text of the record"
         )
     return text
 
   def samples(self, answers: Iterable[int], *, divide: bool) -> list[Spans]:
-    """Texts in which the answers are marked: the complete conversation, or several where it does not have all of them.
+    """Returns texts in which the answers are marked: the complete conversation, or several texts if it does not have all
+    answers.
 
-    A template may write an answer differently once another message follows. If that makes an answer impossible to find in the
-    complete conversation, each answer is taken from a text that ends before such a message: the fewest texts that have every
+    A template may write an answer differently once another message follows. If an answer then cannot be found in the complete
+    conversation, each answer is taken from a text that ends before such a message. The fewest texts are used that have every
     answer with its thought.
 
     Args:
-      answers: numbers of messages of the assistant.
+      answers: indices of messages of the assistant.
       divide: allow several texts; if False, an answer that is not found is an error.
 
     Raises:
       RenderError: an answer cannot be found, or the template does not write all of it.
     """
     left, count = sorted(answers), len(self._messages)
+    # Usually the complete conversation has every answer.
     try:
       found = [self._find(number, count) for number in left]
       return [self._spans(count, found)]
     except _NotFoundError:
       if not divide:
         raise
+    # Otherwise take texts that end earlier and earlier, until each answer was found in one of them.
     samples, end = [], count
     while left:
       found = []
@@ -121,20 +125,20 @@ class Turns:
     return Spans(text, [(a.number, a.start, a.end) for a in found], [a.number for a in found if a.lost])
 
   def _find(self, number: int, count: int) -> "_Answer":
-    """An answer in the text of the first ``count`` messages."""
+    """Returns an answer in the text of the first ``count`` messages."""
     thinks = self._thinks(count)
     whole = self._text(count, False, thinks)
     before, prompt = (self._text(number, asks, thinks) if number else "" for asks in (False, True))
     alone = self._text(number + 1, False, thinks)
     start = self._begin(whole, before, prompt, number)
-    first = min(start, self._begin(alone, before, prompt, number))  # the texts are the same up to here
+    first = min(start, self._begin(alone, before, prompt, number))  # the two texts are equal up to here
     end = first + self._length(whole[first:], alone[first:], number)
     return _Answer(number, start, end, self._loses_thought(number, unmarked(whole[start:end])))
 
   def _begin(self, whole: str, before: str, prompt: str, number: int) -> int:
-    """Where the assistant begins to speak: after as much of the prompt for it as the whole has, up to a special token."""
+    """Returns where the assistant begins to speak: the longest common part of prompt and text that ends at a special token."""
     if not prompt.startswith(before) and whole.startswith(prompt):
-      return len(prompt)  # a text that does not ask for an answer ends in its own way, as with <|endoftext|>
+      return len(prompt)  # a text that does not ask for an answer has another ending, such as <|endoftext|>
     if not prompt.startswith(before) or not whole.startswith(before):
       raise _NotFoundError(number, "the text before it depends on what comes after it")
     asks = prompt[len(before) :]
@@ -145,10 +149,11 @@ class Turns:
     raise _NotFoundError(number, "the prompt for it does not match the text before it")
 
   def _length(self, rest: str, alone: str, number: int) -> int:
-    """How much of `rest` the assistant says: through the token with which the message ends when it is the last.
+    """Returns the length of the answer in ``rest``: through the token that ends the message when it is the last one.
 
-    That token may end the conversation rather than the message, so that the next one in `rest` is behind later messages.
-    The text up to it therefore has to be that of the last message, except for one part that may be missing (a thought).
+    That token may end the conversation rather than the message, so that its next occurrence in ``rest`` is after later
+    messages. The text up to it must therefore equal that of the last message, except for one part that may be missing (a
+    thought).
     """
     ends = list(self.own.finditer(alone))
     if not ends or unmarked(alone[ends[-1].end() :]).strip():
@@ -162,7 +167,7 @@ class Turns:
     return stop
 
   def _loses_thought(self, number: int, said: str) -> bool:
-    """Return True if the thought of an answer is missing from its text. Raises RenderError if another part is missing."""
+    """Returns True if the thought of an answer is missing from its text. Raises RenderError if another part is missing."""
     message = self._conversation.messages[number]
     thought, content = message.thinking or "", "".join(part for part in message.spelt_parts if isinstance(part, str))
     if content.strip() in said:
@@ -170,7 +175,7 @@ class Turns:
     elif spelt := _THOUGHT.match(content):
       thought, content = spelt[2], content[spelt.end() :]
     if content.strip() not in said:
-      raise _NotFoundError(number, "its text is not where its turn is, so the template drops or changes a part of it")
+      raise _NotFoundError(number, "its text is not in its turn, so the template drops or changes a part of it")
     return bool(thought.strip()) and thought.strip() not in said
 
   def _thinks(self, count: int) -> bool:
@@ -179,7 +184,7 @@ class Turns:
     return Conversation(self._conversation.messages[:count], thinking=self._conversation.thinking).thinks
 
   def _text(self, count: int, prompt: bool, thinks: bool) -> str:
-    """The text of the first messages, with marks."""
+    """Returns the text of the first messages, with marks."""
     key = (count, prompt, thinks)
     if key not in self._texts:
       self._texts[key] = self._given(self._messages[:count], self._tools, prompt, thinks)
@@ -189,13 +194,13 @@ class Turns:
     return self._render(messages=messages, tools=tools, add_generation_prompt=prompt, enable_thinking=thinks)
 
   def _require_calls(self, whole: str, prompt: bool) -> None:
-    """RenderError where the template drops tools or calls of them, which shows in that it gives the same text without."""
+    """Raises RenderError if the template drops tools or calls, that is, writes the same text without them."""
     thinks = self._conversation.thinks
 
     def dropped(fewer: list[dict[str, Any]], tools: Any) -> bool:
       try:
         return self._given(fewer, tools, prompt, thinks) == whole
-      except RenderError:  # it reads them
+      except RenderError:  # the template reads them
         return False
 
     if self._tools and dropped(self._messages, None):
@@ -209,16 +214,16 @@ class Turns:
         raise RenderError(f"{where} has calls of tools, {_DROPPED}", _WITH_TOOLS)
 
   def _message(self, message: Message, *, mark: bool) -> dict[str, Any]:
-    """A message as Hugging Face's templates take it."""
+    """Returns a message in the form that Hugging Face's templates read."""
     if any(isinstance(part, Picture) for part in message.parts):
-      raise RenderError("images cannot be placed by a checkpoint's own template")
+      raise RenderError("a checkpoint's own template cannot place images")
     if message.tool_responses:
       raise RenderError("answers of tools must be messages of role 'tool'")
     marked = self._marked if mark else lambda value: value
     content = None if message.content is None else "".join(map(str, message.spelt_parts))
     made: dict[str, Any] = {"role": message.role}
     if message.thinking and message.written is None:
-      # Templates read a thought from one of these fields, and records have it in one of them.
+      # Templates read a thought from one of these fields.
       made |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), message.thinking)
     if message.tool_calls:
       made["tool_calls"] = [
@@ -231,15 +236,15 @@ class Turns:
     made = marked(made)
     if content is None or message.role != "assistant" or (spelt := _THOUGHT.match(content)) is None:
       return made | {"content": marked(content)}
-    # The delimiters of a thought are the model's own tokens, whatever field the thought is in.
+    # The delimiters of a thought are the model's tokens, in whatever field the thought is.
     begin, thought, end = spelt.groups(default="")
     return made | {"content": begin + marked(thought) + end + marked(content[spelt.end() :])}
 
   def _marked(self, value: Any) -> Any:
-    """JSON in whose texts every spelling of a special token is marked."""
+    """Returns a JSON value with a mark at every spelling of a special token in its texts."""
     if isinstance(value, str):
       if AFTER in value or BEFORE in value:
-        raise RenderError(f"the text has U+{ord(AFTER):04X} or U+{ord(BEFORE):04X}, which are no characters")
+        raise RenderError(f"the text has U+{ord(AFTER):04X} or U+{ord(BEFORE):04X}, which are noncharacters")
       return self._spelling.sub(_marked_spelling, value)
     if isinstance(value, Mapping):
       return {self._marked(key): self._marked(item) for key, item in value.items()}
@@ -254,11 +259,11 @@ class _Answer(NamedTuple):
 
 
 class _NotFoundError(RenderError):
-  """An answer that cannot be told from the rest of the text."""
+  """An answer that cannot be distinguished from the rest of the text."""
 
   def __init__(self, number: int, why: str):
     super().__init__(
-      f"what the assistant says in message {number + 1} cannot be told from the chat template: {why}",
+      f"the answer of the assistant in message {number + 1} cannot be found in the text of the chat template: {why}",
       "chat_template=FILE with a template that writes every answer completely, and the same text before it whatever follows",
     )
 
@@ -272,6 +277,7 @@ def _has_all_except_one_part(text: str, full: str) -> bool:
 
 
 def _marked_spelling(found: re.Match[str]) -> str:
-  """A spelling with its mark: before it at the end of a text, else after it, so that the text begins and ends as it did."""
+  """Returns a spelling with its mark: before it at the end of a text, otherwise after it, so that both ends of the text stay
+  the same."""
   at_end = found.start() > 0 and not found.string[found.end() :].strip()
   return BEFORE + found.group() if at_end else found.group() + AFTER

@@ -1,4 +1,4 @@
-"""Records of a text and the images in it, from any kind of file whose records have fields."""
+"""Records of text with images, for every kind of file whose records have fields."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -16,25 +16,26 @@ logger = logging.getLogger(__name__)
 
 
 class Captions:
-  """Finds the images of records. Where the model takes none, they are left out, which is told once."""
+  """Finds the images of records. If the model takes no images, they are left out with one warning."""
 
   def __init__(self, text_field: str, fields: ImageFields, *, take: bool):
-    """`take`: the model takes images (``use_multimodal``)."""
+    """Sets up the fields; ``take`` is True if the model takes images (``use_multimodal``)."""
     self.take = take
     self._text_field, self._fields, self._told = text_field, fields, False
 
   @classmethod
   def of(cls, data: "DataConfig", vision: VisionConfig | None) -> "Captions | None":
-    """As a configuration has it; None: no model is there that could take images, or records are conversations."""
+    """Returns the captions of a configuration; None without a model that could take images, or for conversations."""
     if vision is None or data.data_format == "chat":
       return None
     return cls(data.text_field, ImageFields(vision.images_field, vision.image_placeholder), take=vision.use_multimodal)
 
   def images(self, record: Mapping[str, Any], text: str, place: str, folder: str) -> tuple[str, ...]:
-    """Images as ``image_names.located`` has them.
+    """Returns the images of a record, in the form of ``image_names.located``.
 
     Raises:
-      BadRecordError: what is listed is no image; the text has a placeholder, and the images are in a field that nobody reads.
+      BadRecordError: a listed value is not an image; or the text has a placeholder, but the images are in a field that is not
+        read.
     """
     name, given = self._fields.listed(record)
     waits = not given and self._fields.placeholder in text
@@ -53,16 +54,17 @@ class Captions:
     return images
 
   def leave_out(self, name: str, place: str) -> None:
-    """Tells, once, that the images of a field are not taken."""
+    """Logs once that the images of a field are left out."""
     if not self._told:
       self._told = True
-      logger.warning("%s: images ('%s') are left out, the text is taken as it stands; use_multimodal=true takes them",
+      logger.warning("%s: images (field '%s') are left out and only the text is used; use_multimodal=true uses them",
                      place, name)  # fmt: skip
 
   def column(self, columns: Iterable[tuple[str, str]]) -> str | None:
-    """The first column of a table that is called like images, or has them as ``datasets`` stores them; None: there is none.
+    """Returns the first column of a table whose name means images, or that has images as ``datasets`` stores them; or None.
 
-    `columns`: names and types, as Arrow writes these.
+    Args:
+      columns: name and type of each column, as Arrow writes them.
     """
     for name, kind in columns:
       if name == self._text_field or not ("string" in kind or "binary" in kind):
@@ -72,7 +74,7 @@ class Captions:
     return None
 
   def __call__(self, record: object, place: str, folder: str) -> Record:
-    """The record of an object, as a row of a table. Raises BadRecordError."""
+    """Returns the record of an object, such as a row of a table. Raises BadRecordError."""
     field = self._text_field
     if not isinstance(record, Mapping) or field not in record:
       fields = list(record) if isinstance(record, Mapping) else []

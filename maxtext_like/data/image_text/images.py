@@ -1,8 +1,8 @@
-"""Image files to the inputs of a vision tower, as Hugging Face's processors of Gemma 3 and Gemma 4 make them.
+"""Image files as inputs of a vision tower, with the preprocessing of Hugging Face's processors for Gemma 3 and Gemma 4.
 
-Gemma 3: every image becomes a square (bilinear), numbers in [-1, 1]. Gemma 4: the aspect ratio is kept, as many whole
-squares of patches as the number of tokens allows (bicubic), numbers in [0, 1], patches with their positions. Both filters
-look at all the pixels that a smaller picture's pixel covers. Pillow is needed: the extra ``vision``.
+Gemma 3: each image is resized to a square (bilinear), with values in [-1, 1]. Gemma 4: each image keeps its aspect ratio and
+gets as many complete squares of patches as the number of tokens allows (bicubic), with values in [0, 1] and a position for each
+patch. Both filters are antialiased. Needs Pillow: the extra ``vision``.
 
 C colours, I images, P patches.
 """
@@ -25,22 +25,23 @@ from maxtext_like.errors import UserError
 if TYPE_CHECKING:
   from PIL.Image import Image
 
-MAX_PIXELS = 89_478_485  # of a file, a quarter of a GiB unpacked: where Pillow warns of an attack
+MAX_PIXELS = 89_478_485  # most pixels of an image (a quarter of a GiB when decoded); Pillow warns of an attack above this
 FORMATS = ("PNG", "JPEG")
 
 
 class BadImageError(Exception):
-  """An image file that cannot be used; the message is the reason, without the file's name."""
+  """An image file that cannot be used. The message is the reason, without the name of the file."""
 
 
 @dataclass(frozen=True, eq=False)
 class TowerImage:
-  """One image at the size that the tower takes it, small enough to wait in a queue: grey levels, no padding.
+  """One image at the size of the vision tower's input. It is stored as uint8 without padding, so that a queue of images is
+  small.
 
   Attributes:
-    levels: uint8: Gemma 3 [C, side, side]; Gemma 4 [P, 3 * patch ** 2], row by row.
-    columns: patches in a row; 0 with Gemma 3.
-    tokens: image tokens that the tower makes of it.
+    levels: uint8. Gemma 3: [C, side, side]; Gemma 4: [P, 3 * patch ** 2], row by row.
+    columns: number of patches in a row; 0 for Gemma 3.
+    tokens: number of image tokens that the tower makes from it.
   """
 
   levels: np.ndarray
@@ -48,13 +49,13 @@ class TowerImage:
   tokens: int
 
   def pixels(self) -> np.ndarray:
-    """float32, as ``levels``: Gemma 3 in [-1, 1], Gemma 4 in [0, 1]."""
+    """Returns float32 values in the shape of ``levels``: Gemma 3 in [-1, 1], Gemma 4 in [0, 1]."""
     if not self.columns:
       return self.levels / np.float32(127.5) - np.float32(1)
     return self.levels / np.float32(255)
 
   def positions(self) -> np.ndarray:
-    """int32 [P, 2], (column, row) of each patch. Gemma 4."""
+    """Returns the (column, row) of each patch, int32 [P, 2]. Gemma 4 only."""
     row, column = np.divmod(np.arange(len(self.levels), dtype=np.int32), self.columns)
     return np.stack([column, row], axis=-1)
 
@@ -64,8 +65,8 @@ class UnreadImage:
   """One image file of which only the header was read.
 
   Attributes:
-    path: of the file, or a ``data:`` URI.
-    tokens: image tokens that the tower makes of it.
+    path: path of the file, or a ``data:`` URI.
+    tokens: number of image tokens that the tower makes from it.
   """
 
   path: str | Path
@@ -73,11 +74,12 @@ class UnreadImage:
 
 
 def tower_arrays(images: Sequence[TowerImage | None], vision: VisionConfig) -> dict[str, np.ndarray]:
-  """The decoder's image inputs for images in order; None is an empty place.
+  """Returns the decoder's image inputs for a sequence of images, in which None is an empty place.
 
   Returns:
-    "pixel_values" float32 [I, C, side, side] (Gemma 3), or [I, P, 3 * patch ** 2] and "image_position_ids" int32
-    [I, P, 2] (Gemma 4), P the most patches that an image can have; padding and empty places are 0 and (-1, -1).
+    "pixel_values" float32 [I, C, side, side] (Gemma 3) or [I, P, 3 * patch ** 2] (Gemma 4), and for Gemma 4
+    "image_position_ids"
+    int32 [I, P, 2], with P the largest number of patches of an image. Padding and empty places are 0 and (-1, -1).
   """
   shapes = {name: (len(images), *shape) for name, shape in vision.image_shapes().items()}
   arrays: dict[str, np.ndarray] = {"pixel_values": np.zeros(shapes["pixel_values"], np.float32)}
@@ -92,42 +94,45 @@ def tower_arrays(images: Sequence[TowerImage | None], vision: VisionConfig) -> d
 
 
 def require_pillow() -> None:
-  """UserError when Pillow, which reads image files, is not installed."""
+  """Raises UserError if Pillow, which reads image files, is not installed."""
   try:
     import PIL.Image
   except ImportError:
     raise UserError("images need Pillow, which is not installed\n  fix: pip install -e '.[vision]'") from None
-  warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)  # such an image is refused here
+  warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)  # this module refuses such images itself
 
 
 def load_image(path: str | Path, vision: VisionConfig) -> TowerImage:
-  """A PNG or JPEG file for the tower of ``vision``.
+  """Reads a PNG or JPEG file for the tower of ``vision``.
 
   Raises:
-    BadImageError: no such file, no image, damaged, or larger than 89 million pixels.
+    BadImageError: the file does not exist, is not an image, is damaged, or has more than 89 million pixels.
   """
   return tower_image(read_image(path), vision)
 
 
 def read_image(path: str | Path) -> "Image":
-  """An image file in RGB, upright as its EXIF orientation says; transparency is dropped, as transformers does."""
+  """Reads an image file as RGB, rotated as its EXIF orientation says. Transparency is dropped, as in transformers."""
   from PIL import ImageOps
 
   with _opened(path) as image:
-    ImageOps.exif_transpose(image, in_place=True)  # which spares a copy: a large file is unpacked twice as it is
+    ImageOps.exif_transpose(image, in_place=True)  # in place saves a copy of a large image
     return image.convert("RGB")
 
 
 def check_header(path: str | Path) -> None:
-  """BadImageError when a file is plainly no image that can be used, from its first bytes; the picture is not unpacked."""
+  """Raises BadImageError if the header of a file shows that it is not a usable image. Pixels are not decoded."""
   with _opened(path):
     pass
 
 
 def measure_image(path: str | Path, vision: VisionConfig) -> UnreadImage:
-  """How many tokens an image file takes up, from its header alone. BadImageError as far as that shows it.
+  """Returns the number of tokens of an image, from its header alone.
 
-  An image that lies on its side, as its EXIF orientation may say, takes up as many as when it stands.
+  An EXIF rotation by 90 degrees does not change the number.
+
+  Raises:
+    BadImageError: the header shows that the file is not a usable image.
   """
   with _opened(path) as image:
     if isinstance(vision, SquareVision):
@@ -138,7 +143,7 @@ def measure_image(path: str | Path, vision: VisionConfig) -> UnreadImage:
 
 @contextlib.contextmanager
 def _opened(path: str | Path) -> "Iterator[Image]":
-  """An image file, of which no pixel has been unpacked. BadImageError for what goes wrong, inside too."""
+  """Opens an image file without decoding its pixels. Turns every error of the block into BadImageError."""
   from PIL import Image, UnidentifiedImageError
 
   try:
@@ -154,12 +159,12 @@ def _opened(path: str | Path) -> "Iterator[Image]":
     raise BadImageError(f"not a {' or '.join(FORMATS)} image") from None
   except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
     raise BadImageError(str(error).rstrip(".")) from None
-  except (OSError, SyntaxError, ValueError, EOFError) as error:  # what Pillow raises for damaged files
+  except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow raises these for damaged files
     raise BadImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def tower_image(image: "Image", vision: VisionConfig) -> TowerImage:
-  """An RGB image for the tower of ``vision``."""
+  """Resizes an RGB image for the tower of ``vision``."""
   from PIL.Image import Resampling
 
   if isinstance(vision, SquareVision):
@@ -177,14 +182,15 @@ def tower_image(image: "Image", vision: VisionConfig) -> TowerImage:
 
 
 def _tokens(height: int, width: int, vision: PatchVision) -> int:
-  """What is left of the patches of an image of the size that the tower takes it."""
+  """Returns the number of tokens of an image after pooling, from its size in the tower."""
   return height * width // (vision.patch_size_for_vit * vision.pooling_size_for_vit) ** 2
 
 
 def patched_size(height: int, width: int, vision: PatchVision) -> tuple[int, int]:
-  """(height, width) that Gemma 4 gives an image: whole squares of pooled patches, at most ``vision.patches``, same shape.
+  """Returns the (height, width) that Gemma 4 gives an image: multiples of a pooled square, at most ``vision.patches`` patches.
 
-  A side that would be less than one square is one square, and the other as many as fit the ratio and the tokens.
+  The aspect ratio is kept. A side that would be shorter than one square is one square, and the other side then has as many
+  squares as the aspect ratio and the number of tokens allow.
   """
   square = vision.pooling_size_for_vit * vision.patch_size_for_vit
   factor = math.sqrt(vision.patches * vision.patch_size_for_vit**2 / (height * width))

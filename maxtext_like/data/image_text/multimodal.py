@@ -1,7 +1,7 @@
-"""Records of text and images to tokens, and rows of them to the decoder's image inputs.
+"""Turns records of text and images into tokens, and rows of them into the decoder's image inputs.
 
-A record's placeholders become, in the order of its images, what each family frames an image in:
-Gemma 3: two newlines, begin-of-image, image tokens, end-of-image, two newlines; Gemma 4: the same without newlines.
+Each placeholder in a text is replaced by the frame and the tokens of an image, in the order of the images. Gemma 3: two
+newlines, begin-of-image, image tokens, end-of-image, two newlines. Gemma 4: the same without newlines.
 
 B rows, M places for images in a row, T positions.
 """
@@ -29,7 +29,7 @@ from maxtext_like.targets import IGNORED
 
 
 def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:
-  """An image file that the record at ``place`` names. Raises BadRecordError."""
+  """Reads an image file of the record at ``place``. Raises BadRecordError."""
   try:
     return load_image(path, vision)
   except BadImageError as error:
@@ -37,7 +37,7 @@ def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:
 
 
 def _measure_for(path: str, vision: VisionConfig, place: str) -> UnreadImage:
-  """As ``load_for``, of the header alone."""
+  """Reads only the header of an image file of the record at ``place``. Raises BadRecordError."""
   try:
     return measure_image(path, vision)
   except BadImageError as error:
@@ -47,15 +47,18 @@ def _measure_for(path: str, vision: VisionConfig, place: str) -> UnreadImage:
 def interleave(
   parts: Sequence[str], images: Sequence[TowerImage | UnreadImage], vision: VisionConfig, encode: Callable[[str], list[int]]
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-  """Token ids of texts with images between them, each in its family's frame, and where the images stand.
+  """Encodes texts with images between them.
 
   Args:
-    parts: one more than there are images.
-    images: in the order of the text.
-    vision: the tower, and the tokens around an image.
-    encode: of text.
+    parts: texts, one more than there are images.
+    images: images in the order of the text.
+    vision: the vision tower, and the tokens that frame an image.
+    encode: encodes a text.
+
+  Returns:
+    The token ids, and the spans of the images in them.
   """
-  assert vision.boi_token_id is not None  # VisionConfig has seen to it
+  assert vision.boi_token_id is not None  # VisionConfig checks this
   assert vision.image_token_id is not None
   assert vision.eoi_token_id is not None
   frame, ids, spans = vision.frame, [], []
@@ -74,9 +77,9 @@ class Multimodal:
 
   Attributes:
     vision: the ``vision:`` section, with ``use_multimodal``.
-    encode_text: ids of a text; None for a source of tokens without images.
-    own_rows: rows of a batch whose pixels are wanted here; None: of all. Then only these images are unpacked, when their batch
-      is made, and the pixels of all others are 0.
+    encode_text: encodes a text; None for a source of tokens without images.
+    own_rows: rows of a batch whose pixels this process needs; None for all. Images are then decoded when their batch is made,
+      and the pixels of all other rows are 0.
   """
 
   vision: VisionConfig
@@ -87,7 +90,7 @@ class Multimodal:
     require_pillow()
 
   def check_length(self, length: int) -> None:
-    """UserError when a row of ``length`` tokens has no room for one image."""
+    """Raises UserError if a row of ``length`` tokens cannot hold one image."""
     most = self.vision.vision_output_length
     if most + 2 > length:
       raise UserError(
@@ -96,15 +99,18 @@ class Multimodal:
       )
 
   def encode(self, record: Record, place: str) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Token ids of a record without bos and eos, and where its images stand in them.
+    """Encodes a record, without bos and eos.
+
+    Returns:
+      The token ids, and the spans of the images in them.
 
     Raises:
-      BadRecordError: placeholders and images differ in number, an image that cannot be used, or text that gives the
-        image token.
+      BadRecordError: the numbers of placeholders and images differ; an image cannot be used; the text encodes to the image
+        token.
     """
     v = self.vision
     assert self.encode_text is not None
-    assert v.image_token_id is not None  # VisionConfig has seen to it
+    assert v.image_token_id is not None  # VisionConfig checks this
     parts = self.parts(record, place)
     ids, spans = interleave(parts, [self.look_at(path, place) for path in record.images], v, self.encode_text)
     if ids.count(v.image_token_id) != sum(span.image.tokens for span in spans):
@@ -112,41 +118,41 @@ class Multimodal:
     return ids, spans
 
   def look_at(self, path: str, place: str) -> TowerImage | UnreadImage:
-    """An image file that the record at ``place`` names, unpacked where every row is wanted. Raises BadRecordError."""
+    """Reads an image file of the record at ``place``; only its header if not all rows are needed. Raises BadRecordError."""
     return (load_for if self.own_rows is None else _measure_for)(path, self.vision, place)
 
   def parts(self, record: Record, place: str) -> list[str]:
-    """The text between the images of a record; without any, the placeholder is text.
+    """Returns the texts between the images of a record. If there are no images, a placeholder is text.
 
     Raises:
-      BadRecordError: placeholders and images differ in number.
+      BadRecordError: the numbers of placeholders and images differ.
     """
     parts = record.text.split(self.vision.image_placeholder) if record.images else [record.text]
     if len(parts) - 1 != len(record.images):
       raise BadRecordError(
         place,
-        f"the text has {len(parts) - 1} '{self.vision.image_placeholder}' for the {len(record.images)} images of the record",
+        f"the text has {len(parts) - 1} '{self.vision.image_placeholder}', but the record has {len(record.images)} images",
       )
     return parts
 
   def image_token_in_text(self, place: str) -> BadRecordError:
-    """Says that a text gives the token that stands for images."""
+    """Returns the error for a text that encodes to the image token."""
     token = self.vision.image_token_id
-    return BadRecordError(place, f"the text gives the token {token}, which stands for images (image_token_id)")
+    return BadRecordError(place, f"the text contains the token {token}, which stands for images (image_token_id)")
 
   def mask_targets(self, row: Row) -> None:
-    """No loss where an image token would be predicted."""
+    """Removes the loss at positions whose target is an image token."""
     row.targets[row.targets == self.vision.image_token_id] = IGNORED
 
   def batch(self, rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """The image inputs of a batch: static shapes, whether there are images or not.
+    """Returns the image inputs of a batch. The shapes are static, so they do not depend on the number of images.
 
     Returns:
-      "token_types" int32 [B, T], 1 at image tokens; "pixel_values" [B, M, ...] and, with Gemma 4, "image_position_ids"
+      "token_types" int32 [B, T], 1 at image tokens; "pixel_values" [B, M, ...] and, for Gemma 4, "image_position_ids"
       [B, M, P, 2]: the images of each row in order, then empty places.
 
     Raises:
-      UserError: an image that was only measured cannot be used.
+      UserError: an image whose header was read cannot be decoded.
     """
     places = self.vision.max_images_per_row
     images = [self._unpacked(row) if self.own_rows is None or i in self.own_rows else [] for i, row in enumerate(rows)]
@@ -161,11 +167,11 @@ class Multimodal:
       return [load_for(str(i.path), self.vision, "images") if isinstance(i, UnreadImage) else i for i in row.images]
     except BadRecordError as bad:
       raise UserError(
-        f"{bad.reason}: its header is that of an image\n  fix: repair the file, or leave its record out"
+        f"{bad.reason}: the header is valid, but the image cannot be decoded\n  fix: repair the file, or remove its record"
       ) from None
 
   def identity(self) -> dict[str, object]:
-    """What the rows depend on, for the state of the data."""
+    """Returns everything about images that the rows depend on, for the state of the data."""
     v = self.vision
     keys = ("image_size_for_vit", "patch_size_for_vit", "pooling_size_for_vit", "vision_output_length", "image_token_id")
     keys += ("boi_token_id", "eoi_token_id", "image_placeholder", "images_field", "max_images_per_row")

@@ -1,4 +1,5 @@
-"""ArrayRecord files as documents: every record a tf.train.Example, a JSON object, or plain text."""
+"""ArrayRecord files as documents: each record is a tf.train.Example, a JSON object or plain text. Needs the extra
+`arrayrecord`."""
 
 import os
 import re
@@ -17,15 +18,15 @@ from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import UserError
 
 SUFFIXES = (".array_record", ".arrayrecord")
-OPEN_FILES = 128  # at once; each has its index in memory
-LOOKED_AT = 16  # records from which it is seen what records are
-CACHED_GROUPS = 2  # the order of reading stays inside a group, so more would not be hit
+OPEN_FILES = 128  # most files open at once; each has its index in memory
+LOOKED_AT = 16  # records that decide the form of all records
+CACHED_GROUPS = 2  # reading stays inside a group (order.py), so a larger cache would have no more hits
 RANDOM = "readahead_buffer_size:0,max_parallelism:0"
-_END_BYTES = 2**17  # of a file, where the places of its chunks stand
+_END_BYTES = 2**17  # length of the end of a file, which has the positions of its chunks
 
 
 class ArrayRecord:
-  """The records of the files. What they are is seen from the first ones; any other after them is a bad record."""
+  """The records of the files. The first records decide the form of all; a later record in another form is bad."""
 
   def __init__(
     self,
@@ -36,10 +37,17 @@ class ArrayRecord:
     key: str = "dataset_path",
     read: ReadRecord | None = None,
   ):
-    """`files`: paths, named by data.`key`; `text_field`: of Examples and JSON objects; `captions`: finds the images of JSON
-    objects; None: they have none; `read`: makes records of JSON objects, in place of text and images.
+    """Opens every file once.
 
-    Raises UserError: no ArrayRecord file, cut off, no records, no such field.
+    Args:
+      files: paths of the files.
+      text_field: field with the text, in Examples and JSON objects.
+      captions: finds the images of JSON objects; None if they have none.
+      key: key of the ``data:`` section that names the files.
+      read: makes records from JSON objects, instead of text and images.
+
+    Raises:
+      UserError: a file is not an ArrayRecord file or is cut off; there are no records; the field does not exist.
     """
     self._files, self._field, self._captions, self._make = list(files), text_field, captions, read
     self._state = [Unchanged(path, _end, str) for path in self._files]
@@ -61,7 +69,7 @@ class ArrayRecord:
     self.form = self._see_form() if read is None else "JSON"
 
   def _reader(self, number: int) -> Any:
-    """The file, opened. UserError when it is none that can be read, or has changed."""
+    """Returns the open file. Raises UserError if it cannot be read or has changed."""
     try:
       from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
@@ -77,7 +85,7 @@ class ArrayRecord:
         input_files.require_regular(path, os.stat(path).st_mode)
         reader = self._open[number] = ArrayRecordReader(path, RANDOM)
         if not reader.ok():
-          raise UserError(f"{path}: damaged, cut off, or no array_record file ({os.path.getsize(path):,} bytes)")
+          raise UserError(f"{path}: damaged, cut off or not an array_record file ({os.path.getsize(path):,} bytes)")
         while len(self._open) > OPEN_FILES:
           self._open.popitem(last=False)[1].close()
     except OSError as error:
@@ -86,7 +94,7 @@ class ArrayRecord:
     return self._open[number]
 
   def _see_form(self) -> str:
-    """What the first records with anything in them are. UserError: all of them lack the field."""
+    """Returns the form of the first records that are not empty. Raises UserError if all of them lack the field."""
     seen = [record for i in range(min(LOOKED_AT, len(self))) if (record := self._bytes(i)).strip()]
     for form, names_of in (("JSON", _names), ("tf.train.Example", lambda record: list(tf_example.features(record)))):
       try:
@@ -95,7 +103,7 @@ class ArrayRecord:
         continue
       if seen and not any(self._field in found for found in names):
         listed = ", ".join(f"'{name}'" for name in names[0][:8]) or "none"
-        raise UserError(f"{self._files[0]}: records are {form} without '{self._field}' (data.text_field); fields: {listed}")
+        raise UserError(f"{self._files[0]}: the records are {form} without '{self._field}' (data.text_field); fields: {listed}")
       if seen:
         return form
     return "text"
@@ -155,20 +163,20 @@ class ArrayRecord:
       try:
         record = strict_json.loads(data)
       except strict_json.NotJsonError as error:
-        raise BadRecordError(place, f"{error}, and {'conversations' if self._make else 'the first records'} are JSON") from None
+        raise BadRecordError(place, f"{error}, but {'conversations' if self._make else 'the first records'} are JSON") from None
       folder = os.path.dirname(os.path.abspath(self._files[self._locate(index)[0]]))
       if self._make is not None:
         return self._make(record, place, folder)
       if not isinstance(record, dict) or self._field not in record:
         names, texts = (list(record), named_fields.text_fields(record)) if isinstance(record, dict) else ([], [])
-        reason = f"no object with the field '{self._field}' (data.text_field); fields: {named_fields.shown(names)}"
+        reason = f"not an object with the field '{self._field}' (data.text_field); fields: {named_fields.shown(names)}"
         raise BadRecordError(place, reason, named_fields.fix_of_missing(names, texts))
       text = check_text(record[self._field], place, self._field)
       return Record(text, images=self._captions.images(record, text, place, folder) if self._captions else ())
     try:
       return Record((_feature(data, self._field) if self.form == "tf.train.Example" else data).decode("utf-8"))
     except tf_example.NotExampleError as error:
-      raise BadRecordError(place, f"not a tf.train.Example as the first records are, or none with a text: {error}") from None
+      raise BadRecordError(place, f"not a tf.train.Example like the first records, or without a text: {error}") from None
     except UnicodeDecodeError as error:
       raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the text") from None
 
@@ -178,32 +186,32 @@ class ArrayRecord:
 
 
 def _feature(data: bytes, name: str) -> bytes:
-  """The one value of a feature of bytes."""
+  """Returns the single value of a feature of bytes."""
   found = tf_example.features(data)
   if name not in found:
     raise tf_example.NotExampleError(f"no feature '{name}'; features: {named_fields.shown(list(found))}")
   kind, encoded = found[name]
   texts = tf_example.values(encoded) if kind == "bytes" else []
   if len(texts) != 1:
-    raise tf_example.NotExampleError(f"feature '{name}' has {len(texts) if kind == 'bytes' else kind} where one text is wanted")
+    raise tf_example.NotExampleError(f"feature '{name}' has {len(texts) if kind == 'bytes' else kind}, expected one text")
   return texts[0]
 
 
 def _names(data: bytes) -> list[str]:
-  """The fields of a JSON object. NotJsonError for anything else."""
+  """Returns the fields of a JSON object. Raises NotJsonError for anything else."""
   if not isinstance(record := strict_json.loads(data), dict):
     raise strict_json.NotJsonError("not an object")
   return list(record)
 
 
 def _group_size(options: str) -> int:
-  """Records that are packed together, of what the file says about its writer."""
+  """Returns the number of records in a group, from the writer's options that are stored in the file."""
   found = re.search(r"group_size:(\d+)", options)
   return max(1, int(found[1])) if found else 1
 
 
 def _end(path: str) -> str:
-  """A digest of what a file ends with, where the places of its chunks stand."""
+  """Returns a digest of the end of a file, which has the positions of its chunks."""
   import xxhash
 
   size = os.path.getsize(path)
@@ -211,6 +219,6 @@ def _end(path: str) -> str:
 
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> ArrayRecord:
-  """The files of dataset=arrayrecord."""
-  del whole  # a record is never cut
+  """Opens the files of dataset=arrayrecord."""
+  del whole  # records are never cut
   return ArrayRecord(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

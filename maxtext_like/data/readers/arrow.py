@@ -1,8 +1,9 @@
 """Arrow files as documents, as `datasets` writes them (save_to_disk, its cache). Needs the extra `parquet` (pyarrow).
 
-Arrow keeps a column of strings as all its text end to end and the offsets between, batch by batch, so a document is two short
-reads. The files are mapped into memory while their batches are looked for, which touches none of the text, and read after
-that: a file that is cut off under the run is an error with a name, where a mapped one would kill the process.
+Arrow stores a string column in batches, each with all its text concatenated and the offsets of the values. Reading a document
+takes two short reads. The files are memory-mapped only while their batches are located, which does not touch the text.
+Afterwards they are read normally: a file that is cut off during the run then raises an error with its name, where a mapped file
+would kill the process.
 """
 
 import json
@@ -21,18 +22,18 @@ from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
 SUFFIXES = (".arrow",)
-END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of batches
-FILE_MAGIC = b"ARROW1\0\0"  # the other of Arrow's two forms begins with it
-READ_AT_ONCE = MAX_RECORD_BYTES  # bytes of text of one batch, in a pass over all of them
+END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream of batches
+FILE_MAGIC = b"ARROW1\0\0"  # start of the other of Arrow's two formats
+READ_AT_ONCE = MAX_RECORD_BYTES  # largest text of a batch that a scan reads in one piece
 
 
 class Batches(NamedTuple):
   """The record batches of one file that have rows, N of them.
 
   Attributes:
-    stops: int64 [N], rows up to the end of each, from the beginning of the file.
-    places: int64 [N, 4], bytes of the file: where the bits of nulls (-1: there are none), the offsets and the text are, and
-      how long the text is.
+    stops: int64 [N], number of rows up to the end of each batch, from the beginning of the file.
+    places: int64 [N, 4], positions in the file of the null bits (-1 if there are none), of the offsets and of the text, and the
+      length of the text.
     width: bytes of an offset.
   """
 
@@ -47,9 +48,11 @@ class Arrow:
   groups: Sequence[int] | None = None
 
   def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path"):
-    """`files`: paths, named by data.`key`.
+    """Locates the batches of all files, which data.``key`` names.
 
-    Raises UserError: pyarrow missing, no Arrow file, cut off, no such string column, no rows, several splits.
+    Raises:
+      UserError: pyarrow is not installed; a file is not an Arrow file or is cut off; there is no such string column; there are
+        no rows; the files belong to several splits.
     """
     self._files = saved_by_datasets(files, key)
     self._field = text_field
@@ -60,11 +63,11 @@ class Arrow:
       raise UserError(f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})")
 
   def _look(self, path: str) -> Batches:
-    """Finds the batches of a file, and sees that all of them are there."""
+    """Locates the batches of a file, and checks that all of them exist."""
     try:
       import pyarrow
     except ImportError as error:
-      raise UserError("dataset=arrow needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
+      raise UserError("dataset=arrow needs pyarrow, which is not installed\n  fix: pip install -e '.[parquet]'") from error
     try:
       input_files.require_regular(path, os.stat(path).st_mode)
       if not os.path.getsize(path):
@@ -72,20 +75,20 @@ class Arrow:
       with pyarrow.memory_map(path) as file:
         whole = file.read_buffer()
         if not _ended(whole):
-          raise UserError(f"{path}: cut off, or no arrow file: it has no end mark among its {whole.size:,} bytes")
+          raise UserError(f"{path}: cut off, or not an arrow file: it has no end mark among its {whole.size:,} bytes")
         return self._find(path, whole, pyarrow)
     except pyarrow.ArrowException as error:
       raise UserError(f"{path}: not a readable arrow file: {error}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
-    except OSError as error:  # pyarrow uses it for damaged metadata as well as for real I/O errors
+    except OSError as error:  # pyarrow raises it for damaged metadata and for real I/O errors
       if error.errno:
         raise RetryableError(f"{path}: reading failed: {error}") from error
       raise UserError(f"{path}: damaged arrow file: {error}") from error
 
   def _find(self, path: str, whole: Any, pyarrow: Any) -> Batches:
     of_file = whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC
-    stream = whole[len(FILE_MAGIC) :] if of_file else whole  # a file is a stream with a table of contents behind it
+    stream = whole[len(FILE_MAGIC) :] if of_file else whole  # a file is a stream followed by a table of contents
     with pyarrow.ipc.open_stream(stream) as reader:
       number, kind = self._column(path, reader.schema, pyarrow.types)
     width = 8 if pyarrow.types.is_large_string(kind) else 4
@@ -99,14 +102,14 @@ class Arrow:
         place = [where[0], where[1], max(where[2], 0), length]
         if not all(-1 <= at <= whole.size for at in place):
           raise UserError(
-            f"{path}: batch {count} is compressed, which is not read\n  fix: write it without compression, or as parquet"
+            f"{path}: batch {count} is compressed, which is not supported\n  fix: write it without compression, or as parquet"
           )
         rows.append(batch.num_rows)
         places.append(place)
     return Batches(np.cumsum(np.array(rows, np.int64)), np.array(places, np.int64).reshape(-1, 4), width)
 
   def _column(self, path: str, schema: Any, types: Any) -> tuple[int, Any]:
-    """Number and type of the text's column."""
+    """Returns number and type of the column with the text."""
     found = schema.get_all_field_indices(self._field)
     if len(found) != 1:
       what = "no column" if not found else f"{len(found)} columns"
@@ -123,7 +126,7 @@ class Arrow:
     return self._stops[-1]
 
   def _locate(self, index: int) -> tuple[int, int, int]:
-    """File, batch in it, row in that."""
+    """Returns the file, the batch in the file and the row in the batch."""
     file, row = locate(self._stops, index)
     stops = self._batches[file].stops
     batch = int(np.searchsorted(stops, row, side="right"))
@@ -185,7 +188,7 @@ class Arrow:
 
   def _require_inside(self, file: int, batch: int, start: int, stop: int, length: int) -> None:
     if not 0 <= start <= stop <= length:
-      self._damaged(file, f"batch {batch} has a text from byte {start} to {stop} of {length}")
+      self._damaged(file, f"batch {batch} has a text from byte {start} to {stop}, but its text has {length} bytes")
 
   def _read(self, file: int, start: int, length: int) -> bytes:
     path = self._files[file]
@@ -202,23 +205,26 @@ class Arrow:
 
 
 def _digest(batches: Batches) -> str:
-  """Of the shape of a file: the rows and the places of every batch."""
+  """Returns a digest of the rows and positions of every batch of a file."""
   import xxhash
 
   return f"batches xxh3 {xxhash.xxh3_128_hexdigest(batches.stops.tobytes() + batches.places.tobytes())}"
 
 
 def _ended(whole: Any) -> bool:
-  """The last bytes of a file say that it is whole."""
+  """Returns True if the last bytes of a file are those of a complete file."""
   if whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC:
     return whole[max(0, whole.size - 6) :].to_pybytes() == FILE_MAGIC[:6]
   return whole[max(0, whole.size - len(END)) :].to_pybytes() == END
 
 
 def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
-  """Of the files of a folder that save_to_disk wrote, those that its state.json names; `map` leaves others beside them.
+  """Returns the files that belong to the data set.
 
-  Raises UserError: one of them is missing, or a dataset of several splits, of which one has to be named.
+  In a folder that save_to_disk wrote, state.json names them; `map` leaves other files in the same folder.
+
+  Raises:
+    UserError: such a file is missing, or the data set has several splits and none is named.
   """
   kept: list[str] = []
   splits: dict[str, set[str]] = {}
@@ -233,24 +239,24 @@ def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
     try:
       named = [os.path.join(folder, entry["filename"]) for entry in json.loads(input_files.read_bytes(state))["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-      raise UserError(f"{state}: not what datasets' save_to_disk writes: {error!r}") from error
+      raise UserError(f"{state}: is not a state.json of datasets' save_to_disk: {error!r}") from error
     if lost := [path for path in named if not os.path.isfile(path)]:
-      raise UserError(f"{lost[0]}: missing, though {state} names it ({len(lost)} of {len(named)} files are)")
+      raise UserError(f"{lost[0]}: missing, although {state} names it ({len(lost)} of {len(named)} files are missing)")
     kept += [path for path in there if path in named]
   for above, names in splits.items():
     if len(names) > 1:
       raise UserError(
         f"data.{key}: {above} has the splits {', '.join(sorted(names))}\n"
-        f"  fix: {key}={os.path.join(above, min(names, key=lambda name: (name != 'train', name)))} names one of them"
+        f"  fix: {key}={os.path.join(above, min(names, key=lambda name: (name != 'train', name)))} for one of them"
       )
   return kept
 
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Documents:
-  """The files of dataset=arrow."""
+  """Opens the files of dataset=arrow."""
   from maxtext_like.data.readers.arrow_rows import ArrowRows
 
-  del whole  # a record is never cut
+  del whole  # records are never cut
   read = record_reader(data, vision)
   captions = Captions.of(data, vision)
   if read is None and captions is not None and (found := _with_images(saved_by_datasets(files, key), captions)):
@@ -262,7 +268,8 @@ def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Itera
 
 
 def _with_images(files: Sequence[str], captions: Captions) -> tuple[str, str] | None:
-  """The first column with images and its file; None: there is none, or no pyarrow or arrow file, which is told afterwards."""
+  """Returns the first column with images and its file; None if there is none, or if the files cannot be read, which is reported
+  later."""
   try:
     import pyarrow
   except ImportError:

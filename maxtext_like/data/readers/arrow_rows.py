@@ -1,6 +1,6 @@
 """Arrow files as `datasets` writes them, row by row with all their columns: conversations are lists of objects.
 
-Where the batches are is found in one pass at the start; each is read by itself afterwards, without mapping the file. Needs the
+The batches are located in one pass at the start. Afterwards each batch is read separately, without mapping the file. Needs the
 extra `parquet` (pyarrow).
 """
 
@@ -16,20 +16,21 @@ from maxtext_like.data.readers.arrow import FILE_MAGIC, saved_by_datasets
 from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
-CACHED_BATCHES = 2  # the order of reading stays inside a batch
+CACHED_BATCHES = 2  # reading stays inside a batch (order.py), so a larger cache would have no more hits
 
-Batches = list[tuple[int, int]]  # of a file: where each is, and its rows
+Batches = list[tuple[int, int]]  # position and number of rows of each batch of a file
 
 
 class ArrowRows:
-  """The rows of arrow files, each an object."""
+  """The rows of arrow files, each as an object."""
 
   def __init__(self, files: Sequence[str], read: ReadRecord, *, key: str = "dataset_path"):
-    """`files`: paths, named by data.`key`; `read`: makes records of rows. Raises UserError as ``Arrow``."""
+    """Locates the batches of all files, which data.``key`` names; ``read`` makes records from rows. Raises UserError as
+    ``Arrow``."""
     try:
       import pyarrow.ipc
     except ImportError as error:
-      raise UserError("dataset=arrow needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
+      raise UserError("dataset=arrow needs pyarrow, which is not installed\n  fix: pip install -e '.[parquet]'") from error
     self._arrow, self._make = pyarrow, read
     self._files = saved_by_datasets(files, key)
     self._schemas: dict[str, Any] = {}
@@ -42,7 +43,7 @@ class ArrowRows:
     self._cache: OrderedDict[int, Any] = OrderedDict()
 
   def _look(self, path: str) -> Batches:
-    """Finds the batches of a file. UserError: none that can be read, cut off."""
+    """Locates the batches of a file. Raises UserError if it cannot be read or is cut off."""
     arrow, found = self._arrow, []
     try:
       input_files.require_regular(path, os.stat(path).st_mode)
@@ -51,7 +52,7 @@ class ArrowRows:
         reader = arrow.ipc.open_stream(file)
         self._schemas[path] = reader.schema
         if any(arrow.types.is_dictionary(field.type) for field in reader.schema):
-          raise UserError(f"{path}: has dictionaries, which are not read\n  fix: write plain columns, or parquet")
+          raise UserError(f"{path}: has dictionary columns, which are not supported\n  fix: write plain columns, or parquet")
         while True:
           at = file.tell()
           try:
@@ -62,7 +63,7 @@ class ArrowRows:
       raise UserError(f"{path}: not a readable arrow file, or cut off: {error}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
-    except OSError as error:  # pyarrow uses it for damaged files as well as for real I/O errors
+    except OSError as error:  # pyarrow raises it for damaged files and for real I/O errors
       if error.errno:
         raise RetryableError(f"{path}: reading failed: {error}") from error
       raise UserError(f"{path}: damaged arrow file, or cut off: {error}") from error
@@ -118,8 +119,11 @@ class ArrowRows:
 
 
 def row_object(values: dict[str, Any]) -> dict[str, Any]:
-  """A row as the object that it was made of: a column's objects have the fields of all rows, and null in one of them is a field
-  that this row has not. Of tools and their calls it would be another argument."""
+  """Returns a row as the object from which it was made.
+
+  A column of objects has the fields of all rows, and null in one of them is a field that this row does not have. In tools and
+  their calls null would be a different argument.
+  """
   return {name: _without_absent(value) for name, value in values.items()}
 
 

@@ -1,9 +1,9 @@
-"""Compressed files (gzip, zstd) as streams of bytes, which can be taken up again near any place in them.
+"""Compressed files (gzip, zstd) as streams of bytes that can be restarted near any position.
 
-Memory does not grow with what comes out: a piece at a time is unpacked, and what expands beyond any text is refused. On the
-way through, a point is kept every SPACING_BYTES of what comes out: of gzip the decoder's state (about 45 KB; any place will
-do), of zstd the starts of frames. The zstd program makes one frame of a file, so its middle is reached from its beginning;
-pzstd and `zstd --adapt` pieces put together have many.
+Files are decompressed piece by piece, so memory does not grow with the size of the contents, and a file that expands beyond any
+text is refused. While a file is read, a restart point is stored every SPACING_BYTES of contents: the state of the decoder for
+gzip (about 45 KB, possible at any position), the start of a frame for zstd. The zstd program writes one frame for a file, so
+every read of its middle starts at its beginning; files of pzstd, and concatenated files, have many frames.
 """
 
 import os
@@ -14,25 +14,26 @@ from typing import Any, NamedTuple
 from maxtext_like.data.readers import input_files
 from maxtext_like.errors import UserError
 
-PIECE_BYTES = 2**20  # what comes out at once, about
+PIECE_BYTES = 2**20  # approximate size of a decompressed piece
 SPACING_BYTES = 2**26
 _GZIP_READ = 2**16
-# A zstd block of 4 bytes can stand for 128 KiB, and the decoder gives all that its input holds: at most 64 MiB of this much.
+# A zstd block of 4 bytes can expand to 128 KiB, and the decoder returns everything that its input expands to: 64 MiB for this
+# step.
 _ZSTD_READ, _ZSTD_STEP = 2**18, 2**11
-_ZSTD_WINDOW = 2**27  # the zstd program's own limit, without --long
+_ZSTD_WINDOW = 2**27  # the limit of the zstd program without --long
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-MAGIC |= {bytes([n, 0x2A, 0x4D, 0x18]): "zstd" for n in range(0x50, 0x60)}  # a skippable frame, as pzstd begins with
+MAGIC |= {bytes([n, 0x2A, 0x4D, 0x18]): "zstd" for n in range(0x50, 0x60)}  # a skippable frame, at the start of pzstd files
 SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 
 
 class Point(NamedTuple):
-  """A place from which unpacking can go on.
+  """A position from which decompression can restart.
 
   Attributes:
-    unpacked: bytes that come out before it.
+    unpacked: number of decompressed bytes before it.
     packed: offset in the file.
-    decoder: gzip's state there; None: a new one, at the start of a member or frame.
+    decoder: state of the gzip decoder; None for a new decoder at the start of a member or frame.
   """
 
   unpacked: int
@@ -41,19 +42,19 @@ class Point(NamedTuple):
 
 
 def kind_of(path: str) -> str | None:
-  """ "gzip" or "zstd" by the first bytes of a file; None: not compressed.
+  """Returns "gzip" or "zstd" from the first bytes of a file; None if it is not compressed.
 
   Raises:
-    UserError: compressed in another way; a name that says otherwise than the contents.
+    UserError: the file is compressed in another way, or its name contradicts its contents.
   """
   head = input_files.read_bytes(path, 0, 8)
   found = next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), None)
   if found not in (None, "gzip", "zstd"):
-    raise UserError(f"{path} is {found} compressed; only gzip and zstd are read: unpack it first")
+    raise UserError(f"{path} is {found} compressed, but only gzip and zstd are read\n  fix: decompress it")
   named = SUFFIXES.get(os.path.splitext(path)[1])
   if named is not None and found != named:
     is_ = "it is empty" if not head else f"it is {found} data" if found else f"it begins with {head!r}"
-    raise UserError(f"{path}: not {named} data, as its name says: {is_}")
+    raise UserError(f"{path}: not {named} data although its name says so: {is_}")
   return found
 
 
@@ -61,21 +62,21 @@ class Packed:
   """One compressed file."""
 
   def __init__(self, path: str, kind: str):
-    """`kind`: as `kind_of`. UserError: the package for zstd is not installed."""
+    """Prepares the file; ``kind`` as returned by `kind_of`. Raises UserError if the package for zstd is not installed."""
     self.path, self._kind = path, kind
     self._points = [Point(0, 0, None)]
     if kind == "zstd":
       require_zstandard(path)
 
   def pieces(self, start: int = 0, *, note: bool = False) -> Iterator[bytes]:
-    """What comes out from byte `start` on, in pieces of about PIECE_BYTES.
+    """Yields the contents from byte ``start`` on, in pieces of about PIECE_BYTES.
 
     Args:
-      start: of what comes out.
-      note: keep points on the way.
+      start: first byte of the decompressed contents.
+      note: store restart points on the way.
 
     Raises:
-      UserError: damaged, cut off, a decompression bomb, or the file is gone.
+      UserError: the file is damaged, cut off, a decompression bomb, or no longer exists.
       RetryableError: I/O errors.
     """
     point = next(p for p in reversed(self._points) if p.unpacked <= start)
@@ -111,7 +112,7 @@ class Packed:
     unpacked, position, data = point.unpacked, point.packed, b""
     while data or (data := file.read(_GZIP_READ)):
       if decoder is None:
-        kept = data.lstrip(b"\0") if unpacked or position else data  # padding between members is allowed
+        kept = data.lstrip(b"\0") if unpacked or position else data  # padding between gzip members is allowed
         position, data = position + len(data) - len(kept), kept
         if not data:
           continue
@@ -168,13 +169,13 @@ class Packed:
 
 
 def _divided(piece: bytes) -> Iterator[bytes]:
-  """A piece as it is, or what a bomb gives at once in several."""
+  """Yields a piece in parts, in case a decompression bomb made it very large."""
   for at in range(0, len(piece), 4 * PIECE_BYTES):
     yield piece[at : at + 4 * PIECE_BYTES]
 
 
 def require_zstandard(path: str) -> Any:
-  """The package zstandard. UserError when it is not installed."""
+  """Returns the package zstandard. Raises UserError if it is not installed."""
   try:
     import zstandard
   except ImportError:

@@ -1,4 +1,4 @@
-"""From data.dataset_path (a path, a list or globs) to a sorted list of files, and what identifies their contents."""
+"""Finds the files that data.dataset_path names (a path, a list or globs), reads them safely and identifies their contents."""
 
 import contextlib
 import glob
@@ -20,14 +20,14 @@ from maxtext_like.strict_json import printable
 
 logger = logging.getLogger(__name__)
 
-HASH_CONTENTS_UP_TO = 64 * 2**20  # reading this much takes a fraction of a second; larger sets go by size and time
-SLOW_SECONDS = 3.0  # without a line, of a search for files
-LIST_FILES_UP_TO = 64  # the fingerprint names the files one by one up to here
-UNPACKED_UP_TO = 256 * 2**20  # compressed data may always become so many bytes,
-EXPANSION_UP_TO = 200  # and beyond that so many times their own; text is packed 3 to 10 times, repetitive text up to 100
+HASH_CONTENTS_UP_TO = 64 * 2**20  # bytes, hashed in a fraction of a second; larger sets are identified by size and time
+SLOW_SECONDS = 3.0  # a search for files logs a line after this time
+LIST_FILES_UP_TO = 64  # the fingerprint lists up to this many files one by one
+UNPACKED_UP_TO = 256 * 2**20  # bytes to which any compressed file may expand
+EXPANSION_UP_TO = 200  # largest expansion beyond that; text expands 3 to 10 times, repetitive text up to 100 times
 
 Found = TypeVar("Found")
-_SHARD = re.compile(r"-\d+-of-\d+$")  # behind the suffix, as TensorFlow's tools number files
+_SHARD = re.compile(r"-\d+-of-\d+$")  # follows the suffix in names of TensorFlow's tools
 _KINDS = {
   stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device",
   stat.S_ISBLK: "a device",
@@ -35,16 +35,24 @@ _KINDS = {
 
 
 def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: str, key: str = "dataset_path") -> list[str]:
-  """Absolute paths of the files that `paths`, the value of data.`key`, names, sorted, each once.
+  """Returns the absolute paths of the files that ``paths`` names, sorted and without repetition.
 
-  Every entry is a file, a directory (all files below it whose name ends in one of `suffixes`; any suffix when that is
-  empty; hidden files and folders are left out) or a glob, where ** matches folders. An entry that is the name of an
-  existing file is never read as a glob. The same for a URL, in its store; its files are copied to this machine. Raises
-  UserError for an entry that matches nothing, is not a regular file or cannot be read.
+  An entry is a file, a folder or a glob, in which ** matches folders. A folder means all files below it that have one of
+  the suffixes, except hidden files and folders. An entry that is the name of an existing file is never read as a glob. The same
+  applies to URLs in a store, whose files are copied to this machine.
+
+  Args:
+    paths: value of data.``key``.
+    suffixes: endings of the file names to take from folders; empty for any.
+    dataset: the kind of data set, for messages.
+    key: key of the ``data:`` section, for messages.
+
+  Raises:
+    UserError: an entry matches nothing, is not a regular file or cannot be read.
   """
   entries = [paths] if isinstance(paths, str) else list(paths or ())
   if not entries or any(not entry for entry in entries):
-    raise UserError(f"data.{key} is empty, but dataset={dataset} reads files: give a file, a folder, a glob or a list of them")
+    raise UserError(f"data.{key} is empty, but dataset={dataset} reads files: set it to a file, a folder, a glob or a list")
   found: set[str] = set()
   for entry in entries:
     if is_remote(entry):
@@ -54,19 +62,19 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
     if os.path.lexists(path):
       matches = [path]
     else:
-      with saying_if_slow(f"data.{key} {entry!r}: looking for files" + ", in every folder below" * ("**" in path)):
+      with saying_if_slow(f"data.{key} {entry!r}: searching for files" + " in every folder below" * ("**" in path)):
         matches = glob.glob(path, recursive=True)
       if not matches:
         hint = "the glob matches nothing" if glob.has_magic(path) else "no such file or folder"
         raise UserError(f"data.{key} {entry!r}: {hint} (working directory {os.getcwd()})")
-    with saying_if_slow(f"data.{key} {entry!r}: looking for files in folders"):
+    with saying_if_slow(f"data.{key} {entry!r}: searching for files in folders"):
       files = [file for match in sorted(matches) for file in _expand(match, suffixes, f"data.{key} {entry!r}")]
     if not files:
       kind = " or ".join(suffixes) if suffixes else "regular"
       raise UserError(f"data.{key} {entry!r}: {len(matches)} match(es), but no {kind} file in them")
     found.update(files)
   for file in sorted(found):
-    if not file.isprintable():  # a line break in it would forge lines of logs and errors
+    if not file.isprintable():  # a line break in the name could forge lines of logs and errors
       raise UserError(
         f"data.{key}: {printable(file)}: the name has a line break or another character that cannot be printed\n"
         "  fix: rename the file"
@@ -78,7 +86,7 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
 
 @contextlib.contextmanager
 def saying_if_slow(what: str) -> Iterator[None]:
-  """Logs ``what`` and the time that it has taken after SLOW_SECONDS, and then less and less often, while the block runs."""
+  """Logs ``what`` and the elapsed time while the block runs: first after SLOW_SECONDS, then at growing intervals."""
   begin, done = time.monotonic(), threading.Event()
 
   def say() -> None:
@@ -97,7 +105,7 @@ def saying_if_slow(what: str) -> Iterator[None]:
 
 
 def find_remote(url: str, suffixes: tuple[str, ...], key: str) -> list[Entry]:
-  """The objects that a URL names, as `find` does it with files. Asks the store, and copies nothing."""
+  """Returns the objects that a URL names, by the rules of ``find``. Lists the store and copies nothing."""
   where = f"data.{key} {url!r}"
   try:
     if glob.has_magic(url):
@@ -126,7 +134,7 @@ def _inside(place: Place, folder: Place) -> tuple[str, ...]:
 
 def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:
   if not os.path.exists(path):
-    raise UserError(f"{where}: {path} is a link to nothing")
+    raise UserError(f"{where}: {path} is a broken symbolic link")
   if os.path.isdir(path):
     if not os.access(path, os.R_OK | os.X_OK):
       raise UserError(f"{where}: no permission to list {path}")
@@ -144,25 +152,25 @@ def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:
 
 
 def other_kind(mode: int) -> str | None:
-  """What a file is that is not a regular one ("a FIFO"), from its `st_mode`; None for a regular file."""
+  """Returns the kind of a file that is not regular ("a FIFO") from its ``st_mode``; None for a regular file."""
   if stat.S_ISREG(mode):
     return None
-  return next((name for test, name in _KINDS.items() if test(mode)), "no file")
+  return next((name for test, name in _KINDS.items() if test(mode)), "an unknown kind of file")
 
 
 class NotRegularError(OSError):
-  """A FIFO, a device, a socket or a folder where a file is wanted; `strerror` says which."""
+  """A FIFO, device, socket or folder where a regular file is expected; ``strerror`` names the kind."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
-  """Opens a regular file for reading, unbuffered. OSError as `open`, NotRegularError for anything else.
+  """Opens a regular file for unbuffered reading. Raises OSError as ``open``, and NotRegularError for any other kind of file.
 
-  Never waits for the other end of a FIFO, and opens no device, which may do something.
+  It never blocks on a FIFO and never opens a device, because opening some devices has effects.
   """
   require_regular(path, os.stat(path).st_mode)
   file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
   try:
-    require_regular(path, os.fstat(file.fileno()).st_mode)  # what was looked at may have been replaced
+    require_regular(path, os.fstat(file.fileno()).st_mode)  # the file may have been replaced after the first check
   except BaseException:
     file.close()
     raise
@@ -170,7 +178,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
 
 
 def require_regular(path: str | os.PathLike[str], mode: int) -> None:
-  """NotRegularError unless `mode`, the `st_mode` of `path`, is that of a regular file."""
+  """Raises NotRegularError unless ``mode``, the ``st_mode`` of ``path``, is that of a regular file."""
   if (kind := other_kind(mode)) is not None:
     raise NotRegularError(0, f"{kind}, not a regular file", os.fspath(path))
 
@@ -178,9 +186,17 @@ def require_regular(path: str | os.PathLike[str], mode: int) -> None:
 def read_bytes(
   path: str, start: int = 0, length: int | None = None, *, check: Callable[[os.stat_result], None] | None = None
 ) -> bytes:
-  """Bytes [start, start + length) of a file. UserError when it is gone or forbidden, RetryableError on I/O errors.
+  """Reads bytes [start, start + length) of a file.
 
-  `check` sees the state of the file that is read.
+  Args:
+    path: path of the file.
+    start: first byte.
+    length: number of bytes; None for all.
+    check: called with the state of the file that is read.
+
+  Raises:
+    UserError: the file does not exist or may not be read.
+    RetryableError: another I/O error.
   """
   try:
     with open_regular(path) as file:
@@ -200,33 +216,39 @@ def read_bytes(
 
 
 def reading_failed(path: str, error: OSError) -> UserError | RetryableError:
-  """What to raise for an error of a file that was there when the run started: a retry may mend the storage's own only."""
+  """Returns the error to raise for a file that existed when the run started. Only errors of the storage are retryable."""
   if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError):
-    return UserError(f"{path}: {error.strerror} (it was there when the run started)")
+    return UserError(f"{path}: {error.strerror} (the file existed when the run started)")
   return RetryableError(f"{path}: reading failed: {error}")
 
 
 class Unchanged(Generic[Found]):
-  """A file that is to stay what it was when it was looked at.
+  """A file that must stay unchanged after it was inspected.
 
   Attributes:
-    found: what the look gave.
-    digest: of that.
+    found: result of the inspection.
+    digest: digest of that result.
   """
 
   def __init__(self, path: str, look: Callable[[str], Found], digest_of: Callable[[Found], str]):
-    """`look`: reads little of a file. Raises what that raises."""
+    """Inspects the file.
+
+    Args:
+      path: path of the file.
+      look: inspects a file by reading a small part of it. Its exceptions are passed on.
+      digest_of: makes a digest of the result.
+    """
     self._path, self._look, self._digest_of = path, look, digest_of
     self._stamp = _stamp(os.stat(path))
     self.found = look(path)
     self.digest = digest_of(self.found)
 
   def check(self, now: os.stat_result) -> None:
-    """UserError if a file in the state `now` is another one."""
+    """Raises UserError if ``now`` is the state of a changed file."""
     if _stamp(now) == self._stamp:
       return
     if self._digest_of(self._look(self._path)) != self.digest:
-      raise UserError(f"{self._path}: changed under the run: it is not the file that the run started with")
+      raise UserError(f"{self._path}: the file changed while the run was using it")
     self._stamp = _stamp(now)
 
 
@@ -235,34 +257,36 @@ def _stamp(state: os.stat_result) -> tuple[int, int]:
 
 
 def check_expansion(path: str, packed: int, unpacked: int) -> None:
-  """UserError for data of `packed` bytes that become `unpacked` bytes or more: what no text does is meant to harm."""
+  """Raises UserError if ``packed`` bytes expand to ``unpacked`` bytes, and no text expands that far."""
   if unpacked > max(UNPACKED_UP_TO, EXPANSION_UP_TO * packed):
     raise UserError(
-      f"{path}: {packed:,} bytes become {unpacked:,} or more, over {EXPANSION_UP_TO} times as many: refused as a "
-      "decompression bomb; if these are your data, store them without compression"
+      f"{path}: {packed:,} bytes expand to {unpacked:,} or more, over {EXPANSION_UP_TO} times as many: refused as a "
+      "decompression bomb\n  fix: if these are your data, store them without compression"
     )
 
 
 def cache_folder() -> Path:
-  """Where what was found out about data is kept for later starts; need not exist."""
+  """Returns the folder that keeps facts about data for later starts. It need not exist."""
   return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "maxtext-like" / "data"
 
 
 def sizes(files: Sequence[str]) -> list[int]:
-  """The size of each file in bytes."""
+  """Returns the size of each file in bytes."""
   return [os.stat(file).st_size for file in files]
 
 
 def names(files: Sequence[str]) -> list[str]:
-  """Names relative to the common folder, so that a moved or mounted-elsewhere data set keeps its identity."""
+  """Returns the paths relative to the common folder, so that a data set that was moved keeps its identity."""
   root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
   return [os.path.relpath(file, root) for file in files]
 
 
 def fingerprint(files: Sequence[str], digests: Sequence[str] | None = None) -> dict[str, str]:
-  """{name: size and digest}. Without `digests`: of the contents when they are small, else the modification times.
+  """Returns the identity of files as {name: size and digest}. More than LIST_FILES_UP_TO files share one entry.
 
-  More than LIST_FILES_UP_TO files are folded in one entry.
+  Args:
+    files: paths of the files.
+    digests: a digest of each file. None: digests of the contents if the files are small, otherwise modification times.
   """
   import xxhash
 

@@ -25,12 +25,12 @@ SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed 
 
 
 class JsonLines:
-  """One JSON object a line with a string field. Lines may end in CRLF, be blank, and the file may begin with a BOM.
+  """Files with one JSON object on each line. Lines may end in CRLF or be empty, and a file may begin with a byte-order mark.
 
-  Bad records (BadRecordError with file:line): broken or truncated JSON, not UTF-8, a lone surrogate, no such field, a
-  field that is not a string, NaN or Infinity, a key twice in one object, a line above MAX_RECORD_BYTES.
+  Bad records (BadRecordError with file:line): broken or truncated JSON, not UTF-8, a lone surrogate, a missing field, a field
+  that is not a string, NaN or Infinity, a duplicate key in an object, a line above MAX_RECORD_BYTES.
 
-  What compressed files hold is kept in memory up to KEPT_BYTES in all; where there is more, their chunks are the groups.
+  The contents of compressed files stay in memory up to KEPT_BYTES in total. If there is more, their chunks are the groups.
   """
 
   def __init__(
@@ -42,10 +42,17 @@ class JsonLines:
     key: str = "dataset_path",
     read: ReadRecord | None = None,
   ):
-    """`files`: paths; `captions`: finds the images of a text; None: it has none; `key`: where the files are named; `read`:
-    makes records of the objects, in place of text and images.
+    """Finds the lines of all files.
 
-    Raises UserError when they hold no line at all, or one list or a table (CSV) in place of lines.
+    Args:
+      files: paths of the files.
+      text_field: field with the text.
+      captions: finds the images of a text; None if it has none.
+      key: key of the ``data:`` section that names the files.
+      read: makes records from the objects, instead of text and images.
+
+    Raises:
+      UserError: the files have no lines, or a file is one JSON list or a table (CSV).
     """
     self._files = list(files)
     self._field, self._captions, self._make = text_field, captions, read
@@ -91,7 +98,7 @@ class JsonLines:
           yield bad
 
   def _record(self, data: bytes | None, file: int, row: int) -> Record:
-    """The record of a line; None: of one above MAX_RECORD_BYTES."""
+    """Returns the record of a line; ``data`` is None for a line above MAX_RECORD_BYTES."""
     lines = self._lines[file]
     place = f"{self._files[file]}:{lines.index.number(row)}"
     if data is None:
@@ -103,7 +110,7 @@ class JsonLines:
     except strict_json.NotJsonError as error:
       reason = str(error)
       if row == len(lines) - 1 and not lines.index.terminated:
-        reason += " (the last line, and it has no newline: was the file cut off?)"
+        reason += " (the last line, without a newline: is the file cut off?)"
       raise BadRecordError(place, reason, fix="dataset_path=FILES with one JSON object on each line") from None
     if self._make is not None:
       return self._make(record, place, os.path.dirname(os.path.abspath(self._files[file])))
@@ -125,13 +132,13 @@ class JsonLines:
 
 
 def _refuse_one_list(lines: LineFile) -> None:
-  """UserError for a file that is one JSON list of records, of which its lines are no objects."""
+  """Raises UserError for a file that is one JSON list of records, whose lines are not objects."""
   if not lines.head().lstrip().startswith(b"["):
     return
   if len(lines) > 1:
     try:
       strict_json.loads(lines.read(0))
-      return  # a line that is a list by itself: each such line is a bad record
+      return  # this line alone is a list: every such line is a bad record
     except strict_json.NotJsonError:
       pass
   program = 'python -c "import json,sys; [print(json.dumps(r)) for r in json.load(sys.stdin.buffer)]"'
@@ -139,13 +146,13 @@ def _refuse_one_list(lines: LineFile) -> None:
   source, made = shlex.quote(lines.path), shlex.quote(os.path.join(folder, f"{name.split('.json')[0]}.lines.jsonl"))
   command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
   raise UserError(
-    f"{lines.path}: begins with '[', as a file that is one JSON list: dataset=jsonl wants an object a line\n"
+    f"{lines.path}: begins with '[' like a single JSON list, but dataset=jsonl reads one object on each line\n"
     f"  fix: {command} > {made}"
   )
 
 
 def _refuse_table(lines: LineFile) -> None:
-  """UserError for a file of comma- or tab-separated values: its first two lines are no JSON and have equally many fields."""
+  """Raises UserError for a table: its first two lines are not JSON and have the same number of separated values."""
   head = lines.head().removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
   if head.lstrip()[:1] in ("", "{", "["):
     return
@@ -163,7 +170,7 @@ def _refuse_table(lines: LineFile) -> None:
   program = f'python -c "{read}; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{kind})]"'
   command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
   raise UserError(
-    f"{lines.path}: a table (CSV or the like) with the columns {named_fields.shown(first[0])}, and dataset=jsonl reads one "
+    f"{lines.path}: looks like a table (CSV) with the columns {named_fields.shown(first[0])}, but dataset=jsonl reads one "
     f"JSON object on each line\n  fix: {command} > {made}; then dataset_path={made}"
   )
 
@@ -171,11 +178,11 @@ def _refuse_table(lines: LineFile) -> None:
 def open_documents(
   files: Sequence[str], data: Any, *, vision: VisionConfig | None, whole: Iterable[str], key: str
 ) -> JsonLines:
-  """The files of dataset=jsonl, with images where the model has a `vision:` section."""
-  del whole  # a record is never cut
+  """Opens the files of dataset=jsonl, with images if the model has a `vision:` section."""
+  del whole  # records are never cut
   if twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED}):
     logger.warning(
-      "data.%s: %s lies beside %s, and both are read: name one of them, unless they hold different records (%d such pairs)",
+      "data.%s: both %s and %s are read: name one of them, unless they hold different records (%d such pairs)",
       key, twice[0], os.path.splitext(twice[0])[0], len(twice),
     )  # fmt: skip
   return JsonLines(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -1,7 +1,7 @@
-"""Where the lines of a file are: found in one pass over it, and kept, so that later starts need not read the file.
+"""The positions of the lines of a file: found in one pass over the file and stored, so that later starts need not read it.
 
-An index is kept in the folder of ``input_files.cache_folder``, under the file's path, and counts as long as the file's size,
-times and inode are those that it was made of; one that is damaged, of another version or of another file counts as none.
+Indices are stored in ``input_files.cache_folder`` by the path of the file. An index is valid while the size, times and inode of
+the file are unchanged. An index that is damaged, of another version or of another state of the file is ignored.
 """
 
 import json
@@ -20,24 +20,24 @@ from maxtext_like.data.readers import input_files
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-KEEP_FROM = 2**20  # bytes of a file: a smaller one is read as fast as its index
-SETTLED_SECONDS = 2.0  # a file that was written to just now may change again within the same tick of its clock
+KEEP_FROM = 2**20  # bytes: a smaller file is read as fast as its index
+SETTLED_SECONDS = 2.0  # a file that was just written may change again within the resolution of its timestamp
 _HEAD = ("stop", "size", "digest", "terminated")
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class LineIndex:
-  """The lines of one file in what it unpacks to. Empty lines have no entry: N lines, 8 bytes each.
+  """The lines of one file after decompression. Empty lines have no entry. N lines take 8 bytes each.
 
   Attributes:
-    starts: int64 [N], bytes.
-    stop: where the last line ends, without its newline.
-    gap_rows: int64 [G], the entries that empty lines stand before.
-    gap_lines: int64 [G], how many empty lines there are before each of them, from the beginning of the file.
-    size: bytes in all.
-    digest: of the contents.
-    terminated: the file ends with a newline.
+    starts: int64 [N], first byte of each line.
+    stop: end of the last line, without its newline.
+    gap_rows: int64 [G], entries that follow empty lines.
+    gap_lines: int64 [G], number of empty lines before each of these entries, counted from the beginning of the file.
+    size: size in bytes.
+    digest: digest of the contents.
+    terminated: True if the file ends with a newline.
   """
 
   starts: np.ndarray
@@ -56,30 +56,30 @@ class LineIndex:
     return int(self.gap_lines[at - 1]) if at else 0
 
   def start(self, row: int) -> int:
-    """Where a line begins."""
+    """Returns the first byte of a line."""
     return int(self.starts[row])
 
   def end(self, row: int) -> int:
-    """Where a line ends, without its newline: a byte before the next one, and before the empty lines between them."""
+    """Returns the end of a line without its newline: one byte before the next line and the empty lines between them."""
     if row + 1 == len(self):
       return self.stop
     between = self._empty_before(row + 1) - self._empty_before(row) if len(self.gap_rows) else 0
     return int(self.starts[row + 1]) - 1 - between
 
   def number(self, row: int) -> int:
-    """The number of a line in its file, from 1."""
+    """Returns the number of a line in its file, starting at 1."""
     return 1 + row + self._empty_before(row)
 
 
 def index_lines(chunks: Iterable[bytes]) -> LineIndex:
-  """One pass over a file: newlines (the byte 0x0a alone: U+2028 inside a string is text) and a hash of everything."""
+  """Finds the lines and hashes the contents in one pass. Only the byte 0x0a ends a line: U+2028 inside a string is text."""
   import xxhash
 
   digest = xxhash.xxh3_128()
   starts: list[np.ndarray] = [np.empty(0, np.int64)]
   gaps: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
   size, start, stop, last = 0, 0, 0, b""
-  rows, empty, told = 0, 0, 0  # entries, empty lines, and empty lines before the last entry so far
+  rows, empty, told = 0, 0, 0  # entries, empty lines, and empty lines before the last entry
 
   def keep(begins: np.ndarray, ends: np.ndarray) -> None:
     nonlocal rows, empty, told, stop
@@ -108,7 +108,7 @@ def index_lines(chunks: Iterable[bytes]) -> LineIndex:
 
 
 def _with_whole_head(chunks: Iterable[bytes]) -> Iterator[bytes]:
-  """The same bytes, the first piece long enough to show a byte-order mark."""
+  """Yields the same bytes, with a first piece that is long enough to show a byte-order mark."""
   head = b""
   for chunk in chunks:
     head += chunk
@@ -120,15 +120,15 @@ def _with_whole_head(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def kept_index(path: str, state: os.stat_result, contents: Callable[[], Iterable[bytes]]) -> LineIndex:
-  """The index of a file as it was in ``state``: the kept one, else a new one, which is kept.
+  """Returns the stored index of a file, or makes and stores a new one.
 
   Args:
-    path: of the file.
-    state: of the file before it was read.
-    contents: reads what the file holds, unpacked.
+    path: path of the file.
+    state: state of the file before it was read.
+    contents: reads the decompressed contents.
 
   Raises:
-    UserError, RetryableError: as ``contents`` does.
+    UserError, RetryableError: raised by ``contents``.
   """
   if state.st_size < KEEP_FROM:
     return index_lines(contents())
@@ -141,7 +141,7 @@ def kept_index(path: str, state: os.stat_result, contents: Callable[[], Iterable
     if _identity(now) == _identity(state) and time.time() - max(now.st_mtime, now.st_ctime) > SETTLED_SECONDS:
       _write(entry, index, _identity(state))
   except OSError as error:
-    logger.warning("%s: cannot be written (%s), so every start looks for all lines anew", entry.parent, error.strerror)
+    logger.warning("%s: cannot be written (%s), so every start searches for all lines again", entry.parent, error.strerror)
   return index
 
 
@@ -157,7 +157,7 @@ def _entry(path: str) -> Path:
 
 
 def _write(entry: Path, index: LineIndex, identity: list[int]) -> None:
-  """An entry is a line of JSON and the three arrays. Whoever writes one puts a whole file in place."""
+  """Writes an entry atomically: a line of JSON and the three arrays."""
   import xxhash
 
   columns = b"".join(column.astype("<i8").tobytes() for column in (index.gap_rows, index.gap_lines, index.starts))
@@ -175,7 +175,7 @@ def _write(entry: Path, index: LineIndex, identity: list[int]) -> None:
 
 
 def _read(entry: Path, identity: list[int]) -> LineIndex | None:
-  """What an entry says; None when there is none, it is of another state of the file, or it is not whole."""
+  """Returns the index in an entry; None if it does not exist, is damaged or belongs to another state of the file."""
   import xxhash
 
   try:

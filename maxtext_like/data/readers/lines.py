@@ -1,4 +1,4 @@
-"""Files of lines, plain or compressed: an index of every line's place, so that any of them can be read by itself."""
+"""Files of lines, plain or compressed, with an index of the lines, so that any line can be read alone."""
 
 import logging
 import os
@@ -16,21 +16,21 @@ from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**22  # a chunk of newlines takes 40 times its size to look through
-KEPT_BYTES = 2**28  # of what compressed files hold, kept in memory by one data set
+CHUNK_BYTES = 2**22  # finding the lines of a chunk takes up to 40 times its size in memory
+KEPT_BYTES = 2**28  # decompressed contents that one data set keeps in memory
 HEAD_BYTES = 2**12
-TRUST_SECONDS = 60.0  # a file that is written to all the time is compared no more often than that
+TRUST_SECONDS = 60.0  # shortest time between comparisons of a file that is written to continuously
 
 
 class ChunkCache:
-  """Chunks of unpacked files, the least recently used dropped beyond KEPT_BYTES."""
+  """Chunks of decompressed files. The least recently used are dropped beyond KEPT_BYTES."""
 
   def __init__(self) -> None:
     self._chunks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
     self._size = 0
 
   def get(self, key: tuple[str, int], unpack: Callable[[], bytes]) -> bytes:
-    """The chunk, unpacked now if it is not there."""
+    """Returns a chunk, and decompresses it if it is not in the cache."""
     if key not in self._chunks:
       chunk = unpack()
       self._size += len(chunk)
@@ -42,15 +42,15 @@ class ChunkCache:
 
 
 class LineFile:
-  """The lines of one file as it was when this was made.
+  """The lines of one file, in the state of the file when this object was made.
 
-  A compressed file is unpacked in chunks of about SPACING_BYTES that begin at a line; chunks[i] is the first line of chunk i.
-  Lines of one chunk should be asked for together. A plain file is one chunk of which nothing is kept. `kind` is the
-  program that unpacks it; None: it is plain.
+  A compressed file is decompressed in chunks of about SPACING_BYTES that begin at a line; chunks[i] is the first line of chunk
+  i. Reading lines of the same chunk together is cheap. A plain file is one chunk that is not kept in memory. ``kind`` is the
+  name of the program that decompresses the file; None if it is plain.
   """
 
   def __init__(self, path: str, cache: ChunkCache):
-    """Reads all of the file, unless its index is kept. UserError: as `Packed.pieces`; RetryableError: I/O errors."""
+    """Reads the complete file, unless its index is stored. Raises UserError and RetryableError as `Packed.pieces`."""
     self.path, self._cache = path, cache
     kind = kind_of(path)
     self.kind = kind
@@ -69,15 +69,15 @@ class LineFile:
 
   @property
   def packed(self) -> bool:
-    """The file is compressed."""
+    """True if the file is compressed."""
     return self._packed is not None
 
   def size(self, row: int) -> int:
-    """Bytes of a line."""
+    """Returns the length of a line in bytes."""
     return self.index.end(row) - self.index.start(row)
 
   def head(self) -> bytes:
-    """The beginning of the first line that is not empty, and of what follows. Raises as ``read``."""
+    """Returns the beginning of the contents from the first non-empty line. Raises as ``read``."""
     if not len(self):
       return b""
     start = self.index.start(0)
@@ -86,7 +86,7 @@ class LineFile:
     return next(self._packed.pieces(start), b"")[:HEAD_BYTES]
 
   def read(self, row: int) -> bytes:
-    """One line. UserError: the file has changed; else as `files.read_bytes`."""
+    """Returns one line. Raises UserError if the file changed, otherwise as `input_files.read_bytes`."""
     start, length = self.index.start(row), self.size(row)
     if self._packed is None:
       return input_files.read_bytes(self.path, start, length, check=self._check)
@@ -101,7 +101,7 @@ class LineFile:
     last = (self.chunks[number + 1] if number + 1 < len(self.chunks) else len(self)) - 1
     begin, stop = self.index.start(first), self.index.end(last)
     if self.size(last) > MAX_RECORD_BYTES:
-      stop = self.index.start(last)  # nobody reads it
+      stop = self.index.start(last)  # a line above the limit is never read
     try:
       self._check(os.stat(self.path))
     except OSError as error:
@@ -115,7 +115,7 @@ class LineFile:
     return b"".join(parts)
 
   def lines(self) -> Iterator[bytes | None]:
-    """Every line in order, in one pass; None for those above MAX_RECORD_BYTES."""
+    """Yields every line in order, in one pass; None for a line above MAX_RECORD_BYTES."""
     index = self.index
     row, base, held = 0, 0, b""
     for chunk in self._contents():
@@ -131,7 +131,7 @@ class LineFile:
           break
         row += 1
       if row == len(index):
-        return  # what follows is the rest of a line above the limit, or nothing
+        return  # the remaining bytes belong to a line above the limit
       keep = min(index.start(row), end)
       base, held = keep, held[keep - base :]
     if len(index):
@@ -149,7 +149,7 @@ class LineFile:
       raise input_files.reading_failed(self.path, error) from error
 
   def _check(self, now: os.stat_result) -> None:
-    """UserError if the file is another one by now. What was appended to it does no harm."""
+    """Raises UserError if the contents changed. Lines appended to the file are allowed."""
     if _stamp(now) == self._stamp or time.monotonic() < self._trusted_until:
       return
     import xxhash
@@ -160,13 +160,13 @@ class LineFile:
       left = max(0, left - len(chunk))
     if left or f"xxh3 {digest.hexdigest()}" != self.index.digest:
       raise self._changed()
-    logger.warning("%s: written to under the run; its first %d bytes are the same, only they are used", self.path,
-                   self.index.size)  # fmt: skip
+    logger.warning("%s: the file was written to during the run; its first %d bytes are unchanged, and only they are used",
+                   self.path, self.index.size)  # fmt: skip
     self._stamp, self._trusted_until = _stamp(now), time.monotonic() + TRUST_SECONDS
 
   def _changed(self) -> UserError:
     size = self.index.size
-    return UserError(f"{self.path}: changed under the run: its first {size} bytes are not those that the run started with")
+    return UserError(f"{self.path}: the file changed during the run: its first {size} bytes differ from those at the start")
 
 
 def _stamp(state: os.stat_result) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Parquet files as documents: one string column, row group by row group. Needs the extra `parquet` (pyarrow)."""
+"""Parquet files as documents: one string column, read by row groups. Needs the extra `parquet` (pyarrow)."""
 
 import os
 from collections import OrderedDict
@@ -15,16 +15,16 @@ from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
 SUFFIXES = (".parquet",)
-CACHED_ROW_GROUPS = 2  # the order of reading stays inside a row group (order.py), so more would not be hit
-# Equal texts that the file stores once stay one in memory (Arrow's dictionaries, which hold 2 GiB).
+CACHED_ROW_GROUPS = 2  # reading stays inside a row group (order.py), so a larger cache would have no more hits
+# Equal texts that the file stores once stay one in memory, as an Arrow dictionary (which can hold 2 GiB).
 DICTIONARY_UP_TO = 2**30
-ROWS_UP_TO = 2**24  # a file may say so many rows whatever its size, and 8 for each byte beyond
+ROWS_UP_TO = 2**24  # rows that a file of any size may have; 8 more are allowed for each byte
 
 
 class Parquet:
-  """The rows of a string column. Page checksums are verified where the writer stored them (write_page_checksum).
+  """The rows of a string column. Page checksums are verified if the writer stored them (write_page_checksum).
 
-  A null or undecodable value is a bad record; a damaged page is an error, as it takes a whole row group with it.
+  A null or undecodable value is a bad record. A damaged page is an error, because it affects a complete row group.
   """
 
   def __init__(
@@ -36,21 +36,28 @@ class Parquet:
     key: str = "dataset_path",
     read: ReadRecord | None = None,
   ):
-    """`files`: paths, named by data.`key`; `captions`: finds the images of the text in files with a column for them; None:
-    there are none; `read`: makes records of whole rows, in place of text and images.
+    """Reads the metadata of all files.
 
-    Raises UserError: pyarrow missing, no parquet file, no such string column, no rows.
+    Args:
+      files: paths of the files.
+      text_field: column with the text.
+      captions: finds the images of a text in files with a column for images; None if there are none.
+      key: key of the ``data:`` section that names the files.
+      read: makes records from complete rows, instead of text and images.
+
+    Raises:
+      UserError: pyarrow is not installed; a file is not a parquet file; there is no such string column; there are no rows.
     """
     try:
       import pyarrow
       import pyarrow.parquet
     except ImportError as error:
-      raise UserError("dataset=parquet needs pyarrow, which is not installed: pip install -e '.[parquet]'") from error
+      raise UserError("dataset=parquet needs pyarrow, which is not installed\n  fix: pip install -e '.[parquet]'") from error
     self._arrow = pyarrow
     self._files = list(files)
     self._field = text_field
-    self._make: list[ReadRecord | None] = []  # of each file; None: the column alone is read
-    self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in it, rows, read as a dictionary
+    self._make: list[ReadRecord | None] = []  # for each file, how to make records; None reads the text column alone
+    self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in the file, rows, whether read as a dictionary
     self._state: list[Unchanged[str]] = []
     for number, path in enumerate(self._files):
       with self._open(path) as reader:
@@ -66,7 +73,7 @@ class Parquet:
     self._cache: OrderedDict[int, Any] = OrderedDict()
 
   def _row_groups(self, number: int, metadata: Any) -> Iterator[tuple[int, int, int, bool]]:
-    """The row groups with rows of one file. UserError for a file made to fill the memory."""
+    """Yields the row groups of one file that have rows. Raises UserError for a decompression bomb."""
     path = self._files[number]
     size = os.path.getsize(path)
     if metadata.num_rows > ROWS_UP_TO + 8 * size:
@@ -90,7 +97,7 @@ class Parquet:
       raise UserError(f"{path}: not a readable parquet file: {error}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
-    except OSError as error:  # pyarrow uses it for damaged metadata as well as for real I/O errors
+    except OSError as error:  # pyarrow raises it for damaged metadata and for real I/O errors
       self._raise_oserror(path, error)
 
   def _raise_oserror(self, path: str, error: OSError) -> Any:
@@ -113,7 +120,7 @@ class Parquet:
       raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")
 
   def _with_images(self, schema: Any, captions: Captions | None, path: str) -> Captions | None:
-    """What makes records of a file's rows where it has images that the model takes."""
+    """Returns what makes records from a file's rows if the file has images that the model takes; otherwise None."""
     found = captions and captions.column((name, str(schema.field(i).type)) for i, name in enumerate(schema.names))
     if not captions or not found or captions.take:
       return captions if found else None
@@ -149,7 +156,7 @@ class Parquet:
         except OSError as error:
           self._raise_oserror(path, error)
       if len(column) != rows:
-        raise UserError(f"{path}: row group {inner} has {len(column)} rows, its metadata say {rows}: damaged")
+        raise UserError(f"{path}: damaged parquet file: row group {inner} has {len(column)} rows, but its metadata say {rows}")
       self._cache[group] = column
       while len(self._cache) > CACHED_ROW_GROUPS:
         self._cache.popitem(last=False)
@@ -184,7 +191,7 @@ class Parquet:
 
 
 def _footer(path: str) -> str:
-  """A digest of what a parquet file ends with: schema, row groups, offsets, sizes and statistics of every page."""
+  """Returns a digest of the footer of a parquet file: schema, row groups, and offset, size and statistics of every page."""
   import xxhash
 
   size = os.path.getsize(path)
@@ -194,6 +201,6 @@ def _footer(path: str) -> str:
 
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Parquet:
-  """The files of dataset=parquet."""
-  del whole  # a record is never cut
+  """Opens the files of dataset=parquet."""
+  del whole  # records are never cut
   return Parquet(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -1,4 +1,4 @@
-"""Plain text files as documents, and the default data set: the Python standard library's own sources."""
+"""Plain text files as documents, and the default data set: the source files of Python's standard library."""
 
 import os
 import sysconfig
@@ -11,22 +11,22 @@ from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.data.readers import input_files
 from maxtext_like.errors import UserError
 
-SUFFIXES: tuple[str, ...] = ()  # of the files of a folder: any
+SUFFIXES: tuple[str, ...] = ()  # endings of the files to take from a folder; empty for all
 PIECE_BYTES = 2**16
 WINDOW_BYTES = 2**12  # a piece ends at the first newline within this distance of its nominal end
-STDLIB_PIECE_BYTES = 2**20  # no file of the standard library is longer: one document a file
+STDLIB_PIECE_BYTES = 2**20  # longer than any file of the standard library, so each file is one document
 
-# Not what the library is: its own tests (some of them not UTF-8 on purpose), caches, and packages installed into it.
+# Folders that are not the library itself: tests (some are deliberately not UTF-8), caches and installed packages.
 STDLIB_SKIPPED = frozenset(("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"))
 
 
 class TextFiles:
-  """UTF-8 text files. One document a file; a file above `piece_bytes` is cut in pieces of about that size.
+  """UTF-8 text files, each of which is one document. A file above ``piece_bytes`` is cut into pieces of about that size.
 
-  A piece ends after a newline when one is near, else between two characters. The pieces are separate records (they
-  are shuffled, and one may be held out for evaluation), but only the first begins the document and only the last ends
-  it, for bos and eos. A byte-order mark is dropped and CRLF becomes LF. A file that is not UTF-8 or holds NUL bytes
-  (UTF-16, binary) is a bad record; with `skip_undecodable` it is an empty one.
+  A piece ends after a newline if one is near, otherwise between two characters. The pieces are separate records: they are
+  shuffled, and each may be held out for evaluation. Only the first piece begins the document and only the last one ends it, for
+  bos and eos. A byte-order mark is dropped, and CRLF becomes LF. A file that is not UTF-8 or has NUL bytes (UTF-16, binary) is
+  a bad record; with ``skip_undecodable`` it is an empty one.
   """
 
   groups: Sequence[int] | None = None
@@ -40,9 +40,17 @@ class TextFiles:
     whole: Iterable[str] = (),
     key: str = "dataset_path",
   ):
-    """`files`: paths, named by data.`key`; `whole`: spellings that no piece ends inside of.
+    """Divides the files into pieces.
 
-    Raises UserError when there is no text in any of them.
+    Args:
+      files: paths of the files.
+      piece_bytes: approximate size of a piece.
+      skip_undecodable: treat files that are not text as empty.
+      whole: spellings that must not be divided between two pieces.
+      key: key of the ``data:`` section that names the files.
+
+    Raises:
+      UserError: all files are empty.
     """
     self._files = list(files)
     self._sizes = input_files.sizes(self._files)
@@ -69,7 +77,7 @@ class TextFiles:
     return f"{self._files[file]} (piece {piece + 1} of {self._pieces[file]}, from byte {piece * self._piece_bytes})"
 
   def _boundary(self, file: int, position: int) -> int:
-    """The start of the piece whose nominal start is byte `position`."""
+    """Returns the start of the piece whose nominal start is byte ``position``."""
     if position <= 0 or position >= self._sizes[file]:
       return max(0, min(position, self._sizes[file]))
     window = input_files.read_bytes(self._files[file], position - 1, WINDOW_BYTES)
@@ -82,7 +90,7 @@ class TextFiles:
     return self._after_spelling(file, position + skip - 1)
 
   def _after_spelling(self, file: int, position: int) -> int:
-    """The end of the spelling that `position` lies inside of; else `position`."""
+    """Returns the end of the spelling that contains ``position``; ``position`` if there is none."""
     if not self._whole:
       return position
     begin = max(0, position - self._longest)
@@ -112,7 +120,7 @@ class TextFiles:
     if "\0" in text:
       if self._skip_undecodable:
         return Record("")
-      raise BadRecordError(self.place(index), "has NUL bytes: not a text file (binary, or UTF-16?)")
+      raise BadRecordError(self.place(index), "has NUL bytes, so it is not a text file (binary, or UTF-16?)")
     return Record(text.replace("\r\n", "\n"), begins=piece == 0, ends=piece == self._pieces[file] - 1)
 
   def scan(self) -> Iterator[Record | BadRecordError]:
@@ -127,7 +135,7 @@ class TextFiles:
 
 
 def stdlib_files(folder: str | None = None) -> list[str]:
-  """The .py files of the standard library of the running interpreter, sorted; STDLIB_SKIPPED folders are left out."""
+  """Returns the .py files of the interpreter's standard library, sorted, without the folders in STDLIB_SKIPPED."""
   folder = folder or sysconfig.get_paths()["stdlib"]
   found = []
   for parent, folders, names in os.walk(folder):
@@ -135,24 +143,24 @@ def stdlib_files(folder: str | None = None) -> list[str]:
     found += [os.path.join(parent, name) for name in names if name.endswith(".py")]
   if not found:
     raise UserError(
-      f"dataset=python-stdlib: no .py file below {folder} (the library is in a zip file, or stripped of its sources); "
-      "use dataset=text dataset_path=YOUR_FILES"
+      f"dataset=python-stdlib: no .py file below {folder} (the library is in a zip file or has no sources)\n"
+      "  fix: dataset=text dataset_path=YOUR_FILES"
     )
   return sorted(found)
 
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
-  """The files of dataset=text."""
+  """Opens the files of dataset=text."""
   del data, vision
   return TextFiles(files, whole=whole, key=key)
 
 
 def open_stdlib(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
-  """dataset=python-stdlib, which is nobody's choice of files."""
+  """Opens dataset=python-stdlib, which has no files to choose."""
   del files, data, vision, whole, key
   return stdlib()
 
 
 def stdlib() -> TextFiles:
-  """The standard library's sources: real text on every machine. Files that are not UTF-8 count as empty."""
+  """Opens the sources of the standard library, which exist on every machine. Files that are not UTF-8 count as empty."""
   return TextFiles(stdlib_files(), piece_bytes=STDLIB_PIECE_BYTES, skip_undecodable=True)

@@ -1,8 +1,8 @@
-"""`tf.train.Example` messages: the values of one feature, without TensorFlow.
+"""Decodes `tf.train.Example` messages without TensorFlow.
 
-A message of protocol buffers is a row of fields: a number that holds the field's number and kind, then the value. Example has
-features = 1; Features has feature = 1, a map of entries key = 1, value = 2; Feature has one of bytes_list = 1, float_list = 2,
-int64_list = 3; BytesList has value = 1, repeated.
+A protocol buffer message is a sequence of fields: a number that encodes the field's number and kind, then the value. Example
+has features = 1; Features has feature = 1, a map of entries key = 1, value = 2; Feature has one of bytes_list = 1, float_list =
+2, int64_list = 3; BytesList has value = 1, repeated.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,14 @@ _KINDS = {1: "bytes", 2: "floats", 3: "integers"}
 
 
 class NotExampleError(ValueError):
-  """Bytes that are no such message."""
+  """Bytes that are not such a message."""
 
 
 def features(data: bytes) -> dict[str, tuple[str, bytes]]:
-  """Kind ("bytes", "floats", "integers", "nothing") and encoded list of every feature by its name.
+  """Returns the kind ("bytes", "floats", "integers", "nothing") and the encoded list of every feature, by name.
 
-  Raises NotExampleError.
+  Raises:
+    NotExampleError: the bytes are not an Example.
   """
   found = {}
   for message in _messages(data, 1):
@@ -33,19 +34,19 @@ def features(data: bytes) -> dict[str, tuple[str, bytes]]:
 
 
 def values(encoded: bytes) -> list[bytes]:
-  """The values of an encoded list of bytes. Raises NotExampleError."""
+  """Returns the values of an encoded list of bytes. Raises NotExampleError."""
   return list(_messages(encoded, 1))
 
 
 def _messages(data: bytes, number: int) -> Iterator[bytes]:
   for field, value in _fields(data):
     if field != number:
-      raise NotExampleError(f"field {field} where only {number} is known")
+      raise NotExampleError(f"field {field}, expected only {number}")
     yield value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-  """Number and content of every field; all of them here have a length."""
+  """Yields number and content of every field. All fields in these messages have a length."""
   at = 0
   while at < len(data):
     tag, at = _varint(data, at)
@@ -59,7 +60,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-  """A number of 7 bits a byte, the lowest first, and where it ends."""
+  """Returns a number stored as 7 bits in each byte, lowest first, and the position after it."""
   number = 0
   for shift in range(0, 64, 7):
     if at >= len(data):

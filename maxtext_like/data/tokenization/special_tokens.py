@@ -1,7 +1,7 @@
-"""Special tokens by what they mean, however a tokenizer spells them, and their spellings in text.
+"""Special tokens by meaning, for every way in which a tokenizer spells them, and their spellings in text.
 
-A prompt is written by whoever runs the model, and "<start_of_turn>user" in it is the token, as in Hugging Face's tokenizers.
-In training text and in conversations data.special_tokens_in_text decides: "<eos>" is five letters unless that is `parse`.
+A prompt is written by the person who runs the model, and "<start_of_turn>user" in it is the token, as in Hugging Face. In
+training text and in conversations data.special_tokens_in_text decides: "<eos>" is five characters unless the key is `parse`.
 """
 
 import re
@@ -19,7 +19,7 @@ _OTHERS = {
   "eos": ("</s>", "<|end_of_text|>", "<|endoftext|>"),
   "pad": ("[PAD]",),
 }
-"""What tokenizers of no family here call them."""
+"""Spellings in tokenizers of other model families."""
 
 
 def _spellings() -> dict[str, tuple[str, ...]]:
@@ -31,11 +31,11 @@ def _spellings() -> dict[str, tuple[str, ...]]:
 
 
 SPELLINGS = _spellings()
-"""Meaning to spellings. bos, eos and pad are what tokenizer_config.json says where it says something."""
+"""Spellings by meaning. tokenizer_config.json takes precedence for bos, eos and pad."""
 
 
 def token_id(tokenizer: "Tokenizer", name: str) -> int | None:
-  """The id of a token named by its meaning (a key of ``SPELLINGS``) or spelt out; None: the tokenizer has none."""
+  """Returns the id of a token from its meaning (a key of ``SPELLINGS``) or its spelling; None if the tokenizer has none."""
   if name in ("bos", "eos", "pad"):
     return {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}[name]
   found = (tokenizer.find(spelling) for spelling in SPELLINGS.get(name, (name,)))
@@ -43,29 +43,29 @@ def token_id(tokenizer: "Tokenizer", name: str) -> int | None:
 
 
 def known_names(tokenizer: "Tokenizer") -> list[str]:
-  """The meanings that a tokenizer has a token for."""
+  """Returns the meanings for which a tokenizer has a token."""
   return [name for name in SPELLINGS if token_id(tokenizer, name) is not None]
 
 
 def listed(counts: Mapping[str, int], most: int = 10) -> str:
-  """Names with how often each occurs, for a message."""
+  """Returns names with the number of their occurrences, for a message."""
   names = [f"{name!r} {count} times" if count > 1 else f"{name!r} once" for name, count in counts.items()]
   return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
 
 
 class Spellings:
-  """Finds the spellings of special tokens in text, the longest first where one begins another."""
+  """Finds the spellings of special tokens in text. If one spelling begins with another, the longest one is found."""
 
   def __init__(self, special: Mapping[str, int]):
-    """`special`: ids by spelling."""
+    """Prepares the search; ``special`` has the ids by spelling."""
     self.special = special
-    # Gemma has thousands, of few lengths, and nearly all begin with "<": their first letters tell them from other text.
+    # Gemma has thousands of spellings of few lengths, and nearly all begin with "<": the first characters make the search fast.
     self._lengths = sorted(set(map(len, special)), reverse=True)
     letters = ({spelling[i] for spelling in special} for i in range(min(self._lengths, default=0)))
     self._begin = re.compile("".join(f"[{''.join(map(re.escape, sorted(those)))}]" for those in islice(letters, 4)))
 
   def find(self, text: str) -> Iterator[str]:
-    """Every spelling in a text, in order."""
+    """Yields every spelling in a text, in order."""
     return (text[start:end] for start, end in self._spans(text))
 
   def _spans(self, text: str) -> Iterator[tuple[int, int]]:
@@ -79,7 +79,7 @@ class Spellings:
         at = start + 1
 
   def encode(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
-    """Ids of a text in which the spellings stand for their tokens; `plain` gives those of what is between them."""
+    """Encodes a text in which each spelling becomes its token; ``plain`` encodes the text between them."""
     ids: list[int] = []
     at = 0
     for start, end in self._spans(text):

@@ -1,4 +1,4 @@
-"""One document to the ids of its tokens."""
+"""Turns documents into token ids, one at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from maxtext_like.layers.embedding import Lookup
 
 @dataclass(frozen=True)
 class Tokenise:
-  """Reads a document and tokenises it, with bos and eos where the tokenizer has them.
+  """Reads a document and tokenises it, with bos and eos if the tokenizer has them.
 
-  A bos or eos that the text itself begins or ends with, where spellings of special tokens are parsed, is not given twice.
+  If spellings of special tokens are parsed and the text itself begins with bos or ends with eos, that token is not added again.
   """
 
   documents: Documents
@@ -29,7 +29,7 @@ class Tokenise:
   rules: Rules
 
   def __call__(self, number: int) -> Document:
-    """Document `number`. UserError: a token outside the vocabulary, or as `Documents.read`."""
+    """Returns document ``number``. Raises UserError for a token outside the vocabulary, and as `Documents.read`."""
     tokenizer, multimodal = self.tokenizer, self.rules.multimodal
     parse = self.rules.special == "parse"
     try:
@@ -57,7 +57,7 @@ class Tokenise:
     return Document(number, self._looked_up(number, ids), images=spans)
 
   def _conversation(self, number: int, conversation: Conversation) -> Document:
-    """A conversation, whose template has its own beginning and ends. Raises BadRecordError."""
+    """Encodes a conversation, whose template writes its own beginning and ends. Raises BadRecordError."""
     chat = self.rules.chat
     assert chat is not None
     if chat.excludes(conversation):
@@ -67,11 +67,11 @@ class Tokenise:
     return Document(number, ids, images=found.images, learned=found.trained, ends=found.ends)
 
   def _looked_up(self, number: int, ids: list[int]) -> np.ndarray:
-    """int32, of ids that all have a row in the tables. UserError otherwise."""
+    """Returns the ids as int32. Raises UserError if an embedding table has no row for an id."""
     array = np.asarray(ids, np.int64)
     wrong = self.lookup.missing(array)
     if multimodal := self.rules.multimodal:
-      wrong &= array != multimodal.vision.image_token_id  # never looked up, and beyond some tables
+      wrong &= array != multimodal.vision.image_token_id  # never looked up; some tables are too short for it
     if wrong.any():
       at = int(wrong.argmax())
       raise UserError(
@@ -82,7 +82,7 @@ class Tokenise:
 
 
 class DocumentStream:
-  """Documents in an order, each read and tokenised when it is asked for; nothing is done ahead (Prefetch does that)."""
+  """Documents in an order, each read and tokenised on request. ``Prefetch`` works ahead, this does not."""
 
   def __init__(self, order: Order, tokenise: Callable[[int], Document]):
     self._order, self._tokenise, self._next = order, tokenise, 0
@@ -94,19 +94,19 @@ class DocumentStream:
     if self._next >= len(self._order):
       raise StopIteration
     document = self._tokenise(self._order[self._next])
-    self._next += 1  # a document that failed is asked for again
+    self._next += 1  # only now: a document that failed is requested again
     return document
 
   def counts(self) -> dict[str, int]:
-    """None but what whoever reads it counts; of several sources see Mixture."""
+    """Returns no counts: the packer counts documents, and ``Mixture`` counts those of several sources."""
     return {}
 
   def get_state(self) -> dict[str, Any]:
-    """The position of the next document in the order."""
+    """Returns the position of the next document in the order."""
     return {"next_index": self._next}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    """Goes on at a position. Raises IndexError where the order has none."""
+    """Continues at a position. Raises IndexError if the order has no such position."""
     if not 0 <= state["next_index"] <= len(self._order):
       raise IndexError(f"position {state['next_index']} of {len(self._order)} documents")
     self._next = state["next_index"]

@@ -1,9 +1,9 @@
-"""Text to token ids: raw bytes, a Hugging Face tokenizer.json, a sentencepiece model.
+"""Tokenizers: raw bytes, a Hugging Face tokenizer.json, or a sentencepiece model.
 
-`encode` maps plain text: the string "<eos>" inside it is text, never the end-of-document token (sentencepiece does so by
-itself; `encode_special_tokens` for tokenizers). `encode_special` takes it for the token, as prompts and, by
-data.special_tokens_in_text, documents want it. bos and eos are added by the pipeline, at the start and the end of each
-document, wherever the tokenizer has them.
+`encode` encodes plain text: the string "<eos>" in it is text, never the end-of-document token. (sentencepiece does this by
+default; tokenizers needs `encode_special_tokens`.) `encode_special` encodes the string as the token, for prompts and, if
+data.special_tokens_in_text says so, for documents. The pipeline adds bos and eos at the start and the end of each document if
+the tokenizer has them.
 """
 
 import json
@@ -24,41 +24,42 @@ from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote
 from maxtext_like.strict_json import printable
 
-MORE_TEMPLATES = "additional_chat_templates"  # a folder beside a tokenizer, with chat templates by name (transformers)
-MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the file's size
+MORE_TEMPLATES = "additional_chat_templates"  # folder next to a tokenizer with chat templates by name (transformers)
+MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the size of the file
 AUTO = "auto"
 LIMITS = Limits(
   open_seconds=60.0, spare_seconds=10.0, call_seconds=0.02, call_seconds_per_character=2e-5, open_bytes=1024 * MIB,
   call_bytes=512 * MIB, call_bytes_per_character=400,
 )  # fmt: skip
-"""Tokenizers encode 500,000 characters a second and more, in 100 bytes for each, so these are 10 and 4 times what they need."""
+"""Tokenizers encode 500,000 characters a second or more and use 100 bytes for each. These limits are 10 and 4 times as
+generous."""
 OPENED_BYTES_PER_BYTE = 40  # bytes of memory for each byte of the file; Gemma's 33 MB become 500 MB
 
 
 class Tokenizer(Protocol):
-  """Text <-> token ids in [0, vocab_size)."""
+  """Converts between text and token ids in [0, vocab_size)."""
 
   vocab_size: int
   bos_id: int | None
   eos_id: int | None
   pad_id: int | None
-  files: tuple[Path, ...]  # what a checkpoint must carry along to decode its tokens
-  fingerprint: str  # differs when the mapping differs
+  files: tuple[Path, ...]  # files that a checkpoint must include so that its tokens can be decoded
+  fingerprint: str  # differs if the mapping differs
 
   @property
-  def special(self) -> Mapping[str, int]: ...  # special tokens that plain text never gives, by spelling
+  def special(self) -> Mapping[str, int]: ...  # ids by spelling of special tokens, which plain text never encodes to
 
   def encode(self, text: str) -> list[int]: ...
 
-  def encode_special(self, text: str) -> list[int]: ...  # a special token where the text has its spelling
+  def encode_special(self, text: str) -> list[int]: ...  # a spelling in the text becomes the special token
 
   def decode(self, ids: Sequence[int]) -> str: ...
 
-  def find(self, spelling: str) -> int | None: ...  # the id of one token, special or not; None: there is none
+  def find(self, spelling: str) -> int | None: ...  # id of one token, special or not; None if there is no such token
 
 
 class BytesTokenizer:
-  """UTF-8 bytes: id = 3 + byte. 0 is padding, 1 end and 2 beginning of a document (Gemma's ids); 259 ids in all."""
+  """UTF-8 bytes: id = 3 + byte. Ids 0, 1 and 2 are padding, end and beginning of a document, as in Gemma. There are 259 ids."""
 
   vocab_size = 259
   pad_id: int | None = 0
@@ -69,28 +70,29 @@ class BytesTokenizer:
   special: Mapping[str, int] = {}
 
   def encode(self, text: str) -> list[int]:
-    """Ids of the text's bytes. UnicodeEncodeError for lone surrogates (the sources refuse them before)."""
+    """Returns the ids of the text's bytes. Raises UnicodeEncodeError for lone surrogates, which the sources refuse earlier."""
     return [byte + 3 for byte in text.encode("utf-8")]
 
   def encode_special(self, text: str) -> list[int]:
-    """As `encode`: no special token has a spelling."""
+    """Same as `encode`, because no special token has a spelling."""
     return self.encode(text)
 
   def decode(self, ids: Sequence[int]) -> str:
-    """Special ids are left out; bytes that are not UTF-8 become U+FFFD. ValueError for an id outside the vocabulary."""
+    """Decodes ids. Special ids are left out, bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id outside the
+    vocabulary."""
     for token in ids:
       if not 0 <= token < self.vocab_size:
         raise ValueError(f"token id {token} outside the byte vocabulary [0, {self.vocab_size})")
     return bytes(token - 3 for token in ids if token >= 3).decode("utf-8", errors="replace")
 
   def find(self, spelling: str) -> int | None:
-    """The id of a text of one byte."""
+    """Returns the id of a text of one byte."""
     data = spelling.encode("utf-8", errors="surrogateescape")
     return data[0] + 3 if len(data) == 1 else None
 
 
 class _InThisProcess:
-  """A library with the interface of ``worker_process.Program``."""
+  """A tokenizer library in this process, with the interface of ``worker_process.Program``."""
 
   def __init__(self, library: TokenizersLibrary):
     self._library = library
@@ -105,12 +107,12 @@ class _LibraryTokenizer:
   """A tokenizer of a library. It runs in the worker process unless all parts of its file are known to be harmless.
 
   Attributes:
-    vocab_size: the number of ids.
-    files: the tokenizer's files.
+    vocab_size: number of ids.
+    files: files of the tokenizer.
   """
 
   def __init__(self, kind: str, path: Path):
-    """Raises UserError: too large, damaged, or more time or memory than a tokenizer should take."""
+    """Opens the file. Raises UserError if it is too large or damaged, or takes more time or memory than a tokenizer should."""
     self._path = path
     data = _read(path)
     self._digest = _digest(data)
@@ -128,10 +130,10 @@ class _LibraryTokenizer:
   def _in_worker(self, kind: str, size: int) -> Program:
     path = self._path
 
-    def load() -> tuple[bytes]:  # also when the worker that had it is gone, or this process is a fork
+    def load() -> tuple[bytes]:  # called again if the worker ended, or in a fork of this process
       data = _read(path)
       if _digest(data) != self._digest:
-        raise UserError(f"{path}: the tokenizer changed while it was in use\n  fix: start again")
+        raise UserError(f"{path}: the tokenizer changed while it was in use\n  fix: start the run again")
       return (data,)
 
     limits = replace(LIMITS, open_bytes=LIMITS.open_bytes + OPENED_BYTES_PER_BYTE * size)
@@ -159,10 +161,10 @@ class _LibraryTokenizer:
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
-  """A tokenizer.json, read by the library tokenizers; tokenizer_config.json in the same folder names the special tokens."""
+  """A tokenizer.json, read by the library tokenizers. tokenizer_config.json in the same folder names the special tokens."""
 
   def __init__(self, path: Path):
-    """`path`: the tokenizer.json. Raises UserError: too large, not UTF-8, damaged, names tokens it does not have."""
+    """Opens a tokenizer.json. Raises UserError if it is too large, not UTF-8 or damaged, or names tokens that it lacks."""
     super().__init__("tokenizer.json", path)
     config_path = path.with_name("tokenizer_config.json")
     config: dict[str, Any] = {}
@@ -173,7 +175,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     self.eos_id = _special(config, config_path, "eos_token", SPELLINGS["eos"], self.find)
     self.pad_id = _special(config, config_path, "pad_token", SPELLINGS["pad"], self.find)
     self.special: Mapping[str, int] = self._program.facts["special"]
-    # Without the file's name, which a copy beside a checkpoint need not share.
+    # The name of the file is not included, because the copy in a checkpoint may have another name.
     self.fingerprint = f"tokenizer.json, {self._digest}, bos {self.bos_id}, eos {self.eos_id}"
 
   def encode_special(self, text: str) -> list[int]:
@@ -184,7 +186,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
   """A sentencepiece .model."""
 
   def __init__(self, path: Path):
-    """Raises UserError: too large or damaged."""
+    """Opens a .model file. Raises UserError if it is too large or damaged."""
     super().__init__("sentencepiece", path)
     facts = self._program.facts
     self.bos_id, self.eos_id, self.pad_id = (_none_if_negative(facts[name]) for name in ("bos", "eos", "pad"))
@@ -193,7 +195,7 @@ class SentencePieceTokenizer(_LibraryTokenizer):
 
   @property
   def special(self) -> Mapping[str, int]:
-    """Control pieces; pieces that the model's maker defined are found in plain text anyway."""
+    """The control pieces. Pieces that the author of the model defined are also found in plain text."""
     return self._find_spellings().special
 
   def _find_spellings(self) -> Spellings:
@@ -206,11 +208,16 @@ class SentencePieceTokenizer(_LibraryTokenizer):
 
 
 def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
-  """The tokenizer that data.tokenizer names: "bytes", a tokenizer.json, a .model, or a folder that holds one of them.
+  """Returns the tokenizer that data.tokenizer names: "bytes", a tokenizer.json, a .model, or a folder with one of them.
 
-  "auto" means bytes here: training/run/resolve_tokenizer.py has already replaced it by the tokenizer of a
-  checkpoint or of init_from, if there is one.
-  `vocab_size`: the model's; a tokenizer that can give larger ids is refused. Raises UserError.
+  "auto" means bytes here. A run replaces it earlier, with the tokenizer of its checkpoints or of init_from.
+
+  Args:
+    name: value of data.tokenizer.
+    vocab_size: vocabulary of the model. A tokenizer with larger ids is refused.
+
+  Raises:
+    UserError: the tokenizer cannot be used.
   """
   if name in ("bytes", AUTO):
     tokenizer: Tokenizer = BytesTokenizer()
@@ -226,12 +233,12 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
 
 
 def find_tokenizer(name: str) -> Path:
-  """The file that data.tokenizer names: itself, or the one in its folder. Raises UserError where there is none."""
+  """Returns the tokenizer file that data.tokenizer names, directly or in a folder. Raises UserError if there is none."""
   path = _copied(Place(name)) if is_remote(name) else Path(name).expanduser() if name else Path("")
   if not name or not path.exists():
     raise UserError(
-      f"data.tokenizer '{name}': no such file or folder{hub.advice(name)}; give 'bytes', a tokenizer.json, "
-      "a sentencepiece .model, or a folder that holds one of them"
+      f"data.tokenizer '{name}': no such file or folder{hub.advice(name)}\n  fix: set it to 'bytes', a tokenizer.json, "
+      "a sentencepiece .model, or a folder with one of them"
     )
   if path.is_dir():
     for candidate in ("tokenizer.json", "tokenizer.model"):
@@ -241,7 +248,7 @@ def find_tokenizer(name: str) -> Path:
     if len(models) != 1:
       listed = f"{len(models)} .model files" if models else "no .model file"
       raise UserError(f"data.tokenizer '{name}': the folder has no tokenizer.json, no tokenizer.model and {listed}")
-    if not models[0].name.isprintable():  # a line break in it would forge lines of logs and errors
+    if not models[0].name.isprintable():  # a line break in the name could forge lines of logs and errors
       raise UserError(f"data.tokenizer '{name}': {printable(models[0].name)} has characters that cannot be printed in its name")
     return models[0]
   if not path.is_file():
@@ -252,7 +259,7 @@ def find_tokenizer(name: str) -> Path:
 
 
 def _copied(place: Place) -> Path:
-  """A tokenizer of a store on this machine: a file, or those of a folder."""
+  """Copies a tokenizer from a store to this machine: a file, or the files of a folder."""
   if place.name.endswith((".json", ".model")):
     return local_copies.copy_file(str(place))
   kinds = (".json", ".model", ".txt", ".jinja")
@@ -285,7 +292,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _special(
   config: dict[str, Any], path: Path, key: str, known: Sequence[str], find: Callable[[str], int | None]
 ) -> int | None:
-  """The id of one special token: named by the config (a string or {"content": ...}; null: none), else by habit."""
+  """Returns the id of one special token.
+
+  The config names it (a string or {"content": ...}; null for none). If the config does not, one of the known spellings does.
+  """
   if key not in config:
     return next((i for name in known if (i := find(name)) is not None), None)
   value = config[key]
@@ -293,7 +303,7 @@ def _special(
   if name is None:
     return None
   if not isinstance(name, str) or (found := find(name)) is None:
-    raise UserError(f"{path}: {key} is {name!r}, which the tokenizer.json beside it does not have")
+    raise UserError(f"{path}: {key} is {name!r}, but the tokenizer.json in the same folder lacks this token")
   return found
 
 

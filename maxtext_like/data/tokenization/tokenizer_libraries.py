@@ -1,6 +1,6 @@
-"""The libraries tokenizers and sentencepiece behind one interface, which serves in this process and in the worker.
+"""The libraries tokenizers and sentencepiece behind one interface, for this process and for the worker process.
 
-``tokenizer.py`` decides where a tokenizer runs. Nothing heavy is imported before it is needed: the worker imports this file.
+``tokenizer.py`` decides where a tokenizer runs. Libraries are imported on first use, because the worker imports this file.
 """
 
 import threading
@@ -14,7 +14,7 @@ class TokenizersLibrary:
   """A tokenizer.json."""
 
   def __init__(self, data: bytes):
-    """Raises RefusedError: not UTF-8, damaged, or without tokens."""
+    """Opens a tokenizer.json. Raises RefusedError if it is not UTF-8, damaged, or has no tokens."""
     from tokenizers import Tokenizer
 
     try:
@@ -32,20 +32,20 @@ class TokenizersLibrary:
     self._library.no_truncation()
     self._library.no_padding()
     self._library.encode_special_tokens = True
-    self._lock = threading.Lock()  # over the library's one switch for special tokens
+    self._lock = threading.Lock()  # guards encode_special_tokens, which is a setting of the library's object
 
   def facts(self) -> dict[str, Any]:
-    """The number of ids, and the special tokens by spelling."""
+    """Returns the number of ids, and the special tokens by spelling."""
     added = self._library.get_added_tokens_decoder().items()
     return {"vocab_size": self._size, "special": {token.content: i for i, token in added if token.special}}
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text in which no spelling is a special token. Raises RefusedError: the tokenizer has no token for a part."""
+    """Encodes a text in which no spelling is a special token. Raises RefusedError if the tokenizer has no token for a part."""
     with self._lock:
       return _ids(lambda: self._library.encode(text, add_special_tokens=False).ids)
 
   def encode_special(self, text: str) -> list[int]:
-    """Ids of a text in which spellings of special tokens are those tokens. Raises as ``encode``."""
+    """Encodes a text in which spellings of special tokens are those tokens. Raises as ``encode``."""
     with self._lock:
       self._library.encode_special_tokens = False
       try:
@@ -64,7 +64,7 @@ class SentencePieceLibrary:
   """A sentencepiece .model."""
 
   def __init__(self, data: bytes):
-    """Raises RefusedError: damaged, or without pieces."""
+    """Opens a .model file. Raises RefusedError if it is damaged or has no pieces."""
     from sentencepiece import SentencePieceProcessor
 
     try:
@@ -75,12 +75,12 @@ class SentencePieceLibrary:
       raise RefusedError("the sentencepiece model has no pieces")
 
   def facts(self) -> dict[str, Any]:
-    """The number of ids, and those of bos, eos and pad; negative if the model has none."""
+    """Returns the number of ids, and the ids of bos, eos and pad; negative if the model has none."""
     library = self._library
     return {"vocab_size": library.get_piece_size(), "bos": library.bos_id(), "eos": library.eos_id(), "pad": library.pad_id()}
 
   def special(self) -> dict[str, int]:
-    """Control pieces by spelling. Gemma has 262,144 pieces to search, so it is done only on request."""
+    """Returns the control pieces by spelling. Gemma has 262,144 pieces to search, so this happens only on request."""
     library = self._library
     return {library.id_to_piece(i): i for i in range(library.get_piece_size()) if library.is_control(i)}
 
@@ -101,8 +101,9 @@ def _ids(encode: Callable[[], list[int]]) -> list[int]:
   except (MemoryError, KeyboardInterrupt):
     raise
   except BaseException as error:
-    # A Rust panic, as when an expression backtracks for too long, raises a type that is no Exception. No module exports that
-    # type, and a signal handler may raise an exit meanwhile.
+    # A Rust panic, for example if a regular expression backtracks for too long, raises a type that is not an Exception. No
+    # module
+    # exports that type, and a signal handler may raise an exit in the meantime.
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
       raise RefusedError(f"{type(error).__name__}: {error}") from None
     raise

@@ -1,7 +1,7 @@
 """Checks that the parts of a tokenizer.json are known to need time and memory in proportion to the text.
 
-Such a tokenizer runs in this process, which is fastest: all that were published for the families here do. Any other one runs in
-the worker process, with limits.
+Such a tokenizer runs in this process, which is fastest; all published tokenizers of the supported families do. Any other
+tokenizer runs in the worker process, with limits.
 """
 
 import json
@@ -10,21 +10,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MOST_GROWTH = 64
-"""How many times as many characters all normalizers together may make, and all decoders."""
+"""Largest factor by which all normalizers together, or all decoders together, may lengthen a text."""
 
-_UNICODE = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18}  # Unicode's own bounds; a second one finds nothing to expand
+_UNICODE = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18}  # bounds of the Unicode standard; a second one expands nothing more
 _GROWTH = {"Lowercase": 3, "ByteLevel": 2, "Strip": 1, "StripAccents": 1, "Nmt": 1, "BertNormalizer": 12}
 _PRE_TOKENIZERS = frozenset({
   "ByteLevel", "Digits", "Whitespace", "WhitespaceSplit", "Punctuation", "BertPreTokenizer", "Metaspace", "CharDelimiterSplit",
   "UnicodeScripts",
 })  # fmt: skip
 _DECODERS = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Strip", "Metaspace"})
-_LONGEST_WORD = 1000  # WordPiece takes the square of it
+_LONGEST_WORD = 1000  # WordPiece takes time in proportion to the square of this
 _MOST_REPEATS = 3  # in an alternative of an expression: a search may take the length of the text to this power
 
 
 def is_bounded(data: bytes) -> bool:
-  """Return True if a tokenizer.json has only parts whose time and memory are known; False if it is not a JSON object."""
+  """Returns True if a tokenizer.json has only parts whose time and memory are known; False if it is not a JSON object."""
   try:
     parts = json.loads(data)
     if not isinstance(parts, dict):
@@ -40,11 +40,11 @@ def is_bounded(data: bytes) -> bool:
       and (model.get("type") != "WordPiece" or model.get("max_input_chars_per_word", 0) <= _LONGEST_WORD)
     )
   except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-    return False  # the library reads it in the worker, and says what is wrong
+    return False  # the library reads it in the worker and reports what is wrong
 
 
 def _flat(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
-  """A part, or the members of a sequence of them."""
+  """Yields a part, or the members of a sequence of parts."""
   if part is not None and part["type"] == "Sequence":
     for member in part[members]:
       yield from _flat(member, members)
@@ -60,7 +60,7 @@ def _product(factors: list[float]) -> float:
 
 
 def _growth(part: Mapping[str, Any], plain: frozenset[str] = frozenset()) -> float:
-  """By how much a normalizer or a decoder can lengthen a text; infinite if that is not known."""
+  """Returns the factor by which a normalizer or decoder can lengthen a text; infinite if it is not known."""
   kind = part["type"]
   if kind in _UNICODE or kind in plain:
     return 1
@@ -87,7 +87,7 @@ _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
 
 
 def _is_bounded_expression(text: str) -> bool:
-  """Return True if a regular expression search ends soon: no repeated group, and few repeats in each alternative."""
+  """Returns True if a search for a regular expression ends soon: no repeated group, and few repeats in each alternative."""
   text = _CLASS.sub("c", _ESCAPED.sub("e", text))
   if "[" in text or _REPEATED_GROUP.search(text):
     return False

@@ -115,14 +115,14 @@ def test_long_ones_are_cut_counted_and_told(make, tmp_path, caplog):
   with caplog.at_level(logging.WARNING):
     data = make(**CHAT, dataset_path=write(tmp_path, records))
     row = next(data)
-  assert caplog.text.count("a conversation is longer than max_target_length=160: what comes after is not trained") == 1
-  assert caplog.text.count("a conversation is left out: nothing is learned in what a row of max_target_length=160") == 1
+  assert caplog.text.count("a conversation is longer than max_target_length=160") == 1
+  assert caplog.text.count("a conversation is left out: the part that fits in max_target_length=160") == 1
   assert "a" not in decode(row["tokens"][0]).replace("start", "")
   assert set(learned(row)) == {"d"}
   counts = data.counts()
   assert (counts["unlearned"], counts["truncated"]) == (1, 1)
   assert counts["learned_tokens"] == len(learned(row))
-  with pytest.raises(UserError, match=r"in any of the 1 documents.*1 with nothing to learn in their first 160 tokens"):
+  with pytest.raises(UserError, match=r"in any of the 1 documents.*1 have nothing to learn in their first 160 tokens"):
     make(**CHAT, dataset_path=write(tmp_path, records[:1]))
 
 
@@ -163,7 +163,7 @@ def test_bad_records_are_told_before_the_first_step(make, tmp_path, caplog):
   with pytest.raises(UserError) as error:
     make(**CHAT, dataset_path=path)
   assert "3 bad records among the 8" in str(error.value)
-  assert f"{path}:5: the assistant says nothing to learn from (train_on=assistant)" in str(error.value)
+  assert f"{path}:5: the assistant says nothing that could be learned (train_on=assistant)" in str(error.value)
   assert f"{path}:7: no conversation: expected 'messages'" in str(error.value)
   assert f"{path}:8: Gemma 3 wants user and assistant in turn" in str(error.value)
   with caplog.at_level(logging.WARNING):
@@ -193,7 +193,7 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
   path = write(tmp_path, [*RECORDS, {"messages": [question, thought, question, answer]}])
   with pytest.raises(
     UserError,
-    match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops all that it has, a thought",
+    match=rf"{path}:5: messages\[1\]: the assistant's answer is empty: the chat template drops .* a thought",
   ):
     make(**settings, dataset_path=path)
   make(**settings | {"train_on": "last"}, dataset_path=path)
@@ -237,7 +237,7 @@ def test_thoughts_that_are_lost_are_counted_once(train_on, told, make, tmp_path,
   settings = CHAT | {"chat_template": "gemma4", "train_on": train_on}
   with caplog.at_level(logging.WARNING):
     next(make(**settings, dataset_path=write(tmp_path, [record] * 3)))
-  lost = "answers learned without their thoughts: 3 before the last user's message, where the template drops thoughts"
+  lost = "answers learned without their thoughts: 3 before the last user message"
   assert caplog.text.count(lost) == told
   assert caplog.text.count("without their thoughts") == told
 
@@ -269,7 +269,7 @@ def test_records_marked_as_bad_are_left_out_and_counted(kind, make, tmp_path, ca
   assert data.rows == 1
   assert caplog.text.count("is left out because its record marks it as not to be learned") == 1
   assert caplog.text.count("fields of the records that are not used: 'id' in 2 of 4 records") == 1
-  with pytest.raises(UserError, match=r"no tokens in any of the 1 documents.*1 marked by their records as not to be learned"):
+  with pytest.raises(UserError, match=r"no tokens in any of the 1 documents.*1 are marked as not to be learned"):
     make(**CHAT, dataset_path=write(tmp_path, records[:1]))
 
 
@@ -320,7 +320,7 @@ def test_more_images_than_a_row_has_places_for(make, tmp_path, caplog):
     assert learned(next(data)) == "Blue.<end_of_turn>"
   counts = data.counts()
   assert {name: counts[name] for name in LOSSES} == {"truncated": 0, "cut_at_image": 1, "unlearned": 1, "excluded": 0}
-  assert "a conversation has more images than max_images_per_row=1: it ends before the next one" in caplog.text
+  assert "a conversation has more images than max_images_per_row=1" in caplog.text
   by_epoch = make(**settings, vision=vision, dataset_path=path, epochs=1)
   assert by_epoch.rows == 2
   both = make(**settings, vision=dataclasses.replace(vision, max_images_per_row=2), dataset_path=path)

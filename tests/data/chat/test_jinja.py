@@ -135,7 +135,7 @@ def test_a_token_that_ends_the_conversation_does_not_end_its_first_answer(source
   samples = Jinja(source, "x.jinja", tokenizer).samples(conversation, frozenset({1, 3}))
   said = ["".join(piece.text for piece in sample.pieces if piece.trained) for sample in samples]
   assert said == [f"Hi.{ends}", f"Bye.{ends}"]
-  with pytest.raises(RenderError, match="no single text with every answer"):
+  with pytest.raises(RenderError, match="cannot write every answer in a single text"):
     Jinja(source, "x.jinja", tokenizer).render(conversation, "training")
 
 
@@ -306,7 +306,7 @@ def test_spelt_tokens_are_text(tokenizer):
     ("{% for m in messages %}<|im_start|>{{ m.content }} end{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
      "no special token ends it"),
     ("{% for m in messages %}<|im_start|>you<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
-     "its text is not where its turn is"),
+     "its text is not in its turn"),
     ("{{ raise_exception('no ' + messages[0].role) }}", "refuses: no user"),
     ("{{ strftime_now('%Y') }}", "asks for the date"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),
@@ -396,7 +396,7 @@ def test_the_template_for_tools_renders_conversations_with_tools(tokenizer, tmp_
   check()
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed[:2]}))
   with pytest.raises(
-    UserError, match=r"tokenizer_config.json: the chat templates there are rag, tool_use, none is named default"
+    UserError, match=r"tokenizer_config.json: the chat templates there are rag, tool_use, .*none is named default"
   ):
     template_beside(load_tokenizer(str(tmp_path / "tokenizer.json")))
   (tmp_path / "chat_template.jinja").write_text(blind)

@@ -159,7 +159,7 @@ def test_a_call_in_deepseek_3_2():
 
 def test_a_tool_that_is_no_schema_is_refused():
   tool = {"name": "f", "parameters": {"type": "object", "required": 5}}
-  with pytest.raises(RenderError, match="the declaration of the tool 'f' is no JSON schema"):
+  with pytest.raises(RenderError, match="the declaration of the tool 'f' is not a JSON schema"):
     render("gemma4", said("user", "a"), tools=[tool])
 
 
@@ -183,16 +183,16 @@ def test_marks_in_text_are_text(name):
 @pytest.mark.parametrize(
   ("name", "messages", "reason"),
   [
-    ("gemma3", [said("user", "a"), CALL], "has no tools"),
-    ("gemma3", [said("user", "a"), said("assistant", "b", reasoning="c")], "has no thoughts"),
+    ("gemma3", [said("user", "a"), CALL], "does not support tools"),
+    ("gemma3", [said("user", "a"), said("assistant", "b", reasoning="c")], "does not support thoughts"),
     ("gemma3", [said("user", "a"), said("system", "b")], "no role 'system' after the first message"),
-    ("gemma3", [said("assistant", "a")], "in turn"),
-    ("deepseek3", [said("user", "a"), said("assistant", "b", reasoning="c")], "has no thoughts"),
+    ("gemma3", [said("assistant", "a")], "alternate, but message 1 is from the assistant"),
+    ("deepseek3", [said("user", "a"), said("assistant", "b", reasoning="c")], "does not support thoughts"),
     ("deepseek3", [said("developer", "a")], "no role 'developer'"),
     ("deepseek3", [said("user", [{"type": "image", "image": "a.png"}])], "takes no images"),
     ("deepseek3.2", [said("user", "a"), CALL, RESULT, RESULT], "only 1 calls"),
-    ("deepseek3.2", [said("user", "a"), said("assistant", "b", reasoning="c"), said("assistant", "d")], "wants a thought"),
-    ("gemma4", [said("system", [{"type": "image", "image": "a.png"}])], "no images of the system"),
+    ("deepseek3.2", [said("user", "a"), said("assistant", "b", reasoning="c"), said("assistant", "d")], "needs a thought"),
+    ("gemma4", [said("system", [{"type": "image", "image": "a.png"}])], "no images in the system message"),
   ],
 )
 def test_what_a_template_does_not_have_is_refused(name, messages, reason):

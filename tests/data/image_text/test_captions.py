@@ -103,7 +103,7 @@ def test_bad_rows_of_tables(make, folder: Path):
   for said in (
     "row group 0, row 0: field 'text' is null",
     "gone.png: no such file",
-    "row group 2, row 0: image: image '../a.png' leads out of the folder",
-    "row group 3, row 0: the text has 0 '<image>' for the 1 images of the record",
+    "row group 2, row 0: image: image '../a.png' is outside the folder",
+    "row group 3, row 0: the text has 0 '<image>', but the record has 1 images",
   ):
     assert said in str(error.value)

@@ -197,11 +197,11 @@ def test_the_header_says_how_many_tokens(name: str, folder: Path):
 
 
 FAULTS = {
-  "the text has 2 '<image>' for the 1 images of the record": {"text": "<image><image>", "images": ["a.png"]},
-  "the text has 0 '<image>' for the 1 images of the record": {"text": "none", "images": ["a.png"]},
-  "the text has 0 '<image>' for the 1 images of the record.": {"text": "none", "image": "a.png"},
+  "the text has 2 '<image>', but the record has 1 images": {"text": "<image><image>", "images": ["a.png"]},
+  "the text has 0 '<image>', but the record has 1 images": {"text": "none", "images": ["a.png"]},
+  "the text has 0 '<image>', but the record has 1 images.": {"text": "none", "image": "a.png"},
   "images: expected an image: the name of a file": {"text": "<image>", "images": [7]},
-  "image: an image has neither bytes nor a path": {"text": "<image>", "image": {"bytes": None}},
+  "image: an image has no bytes and no path": {"text": "<image>", "image": {"bytes": None}},
   r"'pics' looks like images \(images_field=pics reads it": {"text": "<image>", "pics": ["a.png"]},
   "image '../a.png' leads out of the folder": {"text": "<image>", "images": ["../a.png"]},
   "image 'x/../../a.png' leads out of the folder": {"text": "<image>", "images": ["x/../../a.png"]},
@@ -246,7 +246,7 @@ def test_a_row_too_short_for_an_image_is_refused_before_anything_is_read(rows):
 
 def test_text_that_gives_the_image_token_is_refused(rows):
   byte = dataclasses.replace(GEMMA4, image_token_id=ord("x") + 3)
-  with pytest.raises(UserError, match=r"data\.jsonl:1: the text gives the token 123, which stands for images"):
+  with pytest.raises(UserError, match=r"data\.jsonl:1: the text contains the token 123, which stands for images"):
     rows([{"text": "axb"}], byte)
 
 
@@ -304,10 +304,10 @@ def test_an_image_may_stand_in_its_record_and_nothing_is_fetched(name: str, rows
   for image, said in (
     (
       "https://example.com/a.png",
-      r"data\.jsonl:1: images: an image has to be a file or a data: URI, found https:... \(nothing is fetched\)",
+      r"data\.jsonl:1: images: an image must be a file or a data: URI, found https:\.\.\.",
     ),
     ("data:image/png;base64,@@", r"image data:image/png;base64,@@... \(24 characters\): cannot be read"),
-    ("data:image/png,abc", r"a data: URI has to be base64"),
+    ("data:image/png,abc", r"a data: URI must be base64"),
   ):
     with pytest.raises(UserError, match=said):
       rows([{"text": "see <image>!", "images": [image]}], vision)

@@ -111,7 +111,7 @@ def test_bad_records(tmp_path, monkeypatch):
     "text": [(b"\xff\xfe", "not UTF-8 at byte 0")],
   }
   wrong["tf.train.Example"].append((example(text="x")[:-1], "a field of"))
-  wrong["JSON"].append((b'{"body": ""}', "no object with the field 'text'"))
+  wrong["JSON"].append((b'{"body": ""}', "not an object with the field 'text'"))
   for form, cases in wrong.items():
     path = write(tmp_path / f"{form}.array_record", [*FORMS[form], *(record for record, _ in cases), b""])
     *_, empty = found = list(ArrayRecord([path], "text").scan())
@@ -147,7 +147,7 @@ def test_files_that_are_none_or_change(tmp_path):
   with pytest.raises(UserError, match=r"b\.array_record: changed under the run"):
     documents.read(3)
   path.unlink()
-  with pytest.raises(UserError, match="it was there when the run started"):
+  with pytest.raises(UserError, match="existed when the run started"):
     documents.read(3)
 
 

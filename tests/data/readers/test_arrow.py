@@ -73,9 +73,7 @@ def test_a_folder_of_save_to_disk(tmp_path):
   files = sorted(map(str, folder.glob("*.arrow")))
   assert texts(Arrow(files, "text")) == ["a", "b", "c"]
   os.remove(files[1])
-  with pytest.raises(
-    UserError, match=r"data-00000-of-00002\.arrow: missing, though .*state\.json names it \(1 of 2 files are\)"
-  ):
+  with pytest.raises(UserError, match=r"data-00000-of-00002\.arrow: missing, .*state\.json names it \(1 of 2 files"):
     Arrow([files[0], files[2]], "text")
   (folder / "state.json").write_text("{}")
   with pytest.raises(UserError, match=r"state\.json: not what datasets' save_to_disk writes"):
@@ -87,7 +85,7 @@ def test_of_several_splits_one_has_to_be_named(tmp_path):
     save_to_disk(tmp_path / "all" / split, [[split]])
   (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
   files = sorted(map(str, tmp_path.glob("all/*/*.arrow")))
-  with pytest.raises(UserError, match=r"all has the splits test, train\n  fix: eval_path=.*all/train names one"):
+  with pytest.raises(UserError, match=r"all has the splits test, train\n  fix: eval_path=.*all/train"):
     Arrow(files, "text", key="eval_path")
   assert texts(Arrow(files[1:], "text")) == ["train"]
 
@@ -127,7 +125,7 @@ def test_a_file_that_changes_under_the_run(tmp_path):
   with pytest.raises(UserError, match=r"a\.arrow: changed under the run"):
     documents.read(1)
   path.unlink()
-  with pytest.raises(UserError, match="it was there when the run started"):
+  with pytest.raises(UserError, match="existed when the run started"):
     documents.read(1)
 
 

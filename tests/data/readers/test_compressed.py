@@ -109,11 +109,11 @@ def damage() -> dict[str, tuple[str, bytes]]:
     made[f"{kind}: cut off: the file ends at byte {len(whole) - 1}"] = kind, whole[:-1]
     made[f"{kind}: damaged (gzip|zstd) data near byte \\d+"] = kind, bytes(flipped)
     made[f"{kind}: damaged (gzip|zstd) data near byte {len(whole)}"] = kind, whole + b"and more"
-    made[f"{kind}: not (gzip|zstd) data, as its name says: it begins with b'PK"] = kind, b"PK\3\4 a zip file"
-    made[f"{kind}: not (gzip|zstd) data, as its name says: it is empty"] = kind, b""
+    made[f"{kind}: not (gzip|zstd) data although its name says so: it begins with b'PK"] = kind, b"PK\3\4 a zip file"
+    made[f"{kind}: not (gzip|zstd) data although its name says so: it is empty"] = kind, b""
   made["zst: damaged .*: Frame requires too much memory"] = "zst", wide_window()
-  made["zst: not zstd data, as its name says: it is gzip data"] = "zst", gzip.compress(PLAIN)
-  made["gz is xz compressed; only gzip and zstd are read"] = "gz", b"\xfd7zXZ\0 something"
+  made["zst: not zstd data although its name says so: it is gzip data"] = "zst", gzip.compress(PLAIN)
+  made["gz is xz compressed, but only gzip and zstd are read"] = "gz", b"\xfd7zXZ\0 something"
   return made
 
 
@@ -176,6 +176,6 @@ def test_bombs_are_refused_in_bounded_memory(name, tmp_path):
   if " " in name:
     assert "a.jsonl:1: the line has 700000000 bytes, more than the limit of 16777216" in done.stdout
   else:
-    assert f"{path}: {path.stat().st_size:,} bytes become " in done.stdout
+    assert f"{path}: {path.stat().st_size:,} bytes expand to " in done.stdout
     assert "refused as a decompression bomb" in done.stdout
   assert int(done.stdout.split("grown by ")[1]) * 1024 < 400e6, done.stdout

@@ -91,5 +91,5 @@ def test_a_long_search_is_told(tmp_path, monkeypatch, caplog):
   with pytest.raises(UserError, match="the glob matches nothing"):
     input_files.find("/**/*.x", (".x",), "text")
   first, second, *_ = caplog.messages
-  assert first.startswith("data.dataset_path '/**/*.x': looking for files, in every folder below (")
+  assert first.startswith("data.dataset_path '/**/*.x': searching for files in every folder below (")
   assert first == second or first.partition("(")[0] == second.partition("(")[0]

@@ -92,13 +92,13 @@ def test_bad_lines(tmp_path, line, reason):
 
 def test_a_truncated_last_line_says_so(tmp_path):
   documents = lines(tmp_path / "a.jsonl", b'{"text": "a"}\n{"text": "tru')
-  with pytest.raises(BadRecordError, match="was the file cut off"):
+  with pytest.raises(BadRecordError, match="is the file cut off"):
     documents.read(1)
 
 
 @pytest.mark.parametrize("content", [b'{"text": "tru', b"PAR1", '{"text": "a"}'.encode("utf-16"), b'{"text": 1}\r{"text": 2}'])
 def test_one_bad_line_without_a_newline(tmp_path, content):
-  with pytest.raises(BadRecordError, match="was the file cut off"):
+  with pytest.raises(BadRecordError, match="is the file cut off"):
     lines(tmp_path / "a.jsonl", content).read(0)
 
 
@@ -124,7 +124,7 @@ def test_one_list_is_refused_with_the_command_that_makes_lines(tmp_path, indent,
   path, records = tmp_path / ("a.json.gz" if packed else "a.json"), [{"text": "é"}, {"text": "b"}]
   data = b"\xef\xbb\xbf\n  " + json.dumps(records, indent=indent, ensure_ascii=False).encode()
   path.write_bytes(gzip.compress(data) if packed else data)
-  with pytest.raises(UserError, match=r"a\.json.*: begins with '\[', as a file that is one JSON list") as error:
+  with pytest.raises(UserError, match=r"a\.json.*: begins with '\[' like a single JSON list") as error:
     JsonLines([str(path)], "text")
   command = str(error.value).split("fix: ")[1].replace("python", sys.executable)
   subprocess.run(command, shell=True, check=True)
@@ -165,8 +165,8 @@ def test_a_table_is_no_json_lines_and_is_converted_by_the_fix(tmp_path, name, co
   with pytest.raises(UserError) as refused:
     lines(tmp_path / name, content)
   said, _, fix = str(refused.value).partition("\n  fix: ")
-  said = said.removeprefix(f"{tmp_path / name}: a table (CSV or the like) with the columns ")
-  assert said == f"{columns}, and dataset=jsonl reads one JSON object on each line"
+  said = said.removeprefix(f"{tmp_path / name}: looks like a table (CSV) with the columns ")
+  assert said == f"{columns}, but dataset=jsonl reads one JSON object on each line"
   command, _, then = fix.partition("; then dataset_path=")
   done = subprocess.run(command, shell=True, env={"PATH": f"{Path(sys.executable).parent}:/bin"}, check=False)
   assert done.returncode == 0

@@ -45,5 +45,5 @@ def test_another_file_is_refused(path, change, monkeypatch):
     path.write_text("".join(LINES[:45]))
   else:
     path.write_text("".join(reversed(LINES)))
-  with pytest.raises(UserError, match=r"a\.jsonl: changed under the run: its first \d+ bytes are not those"):
+  with pytest.raises(UserError, match=r"a\.jsonl: the file changed during the run: its first \d+ bytes differ"):
     documents.read(3)

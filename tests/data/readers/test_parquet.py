@@ -115,7 +115,7 @@ def test_bombs_are_refused_by_what_the_file_says(tmp_path, monkeypatch):
   monkeypatch.setattr("maxtext_like.data.readers.input_files.UNPACKED_UP_TO", 2**20)
   monkeypatch.setattr("maxtext_like.data.readers.parquet.ROWS_UP_TO", 2**10)
   path = write(tmp_path / "a.parquet", ["x" * 10**6] * 4, compression="zstd", use_dictionary=False)
-  with pytest.raises(UserError, match=r"a\.parquet, row group 0: [\d,]+ bytes become 4,000,\d+ or more.*decompression bomb"):
+  with pytest.raises(UserError, match=r"a\.parquet, row group 0: [\d,]+ bytes expand to 4,000,\d+ or more.*decompression bomb"):
     Parquet([path], "text")
   pq.write_table(pa.table({"text": pa.nulls(10**6, pa.string())}), tmp_path / "b.parquet")
   with pytest.raises(UserError, match=r"b\.parquet: 1,000,000 rows in [\d,]+ bytes: refused"):

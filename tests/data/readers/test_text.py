@@ -116,7 +116,7 @@ def test_naming_no_file(tmp_path):
     ("*.nothing", (), "the glob matches nothing"),
     ("empty", (), "no regular file"),
     (".", (".jsonl", ".ndjson"), r"no \.jsonl or \.ndjson file"),
-    ("link", (), "a link to nothing"),
+    ("link", (), "a broken symbolic link"),
     ("pipe", (), "not a regular file"),
   ]:
     where = path
@@ -143,7 +143,7 @@ def test_a_file_that_disappears(tmp_path):
   path = write(tmp_path / "a.txt", "a")
   documents = TextFiles([path])
   os.remove(path)
-  with pytest.raises(UserError, match=r"a\.txt: No such file.*it was there"):
+  with pytest.raises(UserError, match=r"a\.txt: No such file.*existed when the run started"):
     documents.read(0)
 
 

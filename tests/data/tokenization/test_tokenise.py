@@ -152,7 +152,7 @@ def test_records_with_images(make, tokenizer, tmp_path):
   assert ids.count(3) == ids.count(4) == 1
   given |= write(tmp_path, "jsonl", [{"text": "plain"}, {"text": "an <image_soft_token>"}])
   assert len(rows(make(**given, special_tokens_in_text="literal"), 2)) == 2
-  with pytest.raises(UserError, match=r"jsonl:2: the text gives the token 5, which stands for images"):
+  with pytest.raises(UserError, match=r"jsonl:2: the text contains the token 5, which stands for images"):
     make(**given, special_tokens_in_text="parse")
 
 

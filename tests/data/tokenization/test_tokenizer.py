@@ -89,7 +89,7 @@ def test_tokenizer_config_names_the_special_tokens(hugging_face, tmp_path):
   assert tokenizer.files == (tmp_path / "tokenizer.json", config)
   assert tokenizer.fingerprint != load_tokenizer(str(hugging_face)).fingerprint
   for content, message in [
-    ('{"eos_token": "<end>"}', "eos_token is '<end>', which the tokenizer.json beside it does not have"),
+    ('{"eos_token": "<end>"}', "eos_token is '<end>', but the tokenizer.json in the same folder lacks"),
     ("[1]", "expected a JSON object, found list"),
     ("{", "not JSON"),
     ("[" * 200000, "not JSON"),
