@@ -314,7 +314,7 @@ class Packer:
     if len(self._bad) > self._bad_max:
       raise UserError(
         f"{len(self._bad)} bad records, more than on_bad_record=skip accepts ({self._bad_max}: 1 % of the documents, "
-        f"at least 10); the last one: {bad}"
+        f"at least 10); the last one: {bad}\n  fix: repair the records"
       )
 
   def given(self) -> dict[str, float]:
@@ -345,7 +345,10 @@ class Packer:
       samples, at = list(document.samples()), state.get("sample", 0)
       ids = samples[at].ids if 0 <= at < len(samples) else None
       if ids is None or len(ids) < state["used"]:
-        raise UserError(f"document {document.number} differs from the one that the checkpoint was reading: the data changed")
+        raise UserError(
+          f"document {document.number} differs from the one that the checkpoint was reading: the data changed\n"
+          "  fix: restore the data, or start a new run (init_from loads the weights)"
+        )
       self._sample, self._later = at, deque(samples[at + 1 :])
       self._before, self._ids, self._used = state["documents"], ids, state["used"]
       self._images, self._learned = samples[at].images, samples[at].learned

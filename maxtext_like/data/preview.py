@@ -120,7 +120,7 @@ def look(
     UserError: as ``make_data``, except for bad records, which are counted.
   """
   if not kind_of(data).text:
-    raise UserError(f"dataset={data.dataset} has no text to preview")
+    raise UserError(f"dataset={data.dataset} has no text to preview\n  fix: dataset= a kind that has text")
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   rules = make_rules(data, tokenizer, vision, length, chat_template)
   whole = tokenizer.special if data.special_tokens_in_text == "parse" else ()

@@ -6,6 +6,7 @@ from typing import Any
 
 from maxtext_like.errors import UserError
 
+_FIX_DAMAGED = "\n  fix: resume from another step, or start a new run (init_from loads the weights)"
 _HELD_OUT = (
   "(eval_fraction applies if eval_interval is set: eval_interval=N goes on without the documents that were held out from "
   "training, whether or not they were evaluated)"
@@ -35,7 +36,7 @@ def position(
     UserError: the state is damaged, or the data differ and ``accept_changes`` is False. The message lists every difference.
   """
   if not isinstance(state, dict) or not isinstance(state.get("identity"), dict) or "state" not in state:
-    raise UserError("the checkpoint's data state is damaged: it lacks 'identity' or 'state'")
+    raise UserError(f"the checkpoint's data state is damaged: it lacks 'identity' or 'state'{_FIX_DAMAGED}")
   saved = dict(state["identity"])
   if "special_tokens_in_text" in identity:
     saved.setdefault("special_tokens_in_text", "literal")  # the only behaviour before the key existed
@@ -63,7 +64,7 @@ def damage_told() -> Iterator[None]:
   try:
     yield
   except (KeyError, TypeError, IndexError, StopIteration) as error:
-    raise UserError(f"the checkpoint's data state is damaged: {error!r}") from error
+    raise UserError(f"the checkpoint's data state is damaged: {error!r}{_FIX_DAMAGED}") from error
 
 
 def _to_document_start(position: dict[str, Any], initial: dict[str, Any]) -> dict[str, Any]:

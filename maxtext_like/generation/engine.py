@@ -62,7 +62,7 @@ class Prompts:
     if len(shapes) > 1 or mask.ndim != 2:
       raise UserError(f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one shape [rows, positions]")
     if (np.abs(np.diff(mask.astype(int), axis=1, prepend=0, append=0)).sum(axis=1) > 2).any():
-      raise UserError("prompts: attention_mask has padding between the tokens of a row")
+      raise UserError("prompts: attention_mask has padding between the tokens of a row\n  fix: pad on the left or right")
 
     def rows(array: Any) -> list[list[int]]:
       return [row[kept].tolist() for row, kept in zip(np.asarray(array), mask, strict=True)]
@@ -156,10 +156,12 @@ def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
     raise UserError(f"the number of tokens to generate is {max_tokens}\n  fix: at least 1")
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):
-      raise UserError(f"prompt {row} is empty, and the tokenizer has no token for the beginning of a text")
+      raise UserError(f"prompt {row} is empty, and the tokenizer has no token for the beginning of a text\n  fix: write a text")
     missing = lookup.missing(np.asarray(ids, np.int64))
     if bad := [i for i, wrong in zip(ids, missing, strict=True) if wrong and i != image]:
-      raise UserError(f"prompt {row}: token id {bad[0]}: {lookup.why_missing(bad[0])}")
+      raise UserError(
+        f"prompt {row}: token id {bad[0]}: {lookup.why_missing(bad[0])}\n  fix: encode with the model's tokenizer"
+      )
 
 
 def _left(rows: Sequence[Sequence[int]], length: int) -> np.ndarray:

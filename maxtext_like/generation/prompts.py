@@ -113,7 +113,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         Prompt(record["prompt"], tuple(n if is_data(n) else str(path.parent / Path(n).expanduser()) for n in images), place)
       )
   if not prompts:
-    raise UserError(f"{path}: there are no prompts in it")
+    raise UserError(f"{path}: there are no prompts in it\n  fix: write one JSON object on each line")
   return prompts
 
 
@@ -150,7 +150,10 @@ def encode(
   encoder = None if renderer is None else ChatEncoder(renderer, tokenizer, vision, parse=special_tokens == "parse")
   for prompt in prompts:
     if prompt.images and not vision.use_multimodal:
-      raise UserError(f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)")
+      raise UserError(
+        f"{prompt.place}: has images, but the model has no vision tower (use_multimodal is false)\n"
+        "  fix: use a checkpoint with a vision tower, or leave out the images"
+      )
     try:
       prompt.text.encode("utf-8")  # bytes on a command line that are not UTF-8 arrive as surrogates
       if prompt.conversation is not None:
@@ -168,9 +171,11 @@ def encode(
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
       ids = [tokenizer.bos_id, *ids]
     if not ids:
-      raise UserError(f"{prompt.place}: empty, and the tokenizer has no token for the beginning of a text")
+      raise UserError(f"{prompt.place}: empty, and the tokenizer has no token for the beginning of a text\n  fix: write a text")
     if vision.use_multimodal and ids.count(vision.image_token_id or 0) != sum(image.tokens for image in found):
-      raise UserError(f"{prompt.place}: the text contains the token {vision.image_token_id}, which stands for images")
+      raise UserError(
+        f"{prompt.place}: the text contains the token {vision.image_token_id}, which stands for images\n  fix: remove it"
+      )
     rows.append(ids)
     images += found
   if not images:
@@ -201,7 +206,10 @@ def _encode_one(prompt: Prompt, tokenizer: Tokenizer, vision: VisionConfig) -> t
   text = prompt.text if mark in prompt.text else mark * len(prompt.images) + prompt.text
   parts = text.split(mark)
   if len(parts) - 1 != len(prompt.images):
-    raise UserError(f"{prompt.place}: the text has {len(parts) - 1} '{mark}' for {len(prompt.images)} images")
+    raise UserError(
+      f"{prompt.place}: the text has {len(parts) - 1} '{mark}' for {len(prompt.images)} images\n"
+      f"  fix: write {mark} once for each image, or not at all"
+    )
   images = [load_for(name, vision, prompt.place) for name in prompt.images]
   ids, _ = interleave(parts, images, vision, tokenizer.encode_special)
   return ids, images

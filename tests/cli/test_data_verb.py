@@ -63,7 +63,9 @@ def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
   assert f"⟦{'x' * 27}⟧\n--- cut here, what follows is not trained on:\n{'x' * 63}<end_of_turn>\n" in out
   assert f"--- {chats}:2: 98 tokens, 13 {cut} 1 more tokens" in out
   assert "<start_of_turn>user\n\n\n<boi><image> x 16<eoi>\n\n?<end_of_turn>" in out
-  assert f"{chats}:3: the record is list, expected an object: of a file that is one list each entry has to be a line" in out
+  assert (
+    f"{chats}:3: the record is list, expected an object: in a file that is one list, each entry must be a separate line" in out
+  )
 
 
 def test_what_may_not_be_meant_is_noted(chats, capsys):
@@ -78,7 +80,7 @@ def test_what_may_not_be_meant_is_noted(chats, capsys):
   assert lines[1] == "documents 3, 0 empty, 0 bad"
   assert lines[3].endswith("0 left out with nothing to learn, 1 left out as their records mark them")
   assert lines[5] == "note      fields of the records that are not used: 'source' in 2 of 3 records"
-  lost = "note      answers learned without their thoughts: 1 before the last user's message, where the template drops"
+  lost = "note      answers learned without their thoughts: 1 before the last user message, where the template drops"
   assert lines[6].startswith(f"{lost} thoughts (first in {chats}:1). train_on=last")
 
 

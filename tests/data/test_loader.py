@@ -204,7 +204,7 @@ def test_files_of_their_own_to_evaluate_on(make, path, tmp_path, caplog):
   without.set_state(trained.get_state())  # to begin with it, or to end it, leaves the training data as they are
   with caplog.at_level(logging.WARNING):
     make(**{**given_, "eval_path": [other, path]}, split="eval")
-  assert f"1 of the 2 files of data.eval_path are trained on too, as {path}" in caplog.text
+  assert f"1 of the 2 files of data.eval_path are also trained on, such as {path}" in caplog.text
   with pytest.raises(UserError, match=r"data\.eval_path '.*nowhere': no such file"):
     make(**{**given_, "eval_path": str(tmp_path / "nowhere")}, split="eval")
   (tmp_path / "b.jsonl").write_text('{"text": "a"}\n{\n')
@@ -344,7 +344,7 @@ def test_less_than_one_batch(make, tmp_path):
 
 
 def test_wrong_sources(make, path):
-  with pytest.raises(UserError, match="dataset=python-stdlib reads no path"):
+  with pytest.raises(UserError, match="dataset=python-stdlib reads no files"):
     make(dataset="python-stdlib", dataset_path=path)
   with pytest.raises(UserError, match="expected one of python-stdlib, text, jsonl, parquet, arrow, arrayrecord, synthetic"):
     make(dataset="c4")

@@ -71,9 +71,9 @@ def test_each_source_has_its_share_of_the_tokens(make, paths, caplog):
   assert read["epoch/code"] == source.counts()["documents/code"] / 9 > 30
   assert read["epoch/web"] == source.counts()["documents/web"] / 40 > 5
   assert sum(source.counts()[f"documents/{name}"] for name in LETTERS) == source.counts()["documents"]
-  assert "pass 2 over the 9 documents of code begins" in caplog.text
+  assert "starting pass 2 over the 9 documents of code" in caplog.text
   assert "pass 3 over" not in caplog.text
-  assert "pass 32 over the 9 documents of code begins" in caplog.text
+  assert "starting pass 32 over the 9 documents of code" in caplog.text
   shares = tokens_of(batches)
   np.testing.assert_allclose([shares[name] / sum(shares.values()) for name in WEIGHTS], [0.6, 0.1, 0.3], atol=0.02)
 

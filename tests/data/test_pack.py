@@ -153,7 +153,7 @@ def test_block_shuffle_permutes_each_block():
 
 def test_bad_records_stop_or_are_skipped_and_counted_once():
   bad = BadRecordError("f.jsonl:3", "not JSON")
-  with pytest.raises(UserError, match=r"f\.jsonl:3: not JSON.*on_bad_record=skip"):
+  with pytest.raises(UserError, match=r"f\.jsonl:3: not JSON\n  fix: .*on_bad_record=skip"):
     next(packer([[5, 6], bad]))
   documents = [[5, 6, 7], bad, [8, 9]]
   rows = packer(documents, 10, repeat=True, on_bad_record="skip")

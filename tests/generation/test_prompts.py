@@ -175,7 +175,7 @@ def test_conversations_are_rendered_as_for_training(folder: Path, tokenizer):
   ]}, "", "/"), "training")  # fmt: skip
   encoded = ChatEncoder(renderer, tokenizer).encode(trained, None, "")
   assert encoded.ids[: len(got.tokens[2])] == got.tokens[2]
-  with pytest.raises(UserError, match=r"the prompt: Gemma 3 wants user and assistant in turn"):
+  with pytest.raises(UserError, match=r"the prompt: Gemma 3 needs user and assistant to alternate"):
     encode([Prompt.chat([{"role": "assistant", "content": "a"}])], tokenizer, vision, renderer)
   with pytest.raises(UserError, match=r"messages\[0\] has the role 'bot'"):
     Prompt.chat([{"role": "bot", "content": "a"}])

@@ -18,6 +18,7 @@ from maxtext_like.data.tokenization.tokenizer import MORE_TEMPLATES, Tokenizer
 from maxtext_like.errors import UserError
 
 MAX_BYTES = 2**20  # largest template; the longest known one has 30 KiB
+_FIX = "chat_template=FILE with the template in a separate file"
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates in transformers; the second is for conversations with tools
 
 
@@ -69,13 +70,13 @@ def read_template(path: Path) -> str:
   """Returns the text of a template's file, or the default template of a tokenizer_config.json. Raises UserError."""
   if path.suffix == ".json" and (named := _named_in(path)):
     if DEFAULT not in named:
-      raise UserError(f"{path}: the chat templates there are {', '.join(named)}, but none is named {DEFAULT}")
+      raise UserError(f"{path}: the chat templates there are {', '.join(named)}, but none is named {DEFAULT}\n  fix: {_FIX}")
     return named[DEFAULT][0]
   try:
     with open_regular(path) as file:
       data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-      raise UserError(f"{path}: more than {MAX_BYTES} bytes, so it is not a chat template")
+      raise UserError(f"{path}: more than {MAX_BYTES} bytes, so it is not a chat template\n  fix: {_FIX}")
     return data.decode("utf-8")
   except OSError as error:
     raise UserError(f"{path}: {error.strerror}") from None
@@ -117,7 +118,10 @@ class Jinja:
     if for_tools is not None:
       self.special |= for_tools.special
     if not self.special:
-      raise UserError(f"{name}: the tokenizer has no special tokens, so a turn could not be distinguished from its text")
+      raise UserError(
+        f"{name}: the tokenizer has no special tokens, so a turn could not be distinguished from its text\n"
+        "  fix: tokenizer=PATH of the tokenizer that was published with the model"
+      )
     self._source = source
     self._template: Callable[..., str] = compile_template(source, name)
 

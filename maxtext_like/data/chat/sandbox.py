@@ -42,7 +42,7 @@ def compile_template(source: str, name: str) -> Callable[..., str]:
   try:
     program = Program("template", f"{name}: the chat template", lambda: (source,), LIMITS, fix)
   except RefusedError as error:
-    raise UserError(f"{name}: not a jinja template that can be run: {error}") from None
+    raise UserError(f"{name}: not a jinja template that can be run: {error}\n  fix: {fix}") from None
 
   def render(**variables: Any) -> str:
     try:

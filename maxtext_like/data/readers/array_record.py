@@ -60,7 +60,10 @@ class ArrayRecord:
       sizes.append(_group_size(reader.writer_options_string()))
     self._stops = list(accumulate(counts))
     if not self._stops[-1]:
-      raise UserError(f"data.{key}: no records: {len(self._files)} array_record file(s), 0 records (first: {self._files[0]})")
+      raise UserError(
+        f"data.{key}: no records: {len(self._files)} array_record file(s), 0 records (first: {self._files[0]})\n"
+        f"  fix: {key}=FILES with records"
+      )
     begins = [0, *self._stops[:-1]]
     self._groups = [
       at for begin, count, size in zip(begins, counts, sizes, strict=True) for at in range(begin, begin + count, size)
@@ -85,7 +88,9 @@ class ArrayRecord:
         input_files.require_regular(path, os.stat(path).st_mode)
         reader = self._open[number] = ArrayRecordReader(path, RANDOM)
         if not reader.ok():
-          raise UserError(f"{path}: damaged, cut off or not an array_record file ({os.path.getsize(path):,} bytes)")
+          raise UserError(
+            f"{path}: damaged, cut off or not an array_record file ({os.path.getsize(path):,} bytes){input_files.FIX_DAMAGED}"
+          )
         while len(self._open) > OPEN_FILES:
           self._open.popitem(last=False)[1].close()
     except OSError as error:
@@ -103,7 +108,10 @@ class ArrayRecord:
         continue
       if seen and not any(self._field in found for found in names):
         listed = ", ".join(f"'{name}'" for name in names[0][:8]) or "none"
-        raise UserError(f"{self._files[0]}: the records are {form} without '{self._field}' (data.text_field); fields: {listed}")
+        raise UserError(
+          f"{self._files[0]}: the records are {form} without '{self._field}' (data.text_field); fields: {listed}\n"
+          "  fix: text_field=NAME of the field with the text"
+        )
       if seen:
         return form
     return "text"
@@ -148,9 +156,14 @@ class ArrayRecord:
     try:
       records = reader.read(start, stop)
     except (RuntimeError, ValueError, IndexError) as error:
-      raise UserError(f"{self._files[file]}: damaged array_record file, records {start} to {stop - 1}: {error}") from error
+      raise UserError(
+        f"{self._files[file]}: damaged array_record file, records {start} to {stop - 1}: {error}{input_files.FIX_DAMAGED}"
+      ) from error
     if len(records) != stop - start or not reader.ok():
-      raise UserError(f"{self._files[file]}: damaged array_record file: {len(records)} of {stop - start} records from {start}")
+      raise UserError(
+        f"{self._files[file]}: damaged array_record file: {len(records)} of {stop - start} records from {start}"
+        f"{input_files.FIX_DAMAGED}"
+      )
     return records
 
   def _record(self, data: bytes, index: int) -> Record:

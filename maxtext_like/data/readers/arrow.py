@@ -60,7 +60,10 @@ class Arrow:
     self._batches = [state.found for state in self._state]
     self._stops = np.cumsum([int(batches.stops[-1]) if len(batches.stops) else 0 for batches in self._batches]).tolist()
     if not self._stops[-1]:
-      raise UserError(f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})")
+      raise UserError(
+        f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})\n"
+        f"  fix: {key}=FILES with rows"
+      )
 
   def _look(self, path: str) -> Batches:
     """Locates the batches of a file, and checks that all of them exist."""
@@ -71,20 +74,22 @@ class Arrow:
     try:
       input_files.require_regular(path, os.stat(path).st_mode)
       if not os.path.getsize(path):
-        raise UserError(f"{path}: empty, not an arrow file")
+        raise UserError(f"{path}: empty, not an arrow file{input_files.FIX_DAMAGED}")
       with pyarrow.memory_map(path) as file:
         whole = file.read_buffer()
         if not _ended(whole):
-          raise UserError(f"{path}: cut off, or not an arrow file: it has no end mark among its {whole.size:,} bytes")
+          raise UserError(
+            f"{path}: cut off, or not an arrow file: it has no end mark among its {whole.size:,} bytes{input_files.FIX_DAMAGED}"
+          )
         return self._find(path, whole, pyarrow)
     except pyarrow.ArrowException as error:
-      raise UserError(f"{path}: not a readable arrow file: {error}") from error
+      raise UserError(f"{path}: not a readable arrow file: {error}{input_files.FIX_DAMAGED}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except OSError as error:  # pyarrow raises it for damaged metadata and for real I/O errors
       if error.errno:
         raise RetryableError(f"{path}: reading failed: {error}") from error
-      raise UserError(f"{path}: damaged arrow file: {error}") from error
+      raise UserError(f"{path}: damaged arrow file: {error}{input_files.FIX_DAMAGED}") from error
 
   def _find(self, path: str, whole: Any, pyarrow: Any) -> Batches:
     of_file = whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC
@@ -119,7 +124,10 @@ class Arrow:
       raise UserError(f"{path}: {what} '{self._field}' (data.text_field); columns: {listed}\n  fix: {fix}")
     kind = schema.field(found[0]).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
-      raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")
+      raise UserError(
+        f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string\n"
+        "  fix: text_field=NAME of a string column"
+      )
     return found[0], kind
 
   def __len__(self) -> int:
@@ -198,7 +206,7 @@ class Arrow:
     return data
 
   def _damaged(self, file: int, what: str) -> NoReturn:
-    raise UserError(f"{self._files[file]}: damaged arrow file: {what}")
+    raise UserError(f"{self._files[file]}: damaged arrow file: {what}{input_files.FIX_DAMAGED}")
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files, [state.digest for state in self._state])
@@ -239,9 +247,14 @@ def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
     try:
       named = [os.path.join(folder, entry["filename"]) for entry in json.loads(input_files.read_bytes(state))["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-      raise UserError(f"{state}: is not a state.json of datasets' save_to_disk: {error!r}") from error
+      raise UserError(
+        f"{state}: is not a state.json of datasets' save_to_disk: {error!r}\n  fix: save the data set again"
+      ) from error
     if lost := [path for path in named if not os.path.isfile(path)]:
-      raise UserError(f"{lost[0]}: missing, although {state} names it ({len(lost)} of {len(named)} files are missing)")
+      raise UserError(
+        f"{lost[0]}: missing, although {state} names it ({len(lost)} of {len(named)} files are missing)\n"
+        "  fix: copy the data set again"
+      )
     kept += [path for path in there if path in named]
   for above, names in splits.items():
     if len(names) > 1:

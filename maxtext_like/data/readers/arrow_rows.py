@@ -38,7 +38,10 @@ class ArrowRows:
     self._batches = [(number, at, rows) for number, state in enumerate(self._state) for at, rows in state.found if rows]
     self._stops = list(accumulate(rows for _, _, rows in self._batches))
     if not self._stops:
-      raise UserError(f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})")
+      raise UserError(
+        f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})\n"
+        f"  fix: {key}=FILES with rows"
+      )
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()
 
@@ -60,13 +63,13 @@ class ArrowRows:
           except StopIteration:
             return found
     except arrow.ArrowException as error:
-      raise UserError(f"{path}: not a readable arrow file, or cut off: {error}") from error
+      raise UserError(f"{path}: not a readable arrow file, or cut off: {error}{input_files.FIX_DAMAGED}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except OSError as error:  # pyarrow raises it for damaged files and for real I/O errors
       if error.errno:
         raise RetryableError(f"{path}: reading failed: {error}") from error
-      raise UserError(f"{path}: damaged arrow file, or cut off: {error}") from error
+      raise UserError(f"{path}: damaged arrow file, or cut off: {error}{input_files.FIX_DAMAGED}") from error
 
   def __len__(self) -> int:
     return self._stops[-1]
@@ -90,7 +93,7 @@ class ArrowRows:
           file.seek(at)
           self._cache[batch] = self._arrow.ipc.read_record_batch(self._arrow.ipc.read_message(file), self._schemas[path])
       except self._arrow.ArrowException as error:
-        raise UserError(f"{path}: damaged arrow file: {error}") from error
+        raise UserError(f"{path}: damaged arrow file: {error}{input_files.FIX_DAMAGED}") from error
       except OSError as error:
         raise input_files.reading_failed(path, error) from error
       while len(self._cache) > CACHED_BATCHES:

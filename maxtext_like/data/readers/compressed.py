@@ -54,7 +54,7 @@ def kind_of(path: str) -> str | None:
   named = SUFFIXES.get(os.path.splitext(path)[1])
   if named is not None and found != named:
     is_ = "it is empty" if not head else f"it is {found} data" if found else f"it begins with {head!r}"
-    raise UserError(f"{path}: not {named} data although its name says so: {is_}")
+    raise UserError(f"{path}: not {named} data although its name says so: {is_}\n  fix: rename the file, or compress it again")
   return found
 
 
@@ -162,10 +162,12 @@ class Packed:
       raise self._cut_off(position)
 
   def _damaged(self, position: int, reason: object) -> UserError:
-    return UserError(f"{self.path}: damaged {self._kind} data near byte {position}: {reason}")
+    return UserError(f"{self.path}: damaged {self._kind} data near byte {position}: {reason}{input_files.FIX_DAMAGED}")
 
   def _cut_off(self, position: int) -> UserError:
-    return UserError(f"{self.path}: cut off: the file ends at byte {position} in the middle of its {self._kind} data")
+    return UserError(
+      f"{self.path}: cut off: the file ends at byte {position} in the middle of its {self._kind} data{input_files.FIX_DAMAGED}"
+    )
 
 
 def _divided(piece: bytes) -> Iterator[bytes]:

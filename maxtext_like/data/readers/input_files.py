@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import shlex
 import stat
 import threading
 import time
@@ -25,6 +26,8 @@ SLOW_SECONDS = 3.0  # a search for files logs a line after this time
 LIST_FILES_UP_TO = 64  # the fingerprint lists up to this many files one by one
 UNPACKED_UP_TO = 256 * 2**20  # bytes to which any compressed file may expand
 EXPANSION_UP_TO = 200  # largest expansion beyond that; text expands 3 to 10 times, repetitive text up to 100 times
+
+FIX_DAMAGED = "\n  fix: copy or write the file again"
 
 Found = TypeVar("Found")
 _SHARD = re.compile(r"-\d+-of-\d+$")  # follows the suffix in names of TensorFlow's tools
@@ -52,7 +55,7 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
   """
   entries = [paths] if isinstance(paths, str) else list(paths or ())
   if not entries or any(not entry for entry in entries):
-    raise UserError(f"data.{key} is empty, but dataset={dataset} reads files: set it to a file, a folder, a glob or a list")
+    raise UserError(f"data.{key} is empty, but dataset={dataset} reads files\n  fix: {key}= a file, a folder, a glob or a list")
   found: set[str] = set()
   for entry in entries:
     if is_remote(entry):
@@ -66,12 +69,16 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
         matches = glob.glob(path, recursive=True)
       if not matches:
         hint = "the glob matches nothing" if glob.has_magic(path) else "no such file or folder"
-        raise UserError(f"data.{key} {entry!r}: {hint} (working directory {os.getcwd()})")
+        raise UserError(
+          f"data.{key} {entry!r}: {hint} (working directory {os.getcwd()})\n  fix: {key}=PATH of files that exist"
+        )
     with saying_if_slow(f"data.{key} {entry!r}: searching for files in folders"):
       files = [file for match in sorted(matches) for file in _expand(match, suffixes, f"data.{key} {entry!r}")]
     if not files:
       kind = " or ".join(suffixes) if suffixes else "regular"
-      raise UserError(f"data.{key} {entry!r}: {len(matches)} match(es), but no {kind} file in them")
+      raise UserError(
+        f"data.{key} {entry!r}: {len(matches)} match(es), but no {kind} file in them\n  fix: name the files themselves"
+      )
     found.update(files)
   for file in sorted(found):
     if not file.isprintable():  # a line break in the name could forge lines of logs and errors
@@ -80,7 +87,7 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
         "  fix: rename the file"
       )
     if not os.access(file, os.R_OK):
-      raise UserError(f"{file}: no permission to read it (data.{key})")
+      raise UserError(f"{file}: no permission to read it (data.{key})\n  fix: chmod u+r {shlex.quote(file)}")
   return sorted(found)
 
 
@@ -112,7 +119,7 @@ def find_remote(url: str, suffixes: tuple[str, ...], key: str) -> list[Entry]:
       fixed, rest = re.split(r"/(?=[^/]*[*?\[])", url, maxsplit=1)
       matches = Place(fixed).glob(rest)
       if not matches:
-        raise UserError(f"{where}: the glob matches nothing")
+        raise UserError(f"{where}: the glob matches nothing\n  fix: {key}=URL of files that exist")
       return matches
     place = Place(url)
     if (entry := place.entry()) is not None:
@@ -121,10 +128,12 @@ def find_remote(url: str, suffixes: tuple[str, ...], key: str) -> list[Entry]:
   except OSError as error:
     raise failed(error) from error
   if not below:
-    raise UserError(f"{where}: no such object, and none below")
+    raise UserError(f"{where}: no such object, and none below\n  fix: {key}=URL of files that exist")
   files = [entry for entry in below if _SHARD.sub("", entry.place.name).endswith(suffixes or "")]
   if not files:
-    raise UserError(f"{where}: {len(below)} object(s), but no {' or '.join(suffixes)} file among them")
+    raise UserError(
+      f"{where}: {len(below)} object(s), but no {' or '.join(suffixes)} file among them\n  fix: name the files themselves"
+    )
   return files
 
 
@@ -134,10 +143,10 @@ def _inside(place: Place, folder: Place) -> tuple[str, ...]:
 
 def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:
   if not os.path.exists(path):
-    raise UserError(f"{where}: {path} is a broken symbolic link")
+    raise UserError(f"{where}: {path} is a broken symbolic link\n  fix: repair or remove it")
   if os.path.isdir(path):
     if not os.access(path, os.R_OK | os.X_OK):
-      raise UserError(f"{where}: no permission to list {path}")
+      raise UserError(f"{where}: no permission to list {path}\n  fix: chmod u+rx {shlex.quote(path)}")
     files = []
     for folder, folders, names in os.walk(path):
       folders[:] = [name for name in folders if not name.startswith(".")]
@@ -218,7 +227,9 @@ def read_bytes(
 def reading_failed(path: str, error: OSError) -> UserError | RetryableError:
   """Returns the error to raise for a file that existed when the run started. Only errors of the storage are retryable."""
   if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError):
-    return UserError(f"{path}: {error.strerror} (the file existed when the run started)")
+    return UserError(
+      f"{path}: {error.strerror} (the file existed when the run started)\n  fix: restore it and run the same command again"
+    )
   return RetryableError(f"{path}: reading failed: {error}")
 
 
@@ -248,7 +259,7 @@ class Unchanged(Generic[Found]):
     if _stamp(now) == self._stamp:
       return
     if self._digest_of(self._look(self._path)) != self.digest:
-      raise UserError(f"{self._path}: the file changed while the run was using it")
+      raise UserError(f"{self._path}: the file changed during the run\n  fix: restore it and run the same command again")
     self._stamp = _stamp(now)
 
 

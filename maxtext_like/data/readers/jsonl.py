@@ -69,6 +69,7 @@ class JsonLines:
       size = sum(input_files.sizes(self._files))
       raise UserError(
         f"data.{key}: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
+        f"\n  fix: {key}=FILES with records"
       )
     for lines in self._lines:
       _refuse_one_list(lines)

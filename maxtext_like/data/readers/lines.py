@@ -166,7 +166,10 @@ class LineFile:
 
   def _changed(self) -> UserError:
     size = self.index.size
-    return UserError(f"{self.path}: the file changed during the run: its first {size} bytes differ from those at the start")
+    return UserError(
+      f"{self.path}: the file changed during the run: its first {size} bytes differ from those at the start"
+      "\n  fix: restore it and run the same command again"
+    )
 
 
 def _stamp(state: os.stat_result) -> tuple[int, int]:

@@ -67,7 +67,10 @@ class Parquet:
         self._groups += self._row_groups(number, reader.metadata)
       self._state.append(Unchanged(path, _footer, str))
     if not self._groups:
-      raise UserError(f"data.{key}: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})")
+      raise UserError(
+        f"data.{key}: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})\n"
+        f"  fix: {key}=FILES with rows"
+      )
     self._stops = list(accumulate(rows for _, _, rows, _ in self._groups))
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()
@@ -77,7 +80,9 @@ class Parquet:
     path = self._files[number]
     size = os.path.getsize(path)
     if metadata.num_rows > ROWS_UP_TO + 8 * size:
-      raise UserError(f"{path}: {metadata.num_rows:,} rows in {size:,} bytes: refused as a decompression bomb")
+      raise UserError(
+        f"{path}: {metadata.num_rows:,} rows in {size:,} bytes: refused as a decompression bomb{input_files.FIX_DAMAGED}"
+      )
     for group in range(metadata.num_row_groups):
       row_group = metadata.row_group(group)
       columns = (row_group.column(i) for i in range(row_group.num_columns))
@@ -94,7 +99,7 @@ class Parquet:
         path, page_checksum_verification=True, read_dictionary=[self._field] if dictionary else None
       )
     except self._arrow.ArrowInvalid as error:
-      raise UserError(f"{path}: not a readable parquet file: {error}") from error
+      raise UserError(f"{path}: not a readable parquet file: {error}{input_files.FIX_DAMAGED}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
       raise UserError(f"{path}: {error.strerror}") from error
     except OSError as error:  # pyarrow raises it for damaged metadata and for real I/O errors
@@ -103,7 +108,7 @@ class Parquet:
   def _raise_oserror(self, path: str, error: OSError) -> Any:
     if error.errno:
       raise RetryableError(f"{path}: reading failed: {error}") from error
-    raise UserError(f"{path}: damaged parquet file: {error}") from error
+    raise UserError(f"{path}: damaged parquet file: {error}{input_files.FIX_DAMAGED}") from error
 
   def _check_column(self, reader: Any, path: str) -> None:
     schema = reader.schema_arrow
@@ -117,7 +122,10 @@ class Parquet:
     types = self._arrow.types
     plain = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(plain) or types.is_large_string(plain) or types.is_string_view(plain)):
-      raise UserError(f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string")
+      raise UserError(
+        f"{path}: column '{self._field}' (data.text_field) is {kind}, expected a string\n"
+        "  fix: text_field=NAME of a string column"
+      )
 
   def _with_images(self, schema: Any, captions: Captions | None, path: str) -> Captions | None:
     """Returns what makes records from a file's rows if the file has images that the model takes; otherwise None."""
@@ -152,11 +160,14 @@ class Parquet:
           table = reader.read_row_group(inner, columns=None if whole else [self._field], use_threads=False)
           column = table if whole else table.column(self._field)
         except self._arrow.ArrowException as error:
-          raise UserError(f"{path}: damaged parquet file, row group {inner}: {error}") from error
+          raise UserError(f"{path}: damaged parquet file, row group {inner}: {error}{input_files.FIX_DAMAGED}") from error
         except OSError as error:
           self._raise_oserror(path, error)
       if len(column) != rows:
-        raise UserError(f"{path}: damaged parquet file: row group {inner} has {len(column)} rows, but its metadata say {rows}")
+        raise UserError(
+          f"{path}: damaged parquet file: row group {inner} has {len(column)} rows, but its metadata say {rows}"
+          f"{input_files.FIX_DAMAGED}"
+        )
       self._cache[group] = column
       while len(self._cache) > CACHED_ROW_GROUPS:
         self._cache.popitem(last=False)

@@ -55,7 +55,9 @@ class TextFiles:
     self._files = list(files)
     self._sizes = input_files.sizes(self._files)
     if not sum(self._sizes):
-      raise UserError(f"data.{key}: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})")
+      raise UserError(
+        f"data.{key}: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})\n  fix: {key}=FILES with text"
+      )
     self._piece_bytes = piece_bytes
     self._whole = sorted((spelling.encode() for spelling in whole), key=len, reverse=True)
     self._longest = len(self._whole[0]) if self._whole else 0

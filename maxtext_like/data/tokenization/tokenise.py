@@ -76,7 +76,7 @@ class Tokenise:
       at = int(wrong.argmax())
       raise UserError(
         f"{self.documents.place(number)}: token {at} has id {array[at]}: {self.lookup.why_missing(int(array[at]))} "
-        f"(tokenizer: {self.tokenizer.fingerprint})"
+        f"(tokenizer: {self.tokenizer.fingerprint})\n  fix: tokenizer=PATH of the tokenizer that was published with the model"
       )
     return array.astype(np.int32)
 

@@ -27,6 +27,7 @@ from maxtext_like.strict_json import printable
 MORE_TEMPLATES = "additional_chat_templates"  # folder next to a tokenizer with chat templates by name (transformers)
 MAX_TOKENIZER_BYTES = 256 * 2**20  # Gemma's tokenizer.json has 33 MB; the parser takes several times the size of the file
 AUTO = "auto"
+_FIX = "tokenizer=PATH of a tokenizer.json, a sentencepiece .model or a folder with one of them"
 LIMITS = Limits(
   open_seconds=60.0, spare_seconds=10.0, call_seconds=0.02, call_seconds_per_character=2e-5, open_bytes=1024 * MIB,
   call_bytes=512 * MIB, call_bytes_per_character=400,
@@ -247,14 +248,19 @@ def find_tokenizer(name: str) -> Path:
     models = sorted(path.glob("*.model"))
     if len(models) != 1:
       listed = f"{len(models)} .model files" if models else "no .model file"
-      raise UserError(f"data.tokenizer '{name}': the folder has no tokenizer.json, no tokenizer.model and {listed}")
+      raise UserError(
+        f"data.tokenizer '{name}': the folder has no tokenizer.json, no tokenizer.model and {listed}\n  fix: {_FIX}"
+      )
     if not models[0].name.isprintable():  # a line break in the name could forge lines of logs and errors
-      raise UserError(f"data.tokenizer '{name}': {printable(models[0].name)} has characters that cannot be printed in its name")
+      raise UserError(
+        f"data.tokenizer '{name}': {printable(models[0].name)} has characters that cannot be printed in its name\n"
+        "  fix: rename it"
+      )
     return models[0]
   if not path.is_file():
-    raise UserError(f"data.tokenizer '{name}' is not a regular file")
+    raise UserError(f"data.tokenizer '{name}' is not a regular file\n  fix: {_FIX}")
   if path.suffix not in (".json", ".model"):
-    raise UserError(f"data.tokenizer '{name}': expected a .json (tokenizers) or .model (sentencepiece) file")
+    raise UserError(f"data.tokenizer '{name}': expected a .json (tokenizers) or .model (sentencepiece) file\n  fix: {_FIX}")
   return path
 
 
@@ -273,7 +279,7 @@ def _read(path: Path) -> bytes:
       data = file.read(MAX_TOKENIZER_BYTES + 1)
     if len(data) > MAX_TOKENIZER_BYTES:
       size = path.stat().st_size
-      raise UserError(f"{path}: {size} bytes, more than the limit of {MAX_TOKENIZER_BYTES} for a tokenizer file")
+      raise UserError(f"{path}: {size} bytes, more than the limit of {MAX_TOKENIZER_BYTES} for a tokenizer file\n  fix: {_FIX}")
     return data
   except OSError as error:
     raise UserError(f"{path}: {error.strerror}") from error
@@ -283,9 +289,9 @@ def _read_config(path: Path) -> dict[str, Any]:
   try:
     config = json.loads(_read(path).decode("utf-8"))
   except (ValueError, RecursionError) as error:
-    raise UserError(f"{path}: not JSON: {error}") from error
+    raise UserError(f"{path}: not JSON: {error}\n  fix: {_FIX}") from error
   if not isinstance(config, dict):
-    raise UserError(f"{path}: expected a JSON object, found {type(config).__name__}")
+    raise UserError(f"{path}: expected a JSON object, found {type(config).__name__}\n  fix: {_FIX}")
   return config
 
 
@@ -303,7 +309,7 @@ def _special(
   if name is None:
     return None
   if not isinstance(name, str) or (found := find(name)) is None:
-    raise UserError(f"{path}: {key} is {name!r}, but the tokenizer.json in the same folder lacks this token")
+    raise UserError(f"{path}: {key} is {name!r}, but the tokenizer.json in the same folder lacks this token\n  fix: {_FIX}")
   return found
 
 

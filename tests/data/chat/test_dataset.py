@@ -165,10 +165,10 @@ def test_bad_records_are_told_before_the_first_step(make, tmp_path, caplog):
   assert "3 bad records among the 8" in str(error.value)
   assert f"{path}:5: the assistant says nothing that could be learned (train_on=assistant)" in str(error.value)
   assert f"{path}:7: no conversation: expected 'messages'" in str(error.value)
-  assert f"{path}:8: Gemma 3 wants user and assistant in turn" in str(error.value)
+  assert f"{path}:8: Gemma 3 needs user and assistant to alternate" in str(error.value)
   with caplog.at_level(logging.WARNING):
     make(**CHAT, dataset_path=path, on_bad_record="skip")
-  assert "3 of 8 records are bad and left out" in caplog.text
+  assert "3 of 8 records are bad and are left out" in caplog.text
 
 
 def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_path):

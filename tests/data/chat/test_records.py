@@ -87,7 +87,7 @@ def test_a_mark_under_an_unknown_name_is_refused(name, value):
 
 @pytest.mark.parametrize("name", ["kto_label", "is_desirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up"])
 def test_a_label_under_an_unknown_name_is_refused(name):
-  with pytest.raises(BadRecordError, match=f"{name} is false: its name is like a mark"):
+  with pytest.raises(BadRecordError, match=f"{name} is false: the name looks like a mark"):
     read({"messages": BOTH, name: False})
   assert read({"messages": BOTH, name: "text"}).unread == (name,)
   assert read({"messages": BOTH, "is_english": False, "pretrained": False}).unread == ("is_english", "pretrained")

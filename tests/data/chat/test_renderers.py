@@ -168,7 +168,7 @@ def test_consecutive_answers():
   assert render("gemma4", *twice).text.endswith("<|turn>model\nOne.Two.<turn|>\n")
   assert "".join(learned(render("gemma4", *twice))) == "One.Two.<turn|>"
   assert learned(render("deepseek3", *twice))[0] == "One.<｜end▁of▁sentence｜>"
-  with pytest.raises(RenderError, match="in turn, and message 3 is of the assistant"):
+  with pytest.raises(RenderError, match="alternate, but message 3 is from the assistant"):
     render("gemma3", *twice)
 
 

@@ -83,7 +83,7 @@ def test_a_model_that_takes_no_images_is_told_once(kind, make, folder: Path, cap
   with caplog.at_level(logging.WARNING):
     found = rows(make, path, kind, off)
   assert "pixel_values" not in found[0]
-  assert caplog.text.count("images ('images') are left out, the text is taken as it stands") == 1
+  assert caplog.text.count("images (field 'images') are left out") == 1
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

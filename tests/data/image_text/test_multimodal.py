@@ -170,7 +170,7 @@ def test_an_image_that_shows_itself_damaged_when_its_row_is_made(rows, folder: P
   data = (folder / "b.png").read_bytes()
   (folder / "b.png").write_bytes(data[: len(data) // 2])
   records = [{"text": f"{i}<image>", "images": ["b.png" if i == 3 else "a.png"]} for i in range(4)]
-  with pytest.raises(UserError, match=r"image .*b\.png: .*: its header is that of an image\n  fix: repair the file"):
+  with pytest.raises(UserError, match=r"image .*b\.png: .*: the header is valid, but .*\n  fix: repair the file"):
     rows(records, GEMMA4, packing=False, global_batch=4, own_rows=[2, 3])
   assert next(rows(records, GEMMA4, packing=False, global_batch=4, own_rows=[0, 1]))["segments"].any(axis=1).all()
   source = rows(records, GEMMA4, packing=False, global_batch=3, own_rows=[0], on_bad_record="skip")
@@ -203,8 +203,8 @@ FAULTS = {
   "images: expected an image: the name of a file": {"text": "<image>", "images": [7]},
   "image: an image has no bytes and no path": {"text": "<image>", "image": {"bytes": None}},
   r"'pics' looks like images \(images_field=pics reads it": {"text": "<image>", "pics": ["a.png"]},
-  "image '../a.png' leads out of the folder": {"text": "<image>", "images": ["../a.png"]},
-  "image 'x/../../a.png' leads out of the folder": {"text": "<image>", "images": ["x/../../a.png"]},
+  "image '../a.png' is outside the folder": {"text": "<image>", "images": ["../a.png"]},
+  "image 'x/../../a.png' is outside the folder": {"text": "<image>", "images": ["x/../../a.png"]},
   "missing.png: no such file": {"text": "<image>", "images": ["missing.png"]},
   "broken.png: not a PNG or JPEG image": {"text": "<image>", "images": ["broken.png"]},
   "cannot be read: embedded null byte": {"text": "<image>", "images": ["a\0.png"]},
@@ -256,11 +256,11 @@ def test_without_use_multimodal_images_are_left_out_with_a_warning(rows, caplog:
   batch = next(source)
   assert batch.keys() == {"tokens", "targets", "positions", "segments"}
   assert batch["tokens"][0, 1:11].tolist() == encoded("an <image>")
-  assert [r.message for r in caplog.records if "data.jsonl:1: images ('images') are left out" in r.message]
+  assert [r.message for r in caplog.records if "data.jsonl:1: images (field 'images') are left out" in r.message]
   assert len(caplog.records) == 1
   caplog.clear()
   next(rows([{"text": "an <image>", "pics": "missing.png"}, {"text": "a <image>"}], off, packing=False))
-  assert [r.message for r in caplog.records if "data.jsonl:1: images ('pics') are left out" in r.message]
+  assert [r.message for r in caplog.records if "data.jsonl:1: images (field 'pics') are left out" in r.message]
 
 
 def test_one_image_needs_no_list_and_a_field_may_be_named(rows, folder: Path):

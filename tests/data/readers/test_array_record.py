@@ -102,10 +102,10 @@ def test_bad_records(tmp_path, monkeypatch):
   wrong = {
     "tf.train.Example": [
       (example(body="x"), "no feature 'text'; features: 'body'"),
-      (example(text=3), "integers where one text"),
+      (example(text=3), "integers, expected one text"),
     ],
     "JSON": [
-      (b'{"text": "cut', "not valid JSON: .*and the first records are JSON"),
+      (b'{"text": "cut', "not valid JSON: .*but the first records are JSON"),
       (b'{"text": 3}', "is int, expected a str"),
     ],
     "text": [(b"\xff\xfe", "not UTF-8 at byte 0")],
@@ -137,14 +137,14 @@ def test_files_that_are_none_or_change(tmp_path):
   data = path.read_bytes()
   for cut in (0, 10, len(data) // 3, len(data) // 2, len(data) - 1):
     path.write_bytes(data[:cut])
-    with pytest.raises(UserError, match=r"b\.array_record: damaged, cut off, or no array_record file"):
+    with pytest.raises(UserError, match=r"b\.array_record: damaged, cut off or not an array_record file"):
       ArrayRecord([str(path)], "text")
   path.write_bytes(data)
   documents = ArrayRecord([str(path)], "text")
   os.utime(path, (1, 1))
   assert documents.read(3).text == TEXTS[3]
   write(path, FORMS["text"][::-1])
-  with pytest.raises(UserError, match=r"b\.array_record: changed under the run"):
+  with pytest.raises(UserError, match=r"b\.array_record: the file changed during the run"):
     documents.read(3)
   path.unlink()
   with pytest.raises(UserError, match="existed when the run started"):

@@ -76,7 +76,7 @@ def test_a_folder_of_save_to_disk(tmp_path):
   with pytest.raises(UserError, match=r"data-00000-of-00002\.arrow: missing, .*state\.json names it \(1 of 2 files"):
     Arrow([files[0], files[2]], "text")
   (folder / "state.json").write_text("{}")
-  with pytest.raises(UserError, match=r"state\.json: not what datasets' save_to_disk writes"):
+  with pytest.raises(UserError, match=r"state\.json: is not a state.json of datasets' save_to_disk"):
     Arrow([files[2]], "text")
 
 
@@ -119,10 +119,10 @@ def test_a_file_that_changes_under_the_run(tmp_path):
   assert documents.read(0).text == "one"
   data = path.read_bytes()
   path.write_bytes(data[:-20])
-  with pytest.raises(UserError, match=r"a\.arrow: cut off, or no arrow file"):
+  with pytest.raises(UserError, match=r"a\.arrow: cut off, or not an arrow file"):
     documents.read(1)
   write(path, ["one", "two", "three"])
-  with pytest.raises(UserError, match=r"a\.arrow: changed under the run"):
+  with pytest.raises(UserError, match=r"a\.arrow: the file changed during the run"):
     documents.read(1)
   path.unlink()
   with pytest.raises(UserError, match="existed when the run started"):
@@ -153,7 +153,7 @@ def test_wrong_files(tmp_path):
   with pytest.raises(UserError, match=r"data.dataset_path: no records: 1 arrow file\(s\), 0 rows"):
     Arrow([write(tmp_path / "b.arrow", [])], "text")
   packed = write(tmp_path / "c.arrow", ["a" * 1000], options=pa.ipc.IpcWriteOptions(compression="zstd"))
-  with pytest.raises(UserError, match=r"c\.arrow: batch 0 is compressed, which is not read\n  fix: write it without"):
+  with pytest.raises(UserError, match=r"c\.arrow: batch 0 is compressed, .*\n  fix: write it without"):
     Arrow([packed], "text")
   for content in (b"", b"ARROW1", b"hello world, no arrow here", b"\xff\xff\xff\xff\0\0\0\0"):
     (tmp_path / "d.arrow").write_bytes(content)

@@ -144,7 +144,7 @@ def test_a_packed_file_that_is_replaced_under_the_run(tmp_path, small):
   path.write_bytes(gzip.compress(PLAIN))
   documents = JsonLines([str(path)], "text")
   path.write_bytes(gzip.compress(PLAIN.replace(b"399 ", b"398 ")))
-  with pytest.raises(UserError, match=r"a\.jsonl\.gz: changed under the run"):
+  with pytest.raises(UserError, match=r"a\.jsonl\.gz: the file changed during the run"):
     documents.read(3)
 
 

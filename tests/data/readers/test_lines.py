@@ -28,7 +28,7 @@ def test_what_is_appended_is_not_read_and_told_once(path, caplog):
       assert [documents.read(i).text for i in (49, 0)] == ["number 49", "number 0"]
   assert len(documents) == 50
   assert len(list(documents.scan())) == 50
-  assert caplog.text.count("a.jsonl: written to under the run; its first") == 1
+  assert caplog.text.count("a.jsonl: the file was written to during the run; its first") == 1
 
 
 @pytest.mark.parametrize("change", ["same size", "shorter", "other lines"])

@@ -148,5 +148,5 @@ def test_a_file_that_is_replaced_under_the_run(tmp_path):
   os.utime(path, (1, 1))
   assert documents.read(1).text == "b"
   write(tmp_path / "a.parquet", ["a", "b", "d"], row_group_size=1)
-  with pytest.raises(UserError, match=r"a\.parquet: changed under the run"):
+  with pytest.raises(UserError, match=r"a\.parquet: the file changed during the run"):
     documents.read(2)

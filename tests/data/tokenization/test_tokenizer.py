@@ -165,8 +165,8 @@ def test_names_that_are_no_tokenizer(tmp_path):
     (tmp_path / "two" / name).touch()
   (tmp_path / "x.txt").touch()
   for name, message in [
-    ("", "no such file or folder; give 'bytes'"),
-    ("byte", "no such file or folder; give 'bytes'"),
+    ("", "no such file or folder\n  fix: set it to 'bytes'"),
+    ("byte", "no such file or folder\n  fix: set it to 'bytes'"),
     (str(tmp_path / "empty"), r"no tokenizer\.json, no tokenizer\.model and no \.model file"),
     (str(tmp_path / "two"), r"and 2 \.model files"),
     (str(tmp_path / "x.txt"), r"expected a \.json"),
