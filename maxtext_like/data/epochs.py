@@ -23,7 +23,7 @@ from maxtext_like.data.readers.input_files import cache_folder
 logger = logging.getLogger(__name__)
 FORMAT = 3  # version of a stored number; changes when the same data fill other rows
 _NO_IMAGE = UnreadImage(Path(), 0)
-TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
+LOG_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
 class Outlines:
@@ -43,7 +43,7 @@ class Outlines:
     self._tokenise, self._row, self._count, self._alive = tokenise, (length, max_images), count, alive
     self._plain: dict[int, int] = {}  # tokens of each document without images; negative if nothing in it is learned
     self._others: dict[int, Document] = {}
-    self._told = self._lived = time.monotonic()
+    self._logged = self._called = time.monotonic()
 
   def __call__(self, number: int) -> Document:
     """Returns the outline of document ``number``. Raises what ``tokenise`` raises."""
@@ -52,7 +52,7 @@ class Outlines:
     if (known := self._others.get(number)) is not None:
       return known
     document = self._tokenise(number)
-    self._tell()
+    self._report_progress()
     if document.ids is None:
       self._others[number] = document
       return document
@@ -70,13 +70,13 @@ class Outlines:
     self._others[number] = found
     return found
 
-  def _tell(self) -> None:
+  def _report_progress(self) -> None:
     now = time.monotonic()
-    if now - self._lived >= ALIVE_SECONDS:
-      self._lived = now
+    if now - self._called >= ALIVE_SECONDS:
+      self._called = now
       self._alive()
-    if now - self._told > TELL_SECONDS:
-      self._told = now
+    if now - self._logged > LOG_SECONDS:
+      self._logged = now
       done, count = len(self._plain) + len(self._others), self._count
       logger.warning("data: counting rows (done once for these data): %s of %s documents", f"{done:,}", f"{count:,}")
 
@@ -113,7 +113,7 @@ class Ending:
     if counted:
       return max(self.rows - inner["tally"]["rows"] - taken, 0)
     self._packer.set_state(inner)
-    return _rest(self._packer) - taken
+    return _count_rest(self._packer) - taken
 
 
 def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
@@ -130,7 +130,7 @@ def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
   entry = cache_folder() / f"rows-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogateescape'))}.json"
   with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a missing or damaged entry is counted again
     return int(json.loads(entry.read_bytes())["rows"])
-  rows = _rest(packer)
+  rows = _count_rest(packer)
   try:
     entry.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(entry, json.dumps({"rows": rows}) + "\n")
@@ -139,7 +139,7 @@ def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
   return rows
 
 
-def _rest(packer: Packer) -> int:
+def _count_rest(packer: Packer) -> int:
   """Returns the number of rows that a packer makes until its end."""
   rows = 0
   with contextlib.suppress(StopIteration):

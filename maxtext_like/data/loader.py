@@ -336,7 +336,7 @@ class _LossLog:
     self._more = (
       "the total is printed at the end of the run and by maxtext-like data" if split == "train" else "in the evaluation set"
     )
-    self._unsaid = {
+    self._unlogged = {
       "truncated": f"a conversation is longer than max_target_length={length}: the part beyond it is not trained on",
       "cut_at_image": f"a conversation has more images than max_images_per_row={max_images}: it is cut before the next image",
       "unlearned": f"a conversation is left out: the part that fits in max_target_length={length} has no answer to learn",
@@ -344,8 +344,8 @@ class _LossLog:
     }
 
   def __call__(self, loss: str) -> None:
-    if (said := self._unsaid.pop(loss, None)) is not None:
-      logger.warning("%s; %s", said, self._more)
+    if (text := self._unlogged.pop(loss, None)) is not None:
+      logger.warning("%s; %s", text, self._more)
 
 
 class DataSource:
@@ -472,7 +472,7 @@ class DataSource:
     """Returns the number of rows from the position of ``state`` to the end; None without an end. Raises as ``set_state``."""
     if self._ending is None:
       return None
-    position, changed = self._going_on(state, accept_changes)
+    position, changed = self._resume_position(state, accept_changes)
     with resume.damage_told():
       return self._ending.rows_left(position["rows"], counted=not changed)
 
@@ -493,13 +493,13 @@ class DataSource:
     Raises:
       UserError: the stream would be another one; the message lists every difference.
     """
-    position, changed = self._going_on(state, accept_changes)
+    position, changed = self._resume_position(state, accept_changes)
     if changed:
       onward = "the document with the same number" if position is not self._initial else "the first document"
       logger.warning("resuming although the data differ from those of the checkpoint, starting at %s:\n  %s", onward, changed)
     self._restart(position)
 
-  def _going_on(self, state: dict[str, Any], accept_changes: bool) -> tuple[dict[str, Any], str]:
+  def _resume_position(self, state: dict[str, Any], accept_changes: bool) -> tuple[dict[str, Any], str]:
     return resume.position(state, self.identity, self._initial, accept_changes=accept_changes)
 
   def reset(self) -> None:

@@ -45,7 +45,7 @@ class Mixture:
     self._first = {name: sum(counts[:i]) for i, name in enumerate(self._sources)}
     self._tokens = dict.fromkeys(self._sources, 0)  # tokens read from each source
     self._since = dict.fromkeys(self._sources, 0)  # tokens read since the weights last changed
-    self._fruitless = dict.fromkeys(self._sources, 0)  # documents read since the last one with tokens
+    self._without_tokens = dict.fromkeys(self._sources, 0)  # documents read since the last one with tokens
 
   def __iter__(self) -> "Mixture":
     return self
@@ -58,14 +58,14 @@ class Mixture:
     if passes and not place and not passes & (passes + 1):  # log the start of passes 2, 4, 8, ...
       logger.warning("data: starting pass %d over the %s documents of %s", passes + 1, f"{source.count:,}", name)
     if document.ids is None:
-      self._fruitless[name] += 1
-      if self._fruitless[name] >= source.count:
+      self._without_tokens[name] += 1
+      if self._without_tokens[name] >= source.count:
         raise UserError(
           f"data.dataset_path.{name}: no tokens in any of the {source.count} documents: all are bad, empty or shorter than two "
           f"tokens\n  fix: leave {name} out of dataset_path and dataset_weights, or give it other files"
         )
     else:
-      self._fruitless[name] = 0
+      self._without_tokens[name] = 0
       self._tokens[name] += len(document.ids)
       self._since[name] += min(len(document.ids), source.most or len(document.ids))
     return replace(document, number=self._first[name] + document.number)
@@ -81,7 +81,7 @@ class Mixture:
       "sources": {
         name: {
           "documents": source.documents.get_state(), "weight": source.weight, "tokens": self._tokens[name],
-          "since": self._since[name], "fruitless": self._fruitless[name],
+          "since": self._since[name], "fruitless": self._without_tokens[name],
         }
         for name, source in self._sources.items()
       }
@@ -94,5 +94,5 @@ class Mixture:
     for name, source in self._sources.items():
       entry = saved.get(name, {"documents": {"next_index": 0}, "tokens": 0, "since": 0, "fruitless": 0})
       source.documents.set_state(entry["documents"])
-      self._tokens[name], self._fruitless[name] = entry["tokens"], entry["fruitless"]
+      self._tokens[name], self._without_tokens[name] = entry["tokens"], entry["fruitless"]
       self._since[name] = entry["since"] if same else 0

@@ -64,10 +64,10 @@ class Notes:
       place: returns the place of a document.
       asked: ``special_tokens_in_text`` is set, so spellings need no remark.
     """
-    said = []
+    remarks = []
     if self.spelt_first is not None and not asked:
       most = dict(sorted(self.spelt.items(), key=lambda item: -item[1]))
-      said.append(
+      remarks.append(
         f"{self.spelt_documents} of {count} documents spell special tokens in their text ({listed(most)}; first in "
         f"{place(self.spelt_first)}). They are read as plain text here, but as the tokens by Hugging Face. "
         "special_tokens_in_text=parse reads them as the tokens, =literal keeps them text without a warning, =error refuses them"
@@ -76,7 +76,7 @@ class Notes:
       most = dict(sorted(self.unread.items(), key=lambda item: -item[1]))
       names = [f"'{printable(name)}' in {found:,}" for name, found in most.items()]
       more = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-      said.append(f"fields of the records that are not used: {', '.join(names[:_SHOWN])}{more} of {count:,} records")
+      remarks.append(f"fields of the records that are not used: {', '.join(names[:_SHOWN])}{more} of {count:,} records")
     if self.lost_first is not None:
       parts = []
       if self.lost_early:
@@ -84,5 +84,5 @@ class Notes:
       if self.lost_late:
         parts.append(f"{self.lost_late} after it, because the template does not write the thought in the record")
       remedy = ". train_on=last learns only the answers to the last user message" if self.lost_early else ""
-      said.append(f"answers learned without their thoughts: {', '.join(parts)} (first in {place(self.lost_first)}){remedy}")
-    return said
+      remarks.append(f"answers learned without their thoughts: {', '.join(parts)} (first in {place(self.lost_first)}){remedy}")
+    return remarks

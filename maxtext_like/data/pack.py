@@ -200,7 +200,7 @@ class Packer:
       self._tally |= {"learned_tokens": 0, **dict.fromkeys(LOSSES, 0)}
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
-    self._fruitless = 0  # documents read since the last one with tokens
+    self._without_tokens = 0  # documents read since the last one with tokens
     self.epoch = 0  # epoch of the newest row
     self.first_epoch: dict[str, int] | None = None  # the counts at the end of the first epoch
     self.on_skip: Callable[[BadRecordError], None] = lambda bad: None  # called once for each skipped record
@@ -276,10 +276,10 @@ class Packer:
       else:
         self._before, self._sample, self._later = before, -1, deque(document.samples())
         if self._next_sample():
-          self._fruitless = 0
+          self._without_tokens = 0
           return True
-      self._fruitless += 1
-      if self._fruitless >= self._epoch_length:
+      self._without_tokens += 1
+      if self._without_tokens >= self._epoch_length:
         raise UserError(
           f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} are bad, the others are empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
@@ -333,7 +333,7 @@ class Packer:
       "sample": self._sample if unfinished else 0,
       "tally": dict(self._tally),
       "bad": list(self._bad),
-      "fruitless": self._fruitless,
+      "fruitless": self._without_tokens,
     }
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -355,7 +355,7 @@ class Packer:
     self._tally = dict.fromkeys(self._tally, 0) | state["tally"]  # checkpoints of an earlier version have fewer counts
     self._bad = list(state["bad"])
     self._bad_seen = set(self._bad)
-    self._fruitless = state["fruitless"]
+    self._without_tokens = state["fruitless"]
 
 
 class ShuffleBuffer:

@@ -92,7 +92,7 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
     dataset = _dataset_of(data, key, name)
     suffixes = DATASETS[dataset].load("SUFFIXES")
     found[name] = input_files.find(paths, suffixes, dataset, dotted(key, name))
-    _tell_of_others(paths, dataset, dotted(key, name))
+    _warn_of_other_files(paths, dataset, dotted(key, name))
     for file in found[name]:
       if (kind := _other_dataset(file, dataset, suffixes)) is not None:
         raise UserError(
@@ -144,9 +144,9 @@ def _dataset_of(data: DataConfig, key: str, source: str) -> str:
   return data.dataset
 
 
-def _tell_of_others(paths: str | Sequence[str] | None, dataset: str, named: str) -> None:
+def _warn_of_other_files(paths: str | Sequence[str] | None, dataset: str, named: str) -> None:
   """Logs which files of a folder are records of another kind and are therefore not read."""
-  suffixes = _of_records()
+  suffixes = _record_suffixes()
   if dataset not in suffixes.values():
     return
   others = [suffix for suffix, kind in suffixes.items() if kind != dataset] + [".json"] * (dataset == "jsonl")
@@ -157,16 +157,16 @@ def _tell_of_others(paths: str | Sequence[str] | None, dataset: str, named: str)
         folders[:] = [name for name in folders if not name.startswith(".")]
         ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
     for suffix, count in sorted(ends.items()):
-      _tell_once(f"data.{named}: {count} files *{suffix} in {folder} are not read, because dataset is {dataset}")
+      _warn_once(f"data.{named}: {count} files *{suffix} in {folder} are not read, because dataset is {dataset}")
 
 
 @functools.cache
-def _tell_once(what: str) -> None:
+def _warn_once(what: str) -> None:
   """Logs a warning once, even if files are searched several times."""
   logger.warning("%s", what)
 
 
-def _of_records() -> dict[str, str]:
+def _record_suffixes() -> dict[str, str]:
   """Returns the file endings of the kinds whose records have several fields, with the kind of each."""
   return {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
 
@@ -175,7 +175,7 @@ def _kinds_named(paths: str | Sequence[str] | None) -> list[str]:
   """Returns the kinds with several fields that entries of data.dataset_path name, by the names or else by the files in the
   folders."""
   entries = [paths] if isinstance(paths, str) else [*(paths or ())]
-  kinds = _of_records()
+  kinds = _record_suffixes()
   if not all(entry.endswith(tuple(kinds)) for entry in entries):
     with contextlib.suppress(UserError):  # missing files are reported when they are opened
       entries += input_files.find(paths, tuple(kinds), "sft", "dataset_path")

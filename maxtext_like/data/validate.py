@@ -33,7 +33,7 @@ FORMAT = 5  # version of a stored entry and of the checks; results of an older v
 BAD_KEPT = 10_001  # more bad records than on_bad_record=skip accepts for any number of documents
 SHOWN = 10
 FIXES_KEPT = 10
-TELL_SECONDS, ALIVE_SECONDS = 30.0, 1.0
+LOG_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -131,22 +131,22 @@ def inspect(
   identity = [FORMAT, documents.fingerprint(), count, sorted(rules.spellings.special), special, settings, rules.naming]
   identity.append(rules.multimodal.identity() if rules.multimodal else None)
   identity.append(rules.chat.identity() if rules.chat else None)
-  entry = _entry(identity)
-  found = _kept(entry)
+  entry = _entry_path(identity)
+  found = _load(entry)
   if found is None:
-    found, lasting = _look(documents, count, rules, alive)
+    found, lasting = _validate(documents, count, rules, alive)
     if lasting:
-      _keep(entry, found)
+      _store(entry, found)
   return found
 
 
-def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], None]) -> tuple[Findings, bool]:
+def _validate(documents: Documents, count: int, rules: Rules, alive: Callable[[], None]) -> tuple[Findings, bool]:
   """Returns the findings, and True if they stay valid while the data are unchanged (a missing image file may appear later)."""
   bad: list[tuple[int, str]] = []
   notes = Notes()
   fixes: Counter[str] = Counter()
   bad_count, lasting = 0, True
-  told = lived = time.monotonic()
+  logged = called = time.monotonic()
   for number, record in enumerate(islice(documents.scan(), count)):
     try:
       if isinstance(record, BadRecordError):
@@ -165,11 +165,11 @@ def _look(documents: Documents, count: int, rules: Rules, alive: Callable[[], No
       if len(bad) < BAD_KEPT:
         bad.append((number, error.reason))
     now = time.monotonic()
-    if now - lived >= ALIVE_SECONDS:
-      lived = now
+    if now - called >= ALIVE_SECONDS:
+      called = now
       alive()
-    if now - told > TELL_SECONDS:
-      told = now
+    if now - logged > LOG_SECONDS:
+      logged = now
       logger.warning("data: validating records (done once for these data): %s of %s", f"{number + 1:,}", f"{count:,}")
   return Findings(tuple(bad), bad_count, notes, tuple(fixes.most_common(FIXES_KEPT))), lasting
 
@@ -235,7 +235,7 @@ def _shown(found: Findings, documents: Documents) -> Iterator[str]:
     yield f"... and {found.bad_count - SHOWN} more"
 
 
-def _entry(identity: list[Any]) -> Path:
+def _entry_path(identity: list[Any]) -> Path:
   import xxhash
 
   return (
@@ -250,7 +250,7 @@ def _sum(findings: Any) -> str:
   return xxhash.xxh3_128_hexdigest(json.dumps(findings, sort_keys=True).encode())
 
 
-def _kept(entry: Path) -> Findings | None:
+def _load(entry: Path) -> Findings | None:
   """Returns the findings of a stored entry; None if it does not exist or is damaged."""
   try:
     stored = json.loads(entry.read_bytes())
@@ -263,7 +263,7 @@ def _kept(entry: Path) -> Findings | None:
     return None
 
 
-def _keep(entry: Path, found: Findings) -> None:
+def _store(entry: Path, found: Findings) -> None:
   findings = json.loads(json.dumps(asdict(found)))
   try:
     entry.parent.mkdir(parents=True, exist_ok=True)

@@ -93,8 +93,8 @@ class Program:
   def _open(self, worker: "_Worker") -> dict[str, Any]:
     arguments = (self._kind, *self._load())
     limits = self._limits
-    said = lambda: f"more than {limits.open_seconds:g} s of processor time to open it"
-    facts, _ = self._ask(worker, "open", arguments, limits.open_seconds, limits.open_bytes, said)
+    limit_in_words = lambda: f"more than {limits.open_seconds:g} s of processor time to open it"
+    facts, _ = self._ask(worker, "open", arguments, limits.open_seconds, limits.open_bytes, limit_in_words)
     worker.opened.add(self._handle)
     return facts
 
@@ -110,25 +110,30 @@ class Program:
       RefusedError, LimitError, RetryableError: as the constructor.
     """
     limits = self._limits
-    usual = limits.call_seconds + limits.call_seconds_per_character * size
+    allowed = limits.call_seconds + limits.call_seconds_per_character * size
     with _lock:
       worker = _worker()
       if self._handle not in worker.opened:
         self._open(worker)
       needed = limits.call_bytes + limits.call_bytes_per_character * (-(-size // MIB) * MIB if size > MIB // 16 else 0)
-      said = lambda: (
-        f"more processor time than {usual:.2g} s for a text of {size:,} characters and {limits.spare_seconds:g} s in reserve "
+      limit_in_words = lambda: (
+        f"more processor time than {allowed:.2g} s for a text of {size:,} characters and {limits.spare_seconds:g} s in reserve "
         "for all texts together"
       )
-      result, used = self._ask(worker, method, arguments, self._spare + usual, needed, said)
-      self._spare = min(limits.spare_seconds, self._spare + usual - used)
+      result, used = self._ask(worker, method, arguments, self._spare + allowed, needed, limit_in_words)
+      self._spare = min(limits.spare_seconds, self._spare + allowed - used)
     return result
 
   def _ask(
-    self, worker: "_Worker", method: str, arguments: tuple[Any, ...], seconds: float, size: int, said: Callable[[], str]
+    self,
+    worker: "_Worker",
+    method: str,
+    arguments: tuple[Any, ...],
+    seconds: float,
+    size: int,
+    limit_in_words: Callable[[], str],
   ) -> tuple[Any, float]:
-    """Returns the result of a request and the processor time that it took. ``said`` returns the time limit in words, for the
-    error."""
+    """Returns the result of a request and its processor time. ``limit_in_words`` describes the time limit, for the error."""
     released = []
     with contextlib.suppress(IndexError):
       while True:
@@ -140,7 +145,7 @@ class Program:
       _discard()
       if not isinstance(error, _EndedError):
         raise
-      raise self._ended(error, size, said) from None
+      raise self._ended(error, size, limit_in_words) from None
     if status == REFUSED:
       raise RefusedError(result.decode("utf-8"))
     if status == OUT_OF_MEMORY:
@@ -156,9 +161,9 @@ class Program:
       return ids.tolist(), used
     return json.loads(result), used
 
-  def _ended(self, error: "_EndedError", size: int, said: Callable[[], str]) -> Exception:
+  def _ended(self, error: "_EndedError", size: int, limit_in_words: Callable[[], str]) -> Exception:
     if error.code == -signal.SIGPROF:
-      return self._exceeded(said())
+      return self._exceeded(limit_in_words())
     if error.code == -signal.SIGABRT or error.memory:  # Rust and C++ abort when an allocation fails
       return self._exceeded(f"more than {size // MIB:,} MiB of memory")
     return RetryableError(f"{self._name}: the process that runs it {error}\n  fix: run the same command again")

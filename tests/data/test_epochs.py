@@ -123,7 +123,7 @@ def test_a_number_that_was_counted_is_not_counted_again(make, text, cache, monke
   assert make(dataset_path=text, epochs=2).rows == 7
   assert make(dataset_path=text, epochs=3).rows != 7
   entry.write_text('{"rows": ')
-  monkeypatch.setattr(epochs, "TELL_SECONDS", -1.0)
+  monkeypatch.setattr(epochs, "LOG_SECONDS", -1.0)
   lived = []
   monkeypatch.setattr(epochs, "ALIVE_SECONDS", -1.0)
   with caplog.at_level(logging.WARNING):

@@ -131,7 +131,7 @@ def test_parquet_and_text_are_looked_at_too(make, tmp_path):
 
 
 def test_a_long_look_is_told_and_counts_as_alive(make, tmp_path, monkeypatch, caplog):
-  monkeypatch.setattr(validate, "TELL_SECONDS", 0.0)
+  monkeypatch.setattr(validate, "LOG_SECONDS", 0.0)
   monkeypatch.setattr(validate, "ALIVE_SECONDS", 0.0)
   lived = []
   with caplog.at_level(logging.WARNING):

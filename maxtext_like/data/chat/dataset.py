@@ -39,7 +39,7 @@ def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord
 
 
 @functools.cache
-def _tell_of_bytes() -> None:
+def _warn_of_bytes() -> None:
   """Logs a warning once, for any number of splits and sources."""
   logger.warning(
     "the tokenizer is bytes, which has no special tokens: those of the template become plain text, like the same text of a user"
@@ -63,14 +63,14 @@ class Chat:
   train_on: TrainOn
   multimodal: Multimodal | None = None
   special_tokens: str | None = None
-  _newest: tuple[Conversation, tuple[Rendered, ...]] | None = field(default=None, repr=False, compare=False)
+  _last_rendered: tuple[Conversation, tuple[Rendered, ...]] | None = field(default=None, repr=False, compare=False)
 
   @classmethod
   def of(cls, data: "DataConfig", tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
     """Returns the chat of a configuration. ``published`` is the template of the model's family. Raises UserError."""
     renderer = choose(data.chat_template, published, tokenizer)
     if isinstance(tokenizer, BytesTokenizer):
-      _tell_of_bytes()
+      _warn_of_bytes()
     parse = data.special_tokens_in_text == "parse"
     encoder = ChatEncoder(renderer, tokenizer, multimodal.vision if multimodal else None, parse=parse)
     return cls(renderer, encoder, data.train_on, multimodal, data.special_tokens_in_text)
@@ -82,10 +82,10 @@ class Chat:
 
   def samples(self, conversation: Conversation, place: str) -> tuple[Rendered, ...]:
     """Returns the texts to train on. Raises BadRecordError if the template cannot render it or there is nothing to learn."""
-    newest = self._newest
-    if newest is None or newest[0] is not conversation:  # a record is checked and then encoded, so this renders it once
-      newest = self._newest = conversation, self._rendered(conversation, place)
-    return newest[1]
+    last = self._last_rendered
+    if last is None or last[0] is not conversation:  # a record is checked and then encoded, so this renders it once
+      last = self._last_rendered = conversation, self._rendered(conversation, place)
+    return last[1]
 
   def _rendered(self, conversation: Conversation, place: str) -> tuple[Rendered, ...]:
     learned = answers_to_learn(conversation, self.train_on)
@@ -128,7 +128,7 @@ class Chat:
   def encode(self, conversation: Conversation, place: str) -> Encoded:
     """Returns the tokens of a conversation. Raises BadRecordError as ``samples``, and for images that cannot be used."""
     multimodal = self.multimodal
-    load = (lambda path: multimodal.look_at(path, place)) if multimodal else None
+    load = (lambda path: multimodal.read_image(path, place)) if multimodal else None
     learned = answers_to_learn(conversation, self.train_on)
     return Encoded.joined([self.encoder.encode(s, learned, place, load) for s in self.samples(conversation, place)])
 

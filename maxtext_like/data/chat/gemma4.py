@@ -68,7 +68,7 @@ class Gemma4(OneSample):
       message = messages[i]
       before = messages[speakers[at - 1]].role if at else None
       after = messages[speakers[at + 1]].role if at + 1 < len(speakers) else None
-      said = _Said(out, i + shift, message, thinks=thinks)
+      writer = _MessageWriter(out, i + shift, message, thinks=thinks)
       if message.role != "assistant":
         out.literal("<|turn>")
         out.say(message.role)
@@ -78,18 +78,18 @@ class Gemma4(OneSample):
         if purpose == "training" and self.empty_thought and not thinks and i > last_user:
           out.literal(_EMPTY_THOUGHT)
       if message.thinking and (i > last_user or (preserve and message.tool_calls)):
-        said.thought(after_tool=before == "assistant" and ended == "response")
+        writer.thought(after_tool=before == "assistant" and ended == "response")
       elif message.trained and (message.thinking or _spells_thought(message)):
         lost.append(i + shift)
-      said.calls()
-      responded = said.responses(messages[i + 1 : speakers[at + 1] if at + 1 < len(speakers) else None])
-      content = said.content()
+      writer.calls()
+      responded = writer.responses(messages[i + 1 : speakers[at + 1] if at + 1 < len(speakers) else None])
+      content = writer.content()
       if message.tool_calls and not responded:
-        said.end("<|tool_response>")
+        writer.end("<|tool_response>")
       elif message.role == "assistant" and after == "assistant" and (not message.tool_calls or responded):
         pass  # the turn continues
       elif not (responded and not content and after is None):
-        said.end("<turn|>")
+        writer.end("<turn|>")
         out.literal("\n")
       # An image after the call does not change what follows.
       ended = "response" if responded else "call" if message.tool_calls else "turn"
@@ -104,7 +104,7 @@ class Gemma4(OneSample):
     return Rendered(tuple(out.pieces), tuple(lost))
 
 
-class _Said:
+class _MessageWriter:
   """Writes the parts of one message. The assistant's words are marked as spoken by it."""
 
   def __init__(self, out: Writer, number: int, message: Message, *, thinks: bool):

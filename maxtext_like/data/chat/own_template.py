@@ -41,14 +41,14 @@ def tell_of_another(published: Renderer, tokenizer: Tokenizer) -> None:
       return
     texts = _first_difference(published, Jinja(*found, tokenizer))
   except UserError as error:
-    _tell(f"chat_template is auto and uses {published.name}; the model's own template cannot be compared with it: {error}")
+    _warn_once(f"chat_template is auto and uses {published.name}; the model's own template cannot be compared with it: {error}")
     return
   if texts is None:
     return
   ours, theirs = texts
   alike = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ours, theirs, strict=False)))
   same = max(alike - _SHOWN // 2, 0)
-  _tell(
+  _warn_once(
     f"chat_template is auto and uses {published.name}, the published template of the family, but the model's own differs: "
     f"{found[1]} has {theirs[same : same + _SHOWN]!r} where {published.name} has {ours[same : same + _SHOWN]!r}. "
     f"chat_template={found[1]} uses the file; chat_template={published.name} keeps the published one without this warning"
@@ -76,6 +76,6 @@ def _text(renderer: Renderer, conversation: Conversation, purpose: Purpose) -> s
 
 
 @functools.cache
-def _tell(what: str) -> None:
+def _warn_once(what: str) -> None:
   """Logs a warning once, for any number of splits."""
   logger.warning("%s", what)

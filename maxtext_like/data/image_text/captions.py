@@ -21,7 +21,7 @@ class Captions:
   def __init__(self, text_field: str, fields: ImageFields, *, take: bool):
     """Sets up the fields; ``take`` is True if the model takes images (``use_multimodal``)."""
     self.take = take
-    self._text_field, self._fields, self._told = text_field, fields, False
+    self._text_field, self._fields, self._warned = text_field, fields, False
 
   @classmethod
   def of(cls, data: "DataConfig", vision: VisionConfig | None) -> "Captions | None":
@@ -42,7 +42,7 @@ class Captions:
     other = self._fields.unread(record, (self._text_field, self._fields.field)) if waits else None
     if not self.take:
       if given or other:
-        self.leave_out(name if given else str(other), place)
+        self.warn_left_out(name if given else str(other), place)
       return ()
     if other:
       raise BadRecordError(place, self._fields.unread_reason(other, other))
@@ -53,10 +53,10 @@ class Captions:
       raise BadRecordError(place, f"{name}: {error}") from None
     return images
 
-  def leave_out(self, name: str, place: str) -> None:
+  def warn_left_out(self, name: str, place: str) -> None:
     """Logs once that the images of a field are left out."""
-    if not self._told:
-      self._told = True
+    if not self._warned:
+      self._warned = True
       logger.warning("%s: images (field '%s') are left out and only the text is used; use_multimodal=true uses them",
                      place, name)  # fmt: skip
 

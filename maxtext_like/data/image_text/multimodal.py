@@ -112,12 +112,12 @@ class Multimodal:
     assert self.encode_text is not None
     assert v.image_token_id is not None  # VisionConfig checks this
     parts = self.parts(record, place)
-    ids, spans = interleave(parts, [self.look_at(path, place) for path in record.images], v, self.encode_text)
+    ids, spans = interleave(parts, [self.read_image(path, place) for path in record.images], v, self.encode_text)
     if ids.count(v.image_token_id) != sum(span.image.tokens for span in spans):
       raise self.image_token_in_text(place)
     return ids, spans
 
-  def look_at(self, path: str, place: str) -> TowerImage | UnreadImage:
+  def read_image(self, path: str, place: str) -> TowerImage | UnreadImage:
     """Reads an image file of the record at ``place``; only its header if not all rows are needed. Raises BadRecordError."""
     return (load_for if self.own_rows is None else _measure_for)(path, self.vision, place)
 

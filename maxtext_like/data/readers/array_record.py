@@ -19,9 +19,9 @@ from maxtext_like.errors import UserError
 
 SUFFIXES = (".array_record", ".arrayrecord")
 OPEN_FILES = 128  # most files open at once; each has its index in memory
-LOOKED_AT = 16  # records that decide the form of all records
+INSPECTED_RECORDS = 16  # records that decide the form of all records
 CACHED_GROUPS = 2  # reading stays inside a group (order.py), so a larger cache would have no more hits
-RANDOM = "readahead_buffer_size:0,max_parallelism:0"
+READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 _END_BYTES = 2**17  # length of the end of a file, which has the positions of its chunks
 
 
@@ -69,7 +69,7 @@ class ArrayRecord:
       at for begin, count, size in zip(begins, counts, sizes, strict=True) for at in range(begin, begin + count, size)
     ]
     self.groups: Sequence[int] | None = self._groups if max(sizes) > 1 else None
-    self.form = self._see_form() if read is None else "JSON"
+    self.form = self._detect_form() if read is None else "JSON"
 
   def _reader(self, number: int) -> Any:
     """Returns the open file. Raises UserError if it cannot be read or has changed."""
@@ -86,7 +86,7 @@ class ArrayRecord:
       self._state[number].check(os.stat(path))
       if number not in self._open:
         input_files.require_regular(path, os.stat(path).st_mode)
-        reader = self._open[number] = ArrayRecordReader(path, RANDOM)
+        reader = self._open[number] = ArrayRecordReader(path, READER_OPTIONS)
         if not reader.ok():
           raise UserError(
             f"{path}: damaged, cut off or not an array_record file ({os.path.getsize(path):,} bytes){input_files.FIX_DAMAGED}"
@@ -98,9 +98,9 @@ class ArrayRecord:
     self._open.move_to_end(number)
     return self._open[number]
 
-  def _see_form(self) -> str:
+  def _detect_form(self) -> str:
     """Returns the form of the first records that are not empty. Raises UserError if all of them lack the field."""
-    seen = [record for i in range(min(LOOKED_AT, len(self))) if (record := self._bytes(i)).strip()]
+    seen = [record for i in range(min(INSPECTED_RECORDS, len(self))) if (record := self._bytes(i)).strip()]
     for form, names_of in (("JSON", _names), ("tf.train.Example", lambda record: list(tf_example.features(record)))):
       try:
         names = [names_of(record) for record in seen]

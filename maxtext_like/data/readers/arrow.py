@@ -56,7 +56,7 @@ class Arrow:
     """
     self._files = saved_by_datasets(files, key)
     self._field = text_field
-    self._state = [Unchanged(path, self._look, _digest) for path in self._files]
+    self._state = [Unchanged(path, self._locate_batches, _digest) for path in self._files]
     self._batches = [state.found for state in self._state]
     self._stops = np.cumsum([int(batches.stops[-1]) if len(batches.stops) else 0 for batches in self._batches]).tolist()
     if not self._stops[-1]:
@@ -65,7 +65,7 @@ class Arrow:
         f"  fix: {key}=FILES with rows"
       )
 
-  def _look(self, path: str) -> Batches:
+  def _locate_batches(self, path: str) -> Batches:
     """Locates the batches of a file, and checks that all of them exist."""
     try:
       import pyarrow
@@ -77,7 +77,7 @@ class Arrow:
         raise UserError(f"{path}: empty, not an arrow file{input_files.FIX_DAMAGED}")
       with pyarrow.memory_map(path) as file:
         whole = file.read_buffer()
-        if not _ended(whole):
+        if not _is_complete(whole):
           raise UserError(
             f"{path}: cut off, or not an arrow file: it has no end mark among its {whole.size:,} bytes{input_files.FIX_DAMAGED}"
           )
@@ -219,7 +219,7 @@ def _digest(batches: Batches) -> str:
   return f"batches xxh3 {xxhash.xxh3_128_hexdigest(batches.stops.tobytes() + batches.places.tobytes())}"
 
 
-def _ended(whole: Any) -> bool:
+def _is_complete(whole: Any) -> bool:
   """Returns True if the last bytes of a file are those of a complete file."""
   if whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC:
     return whole[max(0, whole.size - 6) :].to_pybytes() == FILE_MAGIC[:6]
@@ -276,7 +276,7 @@ def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Itera
     if captions.take:
       read = captions
     else:
-      captions.leave_out(*found)
+      captions.warn_left_out(*found)
   return Arrow(files, data.text_field, key=key) if read is None else ArrowRows(files, read, key=key)
 
 

@@ -34,7 +34,7 @@ class ArrowRows:
     self._arrow, self._make = pyarrow, read
     self._files = saved_by_datasets(files, key)
     self._schemas: dict[str, Any] = {}
-    self._state = [Unchanged(path, self._look, repr) for path in self._files]
+    self._state = [Unchanged(path, self._locate_batches, repr) for path in self._files]
     self._batches = [(number, at, rows) for number, state in enumerate(self._state) for at, rows in state.found if rows]
     self._stops = list(accumulate(rows for _, _, rows in self._batches))
     if not self._stops:
@@ -45,7 +45,7 @@ class ArrowRows:
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()
 
-  def _look(self, path: str) -> Batches:
+  def _locate_batches(self, path: str) -> Batches:
     """Locates the batches of a file. Raises UserError if it cannot be read or is cut off."""
     arrow, found = self._arrow, []
     try:

@@ -241,24 +241,24 @@ class Unchanged(Generic[Found]):
     digest: digest of that result.
   """
 
-  def __init__(self, path: str, look: Callable[[str], Found], digest_of: Callable[[Found], str]):
+  def __init__(self, path: str, inspect: Callable[[str], Found], digest_of: Callable[[Found], str]):
     """Inspects the file.
 
     Args:
       path: path of the file.
-      look: inspects a file by reading a small part of it. Its exceptions are passed on.
+      inspect: inspects a file by reading a small part of it. Its exceptions are passed on.
       digest_of: makes a digest of the result.
     """
-    self._path, self._look, self._digest_of = path, look, digest_of
+    self._path, self._inspect, self._digest_of = path, inspect, digest_of
     self._stamp = _stamp(os.stat(path))
-    self.found = look(path)
+    self.found = inspect(path)
     self.digest = digest_of(self.found)
 
   def check(self, now: os.stat_result) -> None:
     """Raises UserError if ``now`` is the state of a changed file."""
     if _stamp(now) == self._stamp:
       return
-    if self._digest_of(self._look(self._path)) != self.digest:
+    if self._digest_of(self._inspect(self._path)) != self.digest:
       raise UserError(f"{self._path}: the file changed during the run\n  fix: restore it and run the same command again")
     self._stamp = _stamp(now)
 

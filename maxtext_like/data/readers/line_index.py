@@ -79,17 +79,17 @@ def index_lines(chunks: Iterable[bytes]) -> LineIndex:
   starts: list[np.ndarray] = [np.empty(0, np.int64)]
   gaps: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
   size, start, stop, last = 0, 0, 0, b""
-  rows, empty, told = 0, 0, 0  # entries, empty lines, and empty lines before the last entry
+  rows, empty, empty_before_last = 0, 0, 0  # entries, empty lines, and empty lines before the last entry
 
   def keep(begins: np.ndarray, ends: np.ndarray) -> None:
-    nonlocal rows, empty, told, stop
+    nonlocal rows, empty, empty_before_last, stop
     full = ends > begins
     found = begins[full]
     before = np.cumsum(~full)[full] + empty
-    if len(new := np.flatnonzero(np.diff(before, prepend=told))):
+    if len(new := np.flatnonzero(np.diff(before, prepend=empty_before_last))):
       gaps.append((rows + new, before[new]))
     if len(found):
-      told, stop = int(before[-1]), int(ends[full][-1])
+      empty_before_last, stop = int(before[-1]), int(ends[full][-1])
       starts.append(found)
     rows, empty = rows + len(found), empty + len(full) - len(found)
 

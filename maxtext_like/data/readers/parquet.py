@@ -132,7 +132,7 @@ class Parquet:
     found = captions and captions.column((name, str(schema.field(i).type)) for i, name in enumerate(schema.names))
     if not captions or not found or captions.take:
       return captions if found else None
-    captions.leave_out(found, path)
+    captions.warn_left_out(found, path)
     return None
 
   def __len__(self) -> int:
