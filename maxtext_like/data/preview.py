@@ -12,13 +12,12 @@ import numpy as np
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.loader import make_rules
-from maxtext_like.data.notes import Notes
 from maxtext_like.data.order import Order, Share
 from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
 from maxtext_like.data.sources import DataConfig, kind_of, open_documents
 from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
-from maxtext_like.data.validate import Rules, fix_of_bad, most_skipped
+from maxtext_like.data.validate import Notes, Rules, fix_of_bad, most_skipped
 from maxtext_like.errors import UserError
 from maxtext_like.layers.embedding import Lookup
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from maxtext_like.config.model import ModelConfig
-from maxtext_like.data.tokenization.special_tokens import known_names, token_id
-from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer, known_names, token_id
 from maxtext_like.errors import UserError
 from maxtext_like.strict_json import parse_file, printable
 
@@ -19,7 +18,7 @@ def stop_tokens(
   Args:
     tokenizer: tokenizer of the model.
     directory: folder with generation_config.json or config.json, whose ``eos_token_id`` is an id or a list; None for no files.
-    names: additional tokens, in the form of ``data.special_tokens.token_id``.
+    names: additional tokens, in the form of ``tokenizer.token_id``.
     model: the ``model:`` section. Its ids are used only if they include the tokenizer's eos; otherwise they belong to another
       tokenizer.
 

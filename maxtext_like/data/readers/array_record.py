@@ -13,7 +13,7 @@ from maxtext_like import strict_json
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.image_text.captions import Captions
-from maxtext_like.data.readers import input_files, named_fields, tf_example
+from maxtext_like.data.readers import input_files, named_fields
 from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import UserError
 
@@ -23,6 +23,7 @@ INSPECTED_RECORDS = 16  # records that decide the form of all records
 CACHED_GROUPS = 2  # reading stays inside a group (order.py), so a larger cache would have no more hits
 READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 _END_BYTES = 2**17  # length of the end of a file, which has the positions of its chunks
+_KINDS = {1: "bytes", 2: "floats", 3: "integers"}  # of a tf.train.Example's lists
 
 
 class ArrayRecord:
@@ -101,10 +102,10 @@ class ArrayRecord:
   def _detect_form(self) -> str:
     """Returns the form of the first records that are not empty. Raises UserError if all of them lack the field."""
     seen = [record for i in range(min(INSPECTED_RECORDS, len(self))) if (record := self._bytes(i)).strip()]
-    for form, names_of in (("JSON", _names), ("tf.train.Example", lambda record: list(tf_example.features(record)))):
+    for form, names_of in (("JSON", _names), ("tf.train.Example", lambda record: list(example_features(record)))):
       try:
         names = [names_of(record) for record in seen]
-      except (strict_json.NotJsonError, tf_example.NotExampleError):
+      except (strict_json.NotJsonError, NotExampleError):
         continue
       if seen and not any(self._field in found for found in names):
         listed = ", ".join(f"'{name}'" for name in names[0][:8]) or "none"
@@ -188,7 +189,7 @@ class ArrayRecord:
       return Record(text, images=self._captions.images(record, text, place, folder) if self._captions else ())
     try:
       return Record((_feature(data, self._field) if self.form == "tf.train.Example" else data).decode("utf-8"))
-    except tf_example.NotExampleError as error:
+    except NotExampleError as error:
       raise BadRecordError(place, f"not a tf.train.Example like the first records, or without a text: {error}") from None
     except UnicodeDecodeError as error:
       raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the text") from None
@@ -200,13 +201,13 @@ class ArrayRecord:
 
 def _feature(data: bytes, name: str) -> bytes:
   """Returns the single value of a feature of bytes."""
-  found = tf_example.features(data)
+  found = example_features(data)
   if name not in found:
-    raise tf_example.NotExampleError(f"no feature '{name}'; features: {named_fields.shown(list(found))}")
+    raise NotExampleError(f"no feature '{name}'; features: {named_fields.shown(list(found))}")
   kind, encoded = found[name]
-  texts = tf_example.values(encoded) if kind == "bytes" else []
+  texts = bytes_values(encoded) if kind == "bytes" else []
   if len(texts) != 1:
-    raise tf_example.NotExampleError(f"feature '{name}' has {len(texts) if kind == 'bytes' else kind}, expected one text")
+    raise NotExampleError(f"feature '{name}' has {len(texts) if kind == 'bytes' else kind}, expected one text")
   return texts[0]
 
 
@@ -229,6 +230,72 @@ def _end(path: str) -> str:
 
   size = os.path.getsize(path)
   return f"end xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - _END_BYTES)))}"
+
+
+# A protocol buffer message is a sequence of fields: a number that encodes the field's number and kind, then the value. Example
+# has features = 1; Features has feature = 1, a map of entries key = 1, value = 2; Feature has one of bytes_list = 1,
+# float_list = 2, int64_list = 3; BytesList has value = 1, repeated. Decoding these few messages needs no TensorFlow.
+
+
+class NotExampleError(ValueError):
+  """Bytes that are not a tf.train.Example."""
+
+
+def example_features(data: bytes) -> dict[str, tuple[str, bytes]]:
+  """Returns the kind ("bytes", "floats", "integers", "nothing") and the encoded list of every feature, by name.
+
+  Raises:
+    NotExampleError: the bytes are not an Example.
+  """
+  found = {}
+  for message in _messages(data, 1):
+    for entry in _messages(message, 1):
+      fields = dict(_fields(entry))
+      try:
+        name = fields[1].decode("utf-8")
+      except (KeyError, UnicodeDecodeError):
+        raise NotExampleError("a feature without a name") from None
+      lists = list(_fields(fields.get(2, b"")))
+      found[name] = (_KINDS.get(lists[-1][0], "unknown"), lists[-1][1]) if lists else ("nothing", b"")
+  return found
+
+
+def bytes_values(encoded: bytes) -> list[bytes]:
+  """Returns the values of an encoded list of bytes. Raises NotExampleError."""
+  return list(_messages(encoded, 1))
+
+
+def _messages(data: bytes, number: int) -> Iterator[bytes]:
+  for field, value in _fields(data):
+    if field != number:
+      raise NotExampleError(f"field {field}, expected only {number}")
+    yield value
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+  """Yields number and content of every field. All fields in these messages have a length."""
+  at = 0
+  while at < len(data):
+    tag, at = _varint(data, at)
+    if tag & 7 != 2:
+      raise NotExampleError(f"a field of kind {tag & 7} at byte {at}")
+    length, at = _varint(data, at)
+    if length > len(data) - at:
+      raise NotExampleError(f"a field of {length} bytes at byte {at} of {len(data)}")
+    yield tag >> 3, data[at : at + length]
+    at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+  """Returns a number stored as 7 bits in each byte, lowest first, and the position after it."""
+  number = 0
+  for shift in range(0, 64, 7):
+    if at >= len(data):
+      raise NotExampleError(f"it ends inside a number, at byte {at}")
+    number, at = number | (data[at] & 0x7F) << shift, at + 1
+    if data[at - 1] < 0x80:
+      return number, at
+  raise NotExampleError(f"a number of more than 64 bits at byte {at}")
 
 
 def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> ArrayRecord:

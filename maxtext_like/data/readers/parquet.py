@@ -10,7 +10,7 @@ from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.image_text.captions import Captions
 from maxtext_like.data.readers import input_files, named_fields
-from maxtext_like.data.readers.arrow_rows import row_object
+from maxtext_like.data.readers.arrow import row_object
 from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 

@@ -7,12 +7,8 @@ training text and in conversations data.special_tokens_in_text decides: "<eos>" 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from maxtext_like.models.registry import FAMILIES
-
-if TYPE_CHECKING:
-  from maxtext_like.data.tokenization.tokenizer import Tokenizer
 
 _OTHERS = {
   "bos": ("<s>", "<|begin_of_text|>"),
@@ -32,19 +28,6 @@ def _spellings() -> dict[str, tuple[str, ...]]:
 
 SPELLINGS = _spellings()
 """Spellings by meaning. tokenizer_config.json takes precedence for bos, eos and pad."""
-
-
-def token_id(tokenizer: "Tokenizer", name: str) -> int | None:
-  """Returns the id of a token from its meaning (a key of ``SPELLINGS``) or its spelling; None if the tokenizer has none."""
-  if name in ("bos", "eos", "pad"):
-    return {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}[name]
-  found = (tokenizer.find(spelling) for spelling in SPELLINGS.get(name, (name,)))
-  return next((i for i in found if i is not None), None)
-
-
-def known_names(tokenizer: "Tokenizer") -> list[str]:
-  """Returns the meanings for which a tokenizer has a token."""
-  return [name for name in SPELLINGS if token_id(tokenizer, name) is not None]
 
 
 def listed(counts: Mapping[str, int], most: int = 10) -> str:

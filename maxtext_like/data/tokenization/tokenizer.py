@@ -264,6 +264,19 @@ def find_tokenizer(name: str) -> Path:
   return path
 
 
+def token_id(tokenizer: Tokenizer, name: str) -> int | None:
+  """Returns the id of a token from its meaning (a key of ``SPELLINGS``) or its spelling; None if the tokenizer has none."""
+  if name in ("bos", "eos", "pad"):
+    return {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}[name]
+  found = (tokenizer.find(spelling) for spelling in SPELLINGS.get(name, (name,)))
+  return next((i for i in found if i is not None), None)
+
+
+def known_names(tokenizer: Tokenizer) -> list[str]:
+  """Returns the meanings for which a tokenizer has a token."""
+  return [name for name in SPELLINGS if token_id(tokenizer, name) is not None]
+
+
 def _copied(place: Place) -> Path:
   """Copies a tokenizer from a store to this machine: a file, or the files of a folder."""
   if place.name.endswith((".json", ".model")):

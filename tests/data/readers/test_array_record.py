@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext_like.data.documents import BadRecordError, Record
-from maxtext_like.data.readers import array_record, tf_example
+from maxtext_like.data.readers import array_record
 from maxtext_like.data.readers.array_record import ArrayRecord
 from maxtext_like.errors import UserError
 
@@ -168,20 +168,20 @@ def test_no_flipped_byte_changes_a_text_in_silence(tmp_path):
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), st.lists(st.text(max_size=300), min_size=1, max_size=4) | st.integers(-5, 5)))
 def test_messages_of_the_protocol_are_read(features):
-  found = tf_example.features(example(**features))
+  found = array_record.example_features(example(**features))
   assert found.keys() == features.keys()
   for name, value in features.items():
     kind, encoded = found[name]
     assert kind == ("integers" if isinstance(value, int) else "bytes")
-    assert isinstance(value, int) or [text.decode() for text in tf_example.values(encoded)] == value
+    assert isinstance(value, int) or [text.decode() for text in array_record.bytes_values(encoded)] == value
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 90))
 def test_what_is_no_message_is_refused_or_read(data, cut):
   for wrong in (data, example(text="a" * 70)[:cut]):
-    with contextlib.suppress(tf_example.NotExampleError):
-      assert isinstance(tf_example.features(wrong), dict)
+    with contextlib.suppress(array_record.NotExampleError):
+      assert isinstance(array_record.example_features(wrong), dict)
 
 
 def test_a_missing_package_is_told(tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from maxtext_like.data.tokenization.special_tokens import SPELLINGS, known_names, token_id
-from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer
+from maxtext_like.data.tokenization.special_tokens import SPELLINGS
+from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer, known_names, load_tokenizer, token_id
 
 GEMMA3 = {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "start_of_turn": "<start_of_turn>", "end_of_turn": "<end_of_turn>"}
 GEMMA3 |= {"start_of_image": "<start_of_image>", "end_of_image": "<end_of_image>", "image": "<image_soft_token>"}

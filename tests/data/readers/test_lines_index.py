@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtext_like.data.readers import compressed, line_index, lines
+from maxtext_like.data.readers import compressed, lines
 from maxtext_like.data.readers.jsonl import JsonLines
-from maxtext_like.data.readers.line_index import index_lines, kept_index
-from maxtext_like.data.readers.lines import LineFile
+from maxtext_like.data.readers.lines import LineFile, index_lines, kept_index
 
 
 @settings(deadline=None)
@@ -27,17 +26,17 @@ def test_lines_are_where_a_loop_finds_them(parts, terminated, size):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-  monkeypatch.setattr(line_index, "KEEP_FROM", 10)
+  monkeypatch.setattr(lines, "KEEP_FROM", 10)
   path = tmp_path / "a.jsonl"
   path.write_text('{"text": "one"}\n\n\n{"text": "two"}\n\n{"text": "three"}')
   os.utime(path, (1, 1))
-  monkeypatch.setattr(line_index, "SETTLED_SECONDS", -1.0)  # its ctime is now
+  monkeypatch.setattr(lines, "SETTLED_SECONDS", -1.0)  # its ctime is now
   return path
 
 
 def test_a_kept_index_spares_the_reading(path, monkeypatch):
   first = JsonLines([str(path)], "text")
-  monkeypatch.setattr(line_index, "index_lines", lambda contents: pytest.fail("read again"))
+  monkeypatch.setattr(lines, "index_lines", lambda contents: pytest.fail("read again"))
   again = JsonLines([str(path)], "text")
   assert [again.read(i).text for i in range(3)] == ["one", "two", "three"]
   assert [again.place(i)[-2:] for i in range(3)] == [":1", ":4", ":6"]
@@ -66,7 +65,7 @@ def test_what_is_kept_counts_while_all_is_the_same(path, change, cache):
 
 
 def test_a_file_that_was_just_written_is_not_kept(path, cache, monkeypatch):
-  monkeypatch.setattr(line_index, "SETTLED_SECONDS", 600.0)
+  monkeypatch.setattr(lines, "SETTLED_SECONDS", 600.0)
   kept_index(str(path), os.stat(path), lambda: [path.read_bytes()])
   assert not list((cache / "maxtext-like" / "data").glob("*"))
 
