@@ -9,12 +9,12 @@ from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.api.configuration import Configuration
-  from maxtext_like.data.preview import DataLook
+  from maxtext_like.data.preview import DataPreview
 
 
 def look_at_data(
   config: "Configuration", *overrides: str, show: int = 3, documents: int = 10_000, for_sft: bool = False, **keys: Any
-) -> "DataLook":
+) -> "DataPreview":
   """What a run would make of its training data: records as they are tokenised, with what is learned, and counts of a pass.
 
   Args:
@@ -34,14 +34,14 @@ def look_at_data(
   for name, value in {"show": show, "documents": documents}.items():
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
       raise UserError(f"look_at_data: {name}={value!r:.60}: not a whole number from 0")
-  from maxtext_like.data.preview import look
+  from maxtext_like.data.preview import preview
   from maxtext_like.models.registry import FAMILIES
   from maxtext_like.training.run import resolve_tokenizer
   from maxtext_like.training.run.preflight import run_directory
 
   given = words(overrides, keys, look_at_data)
   c = (load_for_sft(config, given) if for_sft else load_config(config, *given)).config
-  return look(
+  return preview(
     resolve_tokenizer.resolve(c.data, c.checkpoint, run_directory(c).checkpoints),
     vocab_size=c.model.vocab_size,
     length=c.training.max_target_length,

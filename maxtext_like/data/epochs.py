@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from maxtext_like import atomic
-from maxtext_like.data.image_text.images import UnreadImage
+from maxtext_like.data.image_text.images import MeasuredImage
 from maxtext_like.data.pack import Document, ImageSpan, Packer, is_learned
 from maxtext_like.data.readers.input_files import cache_folder
 
 logger = logging.getLogger(__name__)
 FORMAT = 3  # version of a stored number; changes when the same data fill other rows
-_NO_IMAGE = UnreadImage(Path(), 0)
+_NO_IMAGE = MeasuredImage(Path(), 0)
 LOG_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
@@ -86,7 +86,7 @@ def _outline(number: int, size: int, learned: bool, images: tuple[ImageSpan, ...
   return Document(number, ids, images=images, learned=flags)
 
 
-class Ending:
+class RowCounter:
   """The end of the data: counts the rows from the beginning or from a position to the end.
 
   Args:

@@ -21,9 +21,8 @@ import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import resume
-from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents
-from maxtext_like.data.epochs import Ending, Outlines
+from maxtext_like.data.epochs import Outlines, RowCounter
 from maxtext_like.data.image_text.multimodal import Multimodal
 from maxtext_like.data.mixture import Mixture, Source
 from maxtext_like.data.order import Order, Share, Split, seed_for
@@ -39,10 +38,9 @@ from maxtext_like.data.sources import (
   refuse_path,
   source_names,
 )
-from maxtext_like.data.tokenization.special_tokens import Spellings
 from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
-from maxtext_like.data.validate import Rules, inspect, judge, most_skipped
+from maxtext_like.data.validate import RecordChecks, make_checks, make_multimodal, max_skipped, validate_source
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.layers.embedding import Lookup
 
@@ -113,7 +111,7 @@ def make_data(
   # A data set without text (synthetic) makes rows itself: no tokenizer, no packing, no shuffle.
   if not kind.text:
     refuse_path(data)
-    multimodal = _multimodal(vision, None, length, None)
+    multimodal = make_multimodal(vision, None, length, None)
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
     rows: Rows = kind.load(kind.opens)(
       length,
@@ -130,18 +128,18 @@ def make_data(
   # Open and validate the documents of every source, and divide them into training and evaluation.
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   parse = data.special_tokens_in_text == "parse"
-  rules = make_rules(data, tokenizer, vision, length, chat_template, own_rows)
-  multimodal, chat = rules.multimodal, rules.chat
+  checks = make_checks(data, tokenizer, vision, length, chat_template, own_rows)
+  multimodal, chat = checks.multimodal, checks.chat
   shuffle = data.shuffle and split == "train"
   passes = 1 if split == "eval" else epochs
   by_epoch = split == "train" and epochs is not None
   parts = {
-    name: _open_part(data, split, name, documents, rules, shuffle, passes, alive)
+    name: _open_part(data, split, name, documents, checks, shuffle, passes, alive)
     for name, documents in open_documents(data, vision, split, source, tokenizer.special if parse else ()).items()
   }
   # Tokenise, and mix the sources by their share of the tokens.
   streams = {
-    name: DocumentStream(part.order, Tokenise(part.documents, tokenizer, lookup, rules)) for name, part in parts.items()
+    name: DocumentStream(part.order, Tokenise(part.documents, tokenizer, lookup, checks)) for name, part in parts.items()
   }
   weights = data.dataset_weights if split == "train" else None
   documents: DocumentStream | Mixture = next(iter(streams.values()))
@@ -159,7 +157,7 @@ def make_data(
     "bad_max": sum(part.bad_max for part in parts.values()),
     "epoch_length": count,
     "max_images": multimodal.vision.max_images_per_row if multimodal else 0,
-    "whole": chat is not None,
+    "keep_whole": chat is not None,
     "by_epoch": by_epoch,
   }
   packer = Packer(documents, **packed)
@@ -188,18 +186,18 @@ def make_data(
   if multimodal:
     identity["vision"] = multimodal.identity()
   # A run by epochs has to know its number of rows, which a second packer counts without pixels.
-  ending = None
+  row_counter = None
   if by_epoch:
     identity["by_epoch"] = True
     (part,) = parts.values()
-    unread = make_rules(data, tokenizer, vision, length, chat_template, own_rows=())  # decodes no image
+    unread = make_checks(data, tokenizer, vision, length, chat_template, own_rows=())  # decodes no image
     outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
     outlined = Packer(DocumentStream(part.order, outlines), **packed)
-    ending = Ending(outlined, identity | {"skip": data.on_bad_record, "naming": rules.naming}, epochs or 0)
+    row_counter = RowCounter(outlined, identity | {"skip": data.on_bad_record, "naming": checks.naming}, epochs or 0)
   opened = DataSource(
     rows, batch=global_batch, length=length, pad_id=pad_id, identity=identity, tokenizer=tokenizer, multimodal=multimodal,
     stall_limit_seconds=stall_limit_seconds, waiting=waiting, documents={name: part.count for name, part in parts.items()},
-    ending=ending,
+    row_counter=row_counter,
   )  # fmt: skip
   if split == "train" and not by_epoch and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
     opened.close()
@@ -237,7 +235,7 @@ def _open_part(
   split: Split,
   name: str,
   documents: Documents,
-  rules: Rules,
+  checks: RecordChecks,
   shuffle: bool,
   passes: int | None,
   alive: Callable[[], None],
@@ -248,60 +246,20 @@ def _open_part(
     UserError: the split has no documents, or there are bad records.
   """
   available, fraction, key = len(documents), held_out_fraction(data), path_key(data, split)
-  whole = key == "eval_path"  # evaluation has separate files
-  used = available if whole else min(available, data.dataset_documents_max or available)
-  indices = Share(used) if whole else Share(used, fraction, split)
+  own_files = key == "eval_path"  # evaluation has separate files
+  used = available if own_files else min(available, data.dataset_documents_max or available)
+  indices = Share(used) if own_files else Share(used, fraction, split)
   if not len(indices):
     raise UserError(
       f"the {split} split has none of the {used} documents{f' of {name}' * bool(name)} (eval_fraction={fraction})\n"
-      "  fix: add documents" + (" or raise eval_fraction" if split == "eval" and not whole else "")
+      "  fix: add documents" + (" or raise eval_fraction" if split == "eval" and not own_files else "")
     )
-  bad_max = most_skipped(used)
-  if split == "train" or whole:  # this validates both splits of one data set
-    _inspect(data, documents, used, rules, bad_max, dotted(key, name), alive)
+  bad_max = max_skipped(used)
+  if split == "train" or own_files:  # this validates both splits of one data set
+    validate_source(data, documents, used, checks, bad_max, dotted(key, name), alive)
   seed = seed_for(data.data_shuffle_seed, name) if name else data.data_shuffle_seed
   order = Order(indices, shuffle_seed=seed if shuffle else None, passes=passes, groups=documents.groups)
   return _Part(documents, used, len(indices), order, bad_max)
-
-
-def make_rules(
-  data: DataConfig,
-  tokenizer: Tokenizer,
-  vision: VisionConfig | None,
-  length: int,
-  chat_template: str | None,
-  own_rows: Container[int] | None = None,
-) -> Rules:
-  """Returns the checks of records and what turns them into tokens. Arguments and errors are those of ``make_data``."""
-  encode = tokenizer.encode_special if data.special_tokens_in_text == "parse" else tokenizer.encode
-  multimodal = _multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
-  chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
-  naming = (vision.images_field, vision.image_placeholder) if chat and vision else ()
-  return Rules(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat, naming)
-
-
-def _multimodal(
-  vision: VisionConfig | None, encode: Callable[[str], list[int]] | None, length: int, own_rows: Container[int] | None
-) -> Multimodal | None:
-  if vision is None or not vision.use_multimodal:
-    return None
-  multimodal = Multimodal(vision, encode, own_rows)
-  multimodal.check_length(length)
-  return multimodal
-
-
-def _inspect(
-  data: DataConfig, documents: Documents, count: int, rules: Rules, bad_max: int, key: str, alive: Callable[[], None]
-) -> None:
-  """Validates every record before the first step. Raises UserError if there are bad records."""
-  silent = not rules.spellings.special or data.special_tokens_in_text in ("parse", "literal")
-  if data.data_format == "text" and kind_of(data).sound and silent:
-    return  # no record of this data set can be bad
-  found = inspect(documents, count, rules, [data.dataset, data.text_field], alive)
-  judge(
-    found, documents, count, key=key, skip_bad=data.on_bad_record == "skip", bad_max=bad_max,
-    asked=data.special_tokens_in_text is not None,
-  )  # fmt: skip
 
 
 def _stream_with(data: DataConfig) -> str:
@@ -366,7 +324,7 @@ class DataSource:
     tokenizer: Tokenizer | None,
     multimodal: Multimodal | None = None,
     documents: dict[str, int] | None = None,
-    ending: Ending | None = None,
+    row_counter: RowCounter | None = None,
     stall_warn_seconds: float | None = None,
     stall_limit_seconds: float = STALL_LIMIT_SECONDS,
     waiting: Callable[[], None] = lambda: None,
@@ -382,13 +340,13 @@ class DataSource:
       tokenizer: the tokenizer of the data; None if they have no text.
       multimodal: how images enter the rows; None for no images.
       documents: number of documents of each source.
-      ending: the end of the data; None if they have no end.
+      row_counter: the end of the data; None if they have no end.
       stall_warn_seconds: time without a batch after which a warning is logged.
       stall_limit_seconds: time without a batch after which RetryableError is raised.
       waiting: called while a batch is awaited.
     """
     self.tokenizer = tokenizer
-    self._ending = ending
+    self._row_counter = row_counter
     self.documents = documents or {}
     self.identity = identity
     self._multimodal = multimodal
@@ -397,7 +355,7 @@ class DataSource:
     self._waiting = waiting
     self._stall: dict[str, Any] = {"warn_seconds": warn, "limit_seconds": stall_limit_seconds, "waiting": waiting}
     self._state = self._initial = {"rows": rows.get_state(), "ended": False}
-    self._counts, self._given = rows.counts(), rows.given()
+    self._counts, self._returned = rows.counts(), rows.returned_counts()
     self._ended = False
     self._closed = False
     self._prefetch: Prefetch | None = Prefetch(self._produce, **self._stall)
@@ -424,7 +382,7 @@ class DataSource:
     batch = {key: np.stack([getattr(row, key) for row in rows]) for key in KEYS}
     if self._multimodal:
       batch |= self._multimodal.batch(rows)
-    return (batch, self._rows.counts(), self._rows.given()), {"rows": self._rows.get_state(), "ended": self._ended}
+    return (batch, self._rows.counts(), self._rows.returned_counts()), {"rows": self._rows.get_state(), "ended": self._ended}
 
   def __iter__(self) -> "DataSource":
     return self
@@ -441,9 +399,9 @@ class DataSource:
       raise ValueError("the data source is closed")
     if self._prefetch is None:
       self._prefetch = Prefetch(self._produce, **self._stall)
-    (batch, counts, given), state = self._head or self._prefetch.get()
+    (batch, counts, returned), state = self._head or self._prefetch.get()
     self._head = None
-    self._state, self._counts, self._given = state, counts, given
+    self._state, self._counts, self._returned = state, counts, returned
     return batch
 
   def counts(self) -> dict[str, int]:
@@ -459,22 +417,22 @@ class DataSource:
     if not self.documents:
       return {}
     if "" in self.documents:
-      return {"epoch": self._given["documents"] / self.documents[""]}
-    epochs = {f"epoch/{name}": self._given[f"documents/{name}"] / count for name, count in self.documents.items()}
-    return epochs | {name: round(number) for name, number in self._given.items() if name.startswith("tokens/")}
+      return {"epoch": self._returned["documents"] / self.documents[""]}
+    epochs = {f"epoch/{name}": self._returned[f"documents/{name}"] / count for name, count in self.documents.items()}
+    return epochs | {name: round(number) for name, number in self._returned.items() if name.startswith("tokens/")}
 
   @property
   def rows(self) -> int | None:
     """Number of rows from the beginning to the end; None if there is no end."""
-    return None if self._ending is None else self._ending.rows
+    return None if self._row_counter is None else self._row_counter.rows
 
   def rows_left(self, state: dict[str, Any], *, accept_changes: bool = False) -> int | None:
     """Returns the number of rows from the position of ``state`` to the end; None without an end. Raises as ``set_state``."""
-    if self._ending is None:
+    if self._row_counter is None:
       return None
     position, changed = self._resume_position(state, accept_changes)
-    with resume.damage_told():
-      return self._ending.rows_left(position["rows"], counted=not changed)
+    with resume.report_damage():
+      return self._row_counter.rows_left(position["rows"], counted=not changed)
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position after the last batch, and the identity of the stream. JSON-serialisable."""
@@ -513,10 +471,10 @@ class DataSource:
       self._waiting()
       raise RetryableError("the data source is stalled: its thread does not stop")
     self._prefetch = self._head = None
-    with resume.damage_told():
+    with resume.report_damage():
       self._rows.set_state(state["rows"])
-      self._ended = bool(state["ended"]) and self._ending is None  # with more epochs the data continue
-    self._state, self._counts, self._given = state, self._rows.counts(), self._rows.given()
+      self._ended = bool(state["ended"]) and self._row_counter is None  # with more epochs the data continue
+    self._state, self._counts, self._returned = state, self._rows.counts(), self._rows.returned_counts()
 
   def close(self) -> None:
     """Ends the thread. May be called more than once."""

@@ -12,7 +12,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
 
 if TYPE_CHECKING:
-  from maxtext_like.data.image_text.images import TowerImage, UnreadImage
+  from maxtext_like.data.image_text.images import MeasuredImage, TowerImage
 
 KEYS = ("tokens", "targets", "positions", "segments")
 LOSSES = ("truncated", "cut_at_image", "unlearned", "excluded")
@@ -37,7 +37,7 @@ class Row:
   targets: np.ndarray
   positions: np.ndarray
   segments: np.ndarray
-  images: "list[TowerImage | UnreadImage]" = field(default_factory=list)
+  images: "list[TowerImage | MeasuredImage]" = field(default_factory=list)
 
   @classmethod
   def empty(cls, length: int, pad_id: int) -> "Row":
@@ -64,7 +64,7 @@ class ImageSpan:
 
   start: int
   end: int
-  image: "TowerImage | UnreadImage"
+  image: "TowerImage | MeasuredImage"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Rows(Protocol):
 
   def counts(self) -> dict[str, int]: ...
 
-  def given(self) -> dict[str, float]: ...
+  def returned_counts(self) -> dict[str, float]: ...
 
 
 def _part_end(length: int, images: tuple[ImageSpan, ...], begin: int, room: int, places: int) -> int:
@@ -144,10 +144,10 @@ class Packer:
   document: a longer document is cut and the dropped tokens are counted, a shorter one is padded. An image is never cut. If a
   row ends inside an image, or cannot hold it, the image moves to the next row and the rest of the row is padding.
 
-  With ``whole`` documents are not divided between rows, because the learned part of a conversation depends on its beginning. A
-  document that does not fit in the rest of a row starts the next row. A document that is longer than a row, or has more images
-  than a row can hold, is cut; if the remaining part has nothing to learn, it is left out. ``LOSSES`` counts these cases. A
-  conversation of several samples is treated as that many conversations.
+  With ``keep_whole`` documents are not divided between rows, because the learned part of a conversation depends on its
+  beginning. A document that does not fit in the rest of a row starts the next row. A document that is longer than a row, or has
+  more images than a row can hold, is cut; if the remaining part has nothing to learn, it is left out. ``LOSSES`` counts these
+  cases. A conversation of several samples is treated as that many conversations.
 
   With ``by_epoch`` no row has documents of two passes.
 
@@ -167,7 +167,7 @@ class Packer:
     bad_max: int,
     epoch_length: int,
     max_images: int = 0,
-    whole: bool = False,
+    keep_whole: bool = False,
     by_epoch: bool = False,
   ):
     """Sets up the packer.
@@ -181,7 +181,7 @@ class Packer:
       bad_max: number of bad records that "skip" accepts.
       epoch_length: number of documents in a pass.
       max_images: number of images that a row can hold.
-      whole: see the class.
+      keep_whole: see the class.
       by_epoch: see the class.
     """
     self._documents = documents
@@ -189,14 +189,14 @@ class Packer:
     self._skip_bad = on_bad_record == "skip"
     self._epoch_length, self._bad_max = epoch_length, bad_max
     self._max_images = max_images
-    self._whole, self._by_epoch = whole, by_epoch
+    self._keep_whole, self._by_epoch = keep_whole, by_epoch
     self._learned: np.ndarray | None = None
     self._ids, self._used = np.empty(0, np.int32), 0
     self._images: tuple[ImageSpan, ...] = ()
     self._sample, self._later = 0, deque[Document]()  # number of the sample being cut, and the samples after it
     self._before = documents.get_state()
     self._tally = {"documents": 0, "empty": 0, "tokens": 0, "dropped_tokens": 0, "rows": 0}
-    if whole:
+    if keep_whole:
       self._tally |= {"learned_tokens": 0, **dict.fromkeys(LOSSES, 0)}
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
@@ -217,7 +217,7 @@ class Packer:
         self.epoch = (self._tally["documents"] - 1) // self._epoch_length
       # Find the part of the document that fits, and decide whether it belongs in this row or the next.
       end = self._end(self._length - at, self._max_images - len(row.images))
-      if at and (end == self._used or (self._whole and end < len(self._ids))):
+      if at and (end == self._used or (self._keep_whole and end < len(self._ids))):
         break  # the next image, or the complete document, goes into the next row
       # Write the part as one segment, and count what is learned and what is cut.
       count = end - self._used
@@ -225,14 +225,14 @@ class Packer:
       row.images += [span.image for span in self._images if self._used <= span.start < end]
       learned = None if self._learned is None else self._learned[self._used : end]
       row.place(at, self._ids[self._used : end], segment, learned)
-      if self._whole:
+      if self._keep_whole:
         self._tally["learned_tokens"] += count - 1 if learned is None else int(learned[1:].sum())
         if end < len(self._ids):
           at_image = len(self._images) > self._max_images and end == self._images[self._max_images].start
           self._count("cut_at_image" if at_image else "truncated")
       self._used = end
       at += count
-      if self._whole or not self._packing:
+      if self._keep_whole or not self._packing:
         self._tally["dropped_tokens"] += len(self._ids) - self._used
         self._used = len(self._ids)
       if not self._packing:
@@ -265,7 +265,7 @@ class Packer:
         return False
       if self._tally["documents"] == self._epoch_length and self.first_epoch is None:
         self.first_epoch = self.counts()
-        self.first_epoch["rows"] += begun and self._whole  # the next epoch need not fill this row
+        self.first_epoch["rows"] += begun and self._keep_whole  # the next epoch need not fill this row
       self._tally["documents"] += 1
       if document.bad is not None:
         self._count_bad(document.number, document.bad)
@@ -283,9 +283,13 @@ class Packer:
         raise UserError(
           f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} are bad, the others are empty or shorter "
           "than two tokens (data.dataset_path, data.text_field)"
-          + (f", {self._tally['unlearned']} have nothing to learn in their first {self._length} tokens" if self._whole else "")
+          + (
+            f", {self._tally['unlearned']} have nothing to learn in their first {self._length} tokens"
+            if self._keep_whole
+            else ""
+          )
           + (f", {self._tally['excluded']} are marked as not to be learned" if self._tally.get("excluded") else "")
-          + ("\n  fix: a larger max_target_length, or train_on=all" if self._whole and self._tally["unlearned"] else "")
+          + ("\n  fix: a larger max_target_length, or train_on=all" if self._keep_whole and self._tally["unlearned"] else "")
         )
 
   def _next_sample(self) -> bool:
@@ -295,7 +299,7 @@ class Packer:
       sample = self._later.popleft()
       self._sample += 1
       assert sample.ids is not None
-      if self._whole and not is_learned(sample, self._length, self._max_images):
+      if self._keep_whole and not is_learned(sample, self._length, self._max_images):
         self._count("unlearned")
         continue
       self._ids, self._used, self._images, self._learned = sample.ids, 0, sample.images, sample.learned
@@ -317,7 +321,7 @@ class Packer:
         f"at least 10); the last one: {bad}\n  fix: repair the records"
       )
 
-  def given(self) -> dict[str, float]:
+  def returned_counts(self) -> dict[str, float]:
     """Returns the counts. They are exact, because every row that was made was also returned."""
     return {**self.counts()}
 
@@ -404,7 +408,7 @@ class ShuffleBuffer:
   def counts(self) -> dict[str, int]:
     return self._rows.counts()
 
-  def given(self) -> dict[str, float]:
+  def returned_counts(self) -> dict[str, float]:
     """Returns the counts before the buffer, plus the share of the buffer's counts that belongs to its returned rows.
 
     The share is an average: which documents the returned rows contain is not tracked.

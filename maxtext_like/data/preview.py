@@ -11,13 +11,12 @@ import numpy as np
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import BadRecordError, Documents, Record
-from maxtext_like.data.loader import make_rules
 from maxtext_like.data.order import Order, Share
 from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
 from maxtext_like.data.sources import DataConfig, kind_of, open_documents
 from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
 from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
-from maxtext_like.data.validate import Notes, Rules, fix_of_bad, most_skipped
+from maxtext_like.data.validate import Notes, RecordChecks, fix_of_bad, make_checks, max_skipped
 from maxtext_like.errors import UserError
 from maxtext_like.layers.embedding import Lookup
 
@@ -85,7 +84,7 @@ class SourceCounts:
 
 
 @dataclass(frozen=True)
-class DataLook:
+class DataPreview:
   """The preview of the data of a run.
 
   Attributes:
@@ -101,9 +100,9 @@ class DataLook:
   length: int
 
 
-def look(
+def preview(
   data: DataConfig, *, vocab_size: int, length: int, vision: VisionConfig, chat_template: str | None, show: int, most: int
-) -> DataLook:
+) -> DataPreview:
   """Reads the training documents in the order of the files, without the shuffle and without a held-out share.
 
   Args:
@@ -121,34 +120,34 @@ def look(
   if not kind_of(data).text:
     raise UserError(f"dataset={data.dataset} has no text to preview\n  fix: dataset= a kind that has text")
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
-  rules = make_rules(data, tokenizer, vision, length, chat_template)
-  whole = tokenizer.special if data.special_tokens_in_text == "parse" else ()
+  checks = make_checks(data, tokenizer, vision, length, chat_template)
+  undivided = tokenizer.special if data.special_tokens_in_text == "parse" else ()
   records: list[ShownRecord] = []
   counts = {}
-  for name, documents in open_documents(data, vision, "train", None, whole).items():
-    tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), rules)
-    places = rules.multimodal.vision.max_images_per_row if rules.multimodal else 0
-    row = (length, places) if rules.chat or not data.packing else None
-    records += _shown(documents, tokenise, tokenizer, rules, show, row)
-    counts[name] = _count(documents, tokenise, data, rules, length, most)
-  return DataLook(tuple(records), counts, rules.chat.renderer.name if rules.chat else None, length)
+  for name, documents in open_documents(data, vision, "train", None, undivided).items():
+    tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), checks)
+    places = checks.multimodal.vision.max_images_per_row if checks.multimodal else 0
+    row = (length, places) if checks.chat or not data.packing else None
+    records += _shown(documents, tokenise, tokenizer, checks, show, row)
+    counts[name] = _count(documents, tokenise, data, checks, length, most)
+  return DataPreview(tuple(records), counts, checks.chat.renderer.name if checks.chat else None, length)
 
 
 def _shown(
-  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, rules: Rules, show: int, row: tuple[int, int] | None
+  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, checks: RecordChecks, show: int, row: tuple[int, int] | None
 ) -> list[ShownRecord]:
   """Returns the first records. ``row``: tokens and images that a row can hold; None if a record continues in the next row."""
   names = {i: spelling for spelling, i in tokenizer.special.items()}
-  names |= rules.chat.encoder.spellings if rules.chat else {}
+  names |= checks.chat.encoder.spellings if checks.chat else {}
   for kind in ("pad", "eos", "bos"):
     token = getattr(tokenizer, f"{kind}_id")
     if token is not None:
       names.setdefault(token, f"<{kind}>")
   image = None
-  if rules.multimodal:
-    image = rules.multimodal.vision.image_token_id
+  if checks.multimodal:
+    image = checks.multimodal.vision.image_token_id
     for kind in ("boi", "eoi"):
-      names.setdefault(getattr(rules.multimodal.vision, f"{kind}_token_id"), f"<{kind}>")
+      names.setdefault(getattr(checks.multimodal.vision, f"{kind}_token_id"), f"<{kind}>")
   found = []
   for number in range(len(documents)):
     if len(found) >= show:
@@ -199,7 +198,9 @@ def _parts(
   return parts
 
 
-def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Rules, length: int, most: int) -> SourceCounts:
+def _count(
+  documents: Documents, tokenise: Tokenise, data: DataConfig, checks: RecordChecks, length: int, most: int
+) -> SourceCounts:
   available = min(len(documents), data.dataset_documents_max or len(documents))
   reasons: list[str] = []
   fixes: Counter[str] = Counter()
@@ -209,7 +210,7 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     if len(reasons) < BAD_SHOWN:
       reasons.append(str(bad))
 
-  counting = _Noting(documents, rules)
+  counting = _NotingDocuments(documents, checks)
   order = Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None)
   packer = Packer(
     DocumentStream(order, replace(tokenise, documents=counting)),
@@ -219,14 +220,14 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
     on_bad_record="skip",
     bad_max=len(documents),
     epoch_length=len(documents) + 1,
-    max_images=rules.multimodal.vision.max_images_per_row if rules.multimodal else 0,
-    whole=rules.chat is not None,
+    max_images=checks.multimodal.vision.max_images_per_row if checks.multimodal else 0,
+    keep_whole=checks.chat is not None,
   )
   packer.on_skip = note
   rows = filled = learned = 0
   for row in _rows(packer):
-    if rules.multimodal:
-      rules.multimodal.mask_targets(row)
+    if checks.multimodal:
+      checks.multimodal.mask_targets(row)
     rows += 1
     filled += int((row.segments > 0).sum())
     learned += int((row.targets >= 0).sum())
@@ -247,11 +248,11 @@ def _count(documents: Documents, tokenise: Tokenise, data: DataConfig, rules: Ru
   )
 
 
-class _Noting:
+class _NotingDocuments:
   """Documents that collect notes about the records as they are read."""
 
-  def __init__(self, documents: Documents, rules: Rules):
-    self._documents, self._rules = documents, rules
+  def __init__(self, documents: Documents, checks: RecordChecks):
+    self._documents, self._checks = documents, checks
     self.notes = Notes()
 
   def __getattr__(self, name: str) -> Any:
@@ -261,12 +262,12 @@ class _Noting:
     """Reads document ``index``. A bad record is reported by the code that uses it."""
     record = self._documents.read(index)
     with contextlib.suppress(BadRecordError):
-      self.notes.add(index, self._rules.check(record, self._documents.place(index)))
+      self.notes.add(index, self._checks.check(record, self._documents.place(index)))
     return record
 
 
 def _skip(bad: int, available: int) -> str:
-  return "on_bad_record=skip to leave out and count them" if bad <= most_skipped(available) else ""
+  return "on_bad_record=skip to leave out and count them" if bad <= max_skipped(available) else ""
 
 
 def _rows(packer: Packer) -> Iterator[Row]:

@@ -14,8 +14,8 @@ class Dataset:
 
   Attributes:
     module: module in this folder.
-    opens: name of its function (files, data, *, vision, whole, key) -> ``documents.Documents``; see ``sources.open_documents``.
-      If there is no text: (length, vocab_size, seed, *, split, avoid) -> ``pack.Rows``.
+    opens: name of its function (files, data, *, vision, undivided, key) -> ``documents.Documents``; see
+      ``sources.open_documents``. If there is no text: (length, vocab_size, seed, *, split, avoid) -> ``pack.Rows``.
     files: it reads ``dataset_path``. The module has ``SUFFIXES``, the endings of the files that it takes from a folder; empty
       for all files.
     fields: a record has several fields, and ``text_field`` names the one with the text.

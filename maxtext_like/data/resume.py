@@ -54,12 +54,12 @@ def position(
       "  fix: restore these settings, or start a new run (init_from loads the weights without the data position), or set "
       "allow_data_change=true to resume with the changed data"
     )
-  with damage_told():
+  with report_damage():
     return _to_document_start(state["state"], initial), listed
 
 
 @contextlib.contextmanager
-def damage_told() -> Iterator[None]:
+def report_damage() -> Iterator[None]:
   """Raises UserError if the block fails because a saved position is damaged."""
   try:
     yield

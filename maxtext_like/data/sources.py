@@ -152,7 +152,7 @@ def _warn_of_other_files(paths: str | Sequence[str] | None, dataset: str, named:
   others = [suffix for suffix, kind in suffixes.items() if kind != dataset] + [".json"] * (dataset == "jsonl")
   for folder in [paths] if isinstance(paths, str) else paths or ():
     ends: Counter[str] = Counter()
-    with input_files.saying_if_slow(f"data.{named} {folder!r}: searching for files of other kinds"):
+    with input_files.log_if_slow(f"data.{named} {folder!r}: searching for files of other kinds"):
       for _, folders, names in os.walk(os.path.expanduser(folder)):  # yields nothing if it is not a folder
         folders[:] = [name for name in folders if not name.startswith(".")]
         ends.update(suffix for name in names for suffix in others if name.endswith(suffix) and not name.startswith("."))
@@ -195,7 +195,7 @@ def open_documents(
   vision: VisionConfig | None = None,
   split: Split = "train",
   only: str | None = None,
-  whole: Iterable[str] = (),
+  undivided: Iterable[str] = (),
 ) -> dict[str, Documents]:
   """Opens the documents of each source of a split. Raises UserError.
 
@@ -204,12 +204,12 @@ def open_documents(
     vision: the ``vision:`` section, if records may have images.
     split: "train" or "eval".
     only: name of a single source to open.
-    whole: spellings that must not be divided between two pieces of a text.
+    undivided: spellings that must not be divided between two pieces of a text.
   """
   key, kind = path_key(data, split), kind_of(data)
   if not kind.files:
     refuse_path(data)
-    return {"": kind.load(kind.opens)([], data, vision=vision, whole=whole, key=key)}
+    return {"": kind.load(kind.opens)([], data, vision=vision, undivided=undivided, key=key)}
   found = find_files(data, split)
   if key == "eval_path":
     files = [file for files in found.values() for file in files]
@@ -220,7 +220,7 @@ def open_documents(
   for name, files in found.items():
     if only in (None, name):
       own = DATASETS[_dataset_of(data, key, name)]
-      opened[name] = own.load(own.opens)(files, data, vision=vision, whole=whole, key=dotted(key, name))
+      opened[name] = own.load(own.opens)(files, data, vision=vision, undivided=undivided, key=dotted(key, name))
   return opened
 
 

@@ -41,7 +41,7 @@ class SyntheticRows:
   def set_state(self, state: dict[str, Any]) -> None:
     self._row = int(state["row"])
 
-  def given(self) -> dict[str, float]:
+  def returned_counts(self) -> dict[str, float]:
     """Returns the counts."""
     return {**self.counts()}
 

@@ -10,12 +10,13 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.dataset import Chat
 from maxtext_like.data.documents import BadRecordError, Documents, Record
@@ -23,7 +24,9 @@ from maxtext_like.data.image_text.image_names import shown
 from maxtext_like.data.image_text.images import BadImageError, check_header
 from maxtext_like.data.image_text.multimodal import Multimodal
 from maxtext_like.data.readers.input_files import cache_folder
+from maxtext_like.data.sources import DataConfig, kind_of
 from maxtext_like.data.tokenization.special_tokens import Spellings, listed
+from maxtext_like.data.tokenization.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.strict_json import printable
 
@@ -134,7 +137,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Rules:
+class RecordChecks:
   """The checks of a record that its source cannot make, and how records become tokens.
 
   Attributes:
@@ -192,35 +195,76 @@ class Rules:
         raise BadRecordError(place, f"image {shown(path)}: {error}") from None
 
 
-def inspect(
-  documents: Documents, count: int, rules: Rules, settings: Any, alive: Callable[[], None] = lambda: None
+def make_checks(
+  data: DataConfig,
+  tokenizer: Tokenizer,
+  vision: VisionConfig | None,
+  length: int,
+  chat_template: str | None,
+  own_rows: Container[int] | None = None,
+) -> RecordChecks:
+  """Returns the checks of records and what turns them into tokens. Arguments and errors are those of ``make_data``."""
+  encode = tokenizer.encode_special if data.special_tokens_in_text == "parse" else tokenizer.encode
+  multimodal = make_multimodal(vision, encode, length, own_rows if data.on_bad_record == "error" else None)
+  chat = Chat.of(data, tokenizer, chat_template, multimodal) if data.data_format == "chat" else None
+  naming = (vision.images_field, vision.image_placeholder) if chat and vision else ()
+  return RecordChecks(Spellings(tokenizer.special), data.special_tokens_in_text, multimodal, chat, naming)
+
+
+def make_multimodal(
+  vision: VisionConfig | None, encode: Callable[[str], list[int]] | None, length: int, own_rows: Container[int] | None
+) -> Multimodal | None:
+  """Returns how images enter rows of ``length`` tokens; None if the model takes none. Raises UserError if no image fits."""
+  if vision is None or not vision.use_multimodal:
+    return None
+  multimodal = Multimodal(vision, encode, own_rows)
+  multimodal.check_length(length)
+  return multimodal
+
+
+def validate_source(
+  data: DataConfig, documents: Documents, count: int, checks: RecordChecks, bad_max: int, key: str, alive: Callable[[], None]
+) -> None:
+  """Validates every record before the first step. Raises UserError if there are bad records."""
+  silent = not checks.spellings.special or data.special_tokens_in_text in ("parse", "literal")
+  if data.data_format == "text" and kind_of(data).sound and silent:
+    return  # no record of this data set can be bad
+  found = validate(documents, count, checks, [data.dataset, data.text_field], alive)
+  report(
+    found, documents, count, key=key, skip_bad=data.on_bad_record == "skip", bad_max=bad_max,
+    asked=data.special_tokens_in_text is not None,
+  )  # fmt: skip
+
+
+def validate(
+  documents: Documents, count: int, checks: RecordChecks, settings: Any, alive: Callable[[], None] = lambda: None
 ) -> Findings:
   """Validates the first ``count`` documents, or returns the stored findings if they were validated before.
 
   Args:
     documents: the documents.
     count: number of documents to validate.
-    rules: the checks.
+    checks: checks of a record.
     settings: JSON of all other settings that decide whether a record is bad (the name of the field).
     alive: called about once a second, because validating terabytes takes hours.
 
   Raises:
     UserError, RetryableError: reading fails.
   """
-  special = None if rules.special == "literal" else rules.special  # both have the same findings
-  identity = [FORMAT, documents.fingerprint(), count, sorted(rules.spellings.special), special, settings, rules.naming]
-  identity.append(rules.multimodal.identity() if rules.multimodal else None)
-  identity.append(rules.chat.identity() if rules.chat else None)
+  special = None if checks.special == "literal" else checks.special  # both have the same findings
+  identity = [FORMAT, documents.fingerprint(), count, sorted(checks.spellings.special), special, settings, checks.naming]
+  identity.append(checks.multimodal.identity() if checks.multimodal else None)
+  identity.append(checks.chat.identity() if checks.chat else None)
   entry = _entry_path(identity)
   found = _load(entry)
   if found is None:
-    found, lasting = _validate(documents, count, rules, alive)
+    found, lasting = _validate(documents, count, checks, alive)
     if lasting:
       _store(entry, found)
   return found
 
 
-def _validate(documents: Documents, count: int, rules: Rules, alive: Callable[[], None]) -> tuple[Findings, bool]:
+def _validate(documents: Documents, count: int, checks: RecordChecks, alive: Callable[[], None]) -> tuple[Findings, bool]:
   """Returns the findings, and True if they stay valid while the data are unchanged (a missing image file may appear later)."""
   bad: list[tuple[int, str]] = []
   notes = Notes()
@@ -231,10 +275,10 @@ def _validate(documents: Documents, count: int, rules: Rules, alive: Callable[[]
     try:
       if isinstance(record, BadRecordError):
         raise record
-      seen = rules.check(record, "")
+      seen = checks.check(record, "")
       if record.images:
         try:
-          rules.check_images(record, "")
+          checks.check_images(record, "")
         except BadRecordError:
           lasting = False
           raise
@@ -254,12 +298,12 @@ def _validate(documents: Documents, count: int, rules: Rules, alive: Callable[[]
   return Findings(tuple(bad), bad_count, notes, tuple(fixes.most_common(FIXES_KEPT))), lasting
 
 
-def most_skipped(count: int) -> int:
+def max_skipped(count: int) -> int:
   """Returns how many bad records on_bad_record=skip accepts among ``count`` documents."""
   return max(10, min(10_000, count // 100))
 
 
-def judge(found: Findings, documents: Documents, count: int, *, key: str, skip_bad: bool, bad_max: int, asked: bool) -> None:
+def report(found: Findings, documents: Documents, count: int, *, key: str, skip_bad: bool, bad_max: int, asked: bool) -> None:
   """Raises or logs the findings.
 
   Args:

@@ -52,10 +52,10 @@ class Message:
     name: name of the tool that wrote a message of role tool.
     tool_call_id: id of the call that the message answers.
     trained: False if the record marks the message as not to be learned (``weight``, ``train``, ...).
-    given: the message is part of the prompt in a record of prompt and completion. It is learned only with train_on=all.
+    in_prompt: the message is part of the prompt in a record of prompt and completion. It is learned only with train_on=all.
     written: the content as the record spells it, if a thought at its beginning was moved to ``thinking``.
     where: name of the message in the record, such as ``conversations[1]`` or ``output``; "" if it is not from a record.
-    weighable: True if this form of record allows ``weight`` at the message.
+    accepts_weight: True if this form of record allows ``weight`` at the message.
   """
 
   role: Role
@@ -66,10 +66,10 @@ class Message:
   name: str | None = None
   tool_call_id: str | None = None
   trained: bool = True
-  given: bool = field(default=False, compare=False)
+  in_prompt: bool = field(default=False, compare=False)
   written: str | None = field(default=None, compare=False)
   where: str = field(default="", compare=False)
-  weighable: bool = field(default=True, compare=False)
+  accepts_weight: bool = field(default=True, compare=False)
 
   @property
   def parts(self) -> tuple[str | Picture, ...]:

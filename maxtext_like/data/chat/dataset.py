@@ -102,7 +102,7 @@ class Chat:
       unlearned = message.tool_responses or any(isinstance(part, Picture) for part in message.parts)
       if message.blank or (not unlearned and any(sample.only_ends(i) for sample in samples)):
         why = "" if message.blank else ": the chat template drops all of it, a thought"
-        remedy = ' ("weight": 0 there leaves it out)' if message.weighable else ""
+        remedy = ' ("weight": 0 there leaves it out)' if message.accepts_weight else ""
         raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:
       raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")

@@ -11,7 +11,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.rendering import Rendered, Renderer
 from maxtext_like.data.documents import BadRecordError
-from maxtext_like.data.image_text.images import TowerImage, UnreadImage
+from maxtext_like.data.image_text.images import MeasuredImage, TowerImage
 from maxtext_like.data.pack import ImageSpan
 from maxtext_like.data.tokenization.special_tokens import Spellings
 from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer
@@ -61,7 +61,7 @@ def answers_to_learn(conversation: Conversation, train_on: TrainOn) -> frozenset
   """
   if train_on == "all":
     return None
-  answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and not message.given]
+  answers = [i for i, message in enumerate(conversation.messages) if message.role == "assistant" and not message.in_prompt]
   if train_on == "assistant" or not answers:
     return frozenset(answers)
   asked = max((i for i, m in enumerate(conversation.messages[: answers[-1]]) if m.role in ("user", "developer")), default=-1)
@@ -121,7 +121,7 @@ class ChatEncoder:
     rendered: Rendered,
     learned: frozenset[int] | None,
     place: str,
-    load: Callable[[str], TowerImage | UnreadImage] | None = None,
+    load: Callable[[str], TowerImage | MeasuredImage] | None = None,
   ) -> Encoded:
     """Returns the token ids of a conversation.
 

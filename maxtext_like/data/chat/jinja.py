@@ -135,7 +135,7 @@ class Jinja:
     if conversation.tools and self._for_tools is not None:
       return self._for_tools.render(conversation, purpose)
     turns = self._turns(conversation)
-    return self._rendered(conversation, turns, Spans(turns.whole(prompt=purpose == "prompt"), [], []))
+    return self._rendered(conversation, turns, Spans(turns.complete(prompt=purpose == "prompt"), [], []))
 
   def samples(self, conversation: Conversation, learned: frozenset[int] | None) -> tuple[Rendered, ...]:
     if conversation.tools and self._for_tools is not None:
@@ -146,7 +146,7 @@ class Jinja:
     if learned is not None:
       wanted = (i for i in wanted if conversation.messages[i].trained)
     turns = self._turns(conversation)
-    turns.whole()
+    turns.complete()
     found = turns.samples(wanted, divide=learned is not None)
     return tuple(self._rendered(conversation, turns, spans) for spans in found)
 

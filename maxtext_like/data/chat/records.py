@@ -14,7 +14,7 @@ from maxtext_like import strict_json
 from maxtext_like.data.chat import exclusions
 from maxtext_like.data.chat.conversation import Conversation, Message, Picture, Role, ToolCall, ToolResponse
 from maxtext_like.data.documents import BadRecordError, check_text
-from maxtext_like.data.image_text.image_names import ImageFields, check_all, located
+from maxtext_like.data.image_text.image_names import ImageFields, check_all, resolve_image
 
 _ROLES: dict[str, Role] = {
   "system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "model": "assistant", "tool": "tool",
@@ -75,7 +75,7 @@ class _Reader:
       if isinstance(record.get("system"), str) and record["system"].strip():
         messages.insert(0, Message("system", self._text(record["system"], "system")))
     elif "prompt" in record and "completion" in record:
-      prompt = [replace(message, given=True) for message in self._side(record["prompt"], "prompt", "user")]
+      prompt = [replace(message, in_prompt=True) for message in self._side(record["prompt"], "prompt", "user")]
       messages, read = prompt + self._side(record["completion"], "completion", "assistant"), {"prompt", "completion"}
     elif "instruction" in record and ("output" in record or "response" in record):
       messages, read = self._alpaca(record)
@@ -150,7 +150,7 @@ class _Reader:
   def _messages(self, values: object, field: str) -> list[Message]:
     return [self._message(value, f"{field}[{i}]") for i, value in enumerate(self._list(values, field))]
 
-  def _message(self, value: object, where: str, *, weighable: bool = True) -> Message:
+  def _message(self, value: object, where: str, *, accepts_weight: bool = True) -> Message:
     if not isinstance(value, Mapping):
       raise self._bad(f"{where} is {type(value).__name__}, expected an object with role and content")
     value = {key: item for key, item in value.items() if item is not None}
@@ -158,7 +158,7 @@ class _Reader:
     role = _ROLES.get(spelt) if isinstance(spelt, str) else None
     if role is None:
       raise self._bad(f"{where} has the role {strict_json.printable(spelt)!r}, expected one of {', '.join(_ROLES)}")
-    content, of_content = value.get("content"), f"{where}.content" if weighable else where  # else the record has it there
+    content, of_content = value.get("content"), f"{where}.content" if accepts_weight else where  # else the record has it there
     if isinstance(content, list | tuple):
       content = tuple(self._part(part, f"{of_content}[{i}]") for i, part in enumerate(content))
     elif content is not None:
@@ -187,7 +187,7 @@ class _Reader:
       self._trained(value, where),
       written=written,
       where=where,
-      weighable=weighable,
+      accepts_weight=accepts_weight,
     )
 
   def _trained(self, value: Mapping[str, Any], where: str) -> bool:
@@ -281,7 +281,7 @@ class _Reader:
   def _side(self, value: object, field: str, role: Role) -> list[Message]:
     """Reads a prompt or a completion, which is a text or messages."""
     if isinstance(value, str):
-      return [self._message({"role": role, "content": value}, field, weighable=False)]
+      return [self._message({"role": role, "content": value}, field, accepts_weight=False)]
     return self._messages(value, field)
 
   def _alpaca(self, record: Mapping[str, Any]) -> tuple[list[Message], set[str]]:
@@ -293,19 +293,19 @@ class _Reader:
       if not isinstance(pair, list | tuple) or len(pair) != 2:
         raise self._bad(f"history[{i}] is not a pair of question and answer")
       for side, (role, text) in enumerate(zip(("user", "assistant"), pair, strict=True)):
-        messages.append(self._message({"role": role, "content": text}, f"history[{i}][{side}]", weighable=False))
+        messages.append(self._message({"role": role, "content": text}, f"history[{i}][{side}]", accepts_weight=False))
     answer = "output" if "output" in record else "response"
     fields = ("instruction", "input") if answer == "output" else ("instruction", "input", "context")  # as Dolly has it
     asked = [self._text(record.get(field) or "", field) for field in fields]
     messages.append(Message("user", "\n".join(text for text in asked if text)))
-    messages.append(self._message({"role": "assistant", "content": record[answer]}, answer, weighable=False))
+    messages.append(self._message({"role": "assistant", "content": record[answer]}, answer, accepts_weight=False))
     return messages, {"system", "history", *fields, answer}
 
   # Images, and checks of all forms
 
   def _path(self, given: object, where: str) -> str:
     try:
-      return located(given, self._folder)
+      return resolve_image(given, self._folder)
     except ValueError as error:
       raise self._bad(f"{where}: {error}") from None
 

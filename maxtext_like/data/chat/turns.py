@@ -59,7 +59,7 @@ class Turns:
     self._tools = self._marked([dict(tool) for tool in conversation.tools]) or None
     self._texts: dict[tuple[int, bool, bool], str] = {}
 
-  def whole(self, *, prompt: bool = False) -> str:
+  def complete(self, *, prompt: bool = False) -> str:
     """Returns the text of the complete conversation, with marks.
 
     Raises:
@@ -127,24 +127,24 @@ class Turns:
   def _find(self, number: int, count: int) -> "_Answer":
     """Returns an answer in the text of the first ``count`` messages."""
     thinks = self._thinks(count)
-    whole = self._text(count, False, thinks)
+    complete = self._text(count, False, thinks)
     before, prompt = (self._text(number, asks, thinks) if number else "" for asks in (False, True))
     alone = self._text(number + 1, False, thinks)
-    start = self._begin(whole, before, prompt, number)
+    start = self._begin(complete, before, prompt, number)
     first = min(start, self._begin(alone, before, prompt, number))  # the two texts are equal up to here
-    end = first + self._length(whole[first:], alone[first:], number)
-    return _Answer(number, start, end, self._loses_thought(number, unmarked(whole[start:end])))
+    end = first + self._length(complete[first:], alone[first:], number)
+    return _Answer(number, start, end, self._loses_thought(number, unmarked(complete[start:end])))
 
-  def _begin(self, whole: str, before: str, prompt: str, number: int) -> int:
+  def _begin(self, complete: str, before: str, prompt: str, number: int) -> int:
     """Returns where the assistant begins to speak: the longest common part of prompt and text that ends at a special token."""
-    if not prompt.startswith(before) and whole.startswith(prompt):
+    if not prompt.startswith(before) and complete.startswith(prompt):
       return len(prompt)  # a text that does not ask for an answer has another ending, such as <|endoftext|>
-    if not prompt.startswith(before) or not whole.startswith(before):
+    if not prompt.startswith(before) or not complete.startswith(before):
       raise _NotFoundError(number, "the text before it depends on what comes after it")
     asks = prompt[len(before) :]
     ends = [len(asks), *reversed([match.start() for match in self.own.finditer(asks)])]
     for end in ends:
-      if end and whole.startswith(asks[:end], len(before)):
+      if end and complete.startswith(asks[:end], len(before)):
         return len(before) + end
     raise _NotFoundError(number, "the prompt for it does not match the text before it")
 
@@ -193,13 +193,13 @@ class Turns:
   def _given(self, messages: list[dict[str, Any]], tools: Any, prompt: bool, thinks: bool) -> str:
     return self._render(messages=messages, tools=tools, add_generation_prompt=prompt, enable_thinking=thinks)
 
-  def _require_calls(self, whole: str, prompt: bool) -> None:
+  def _require_calls(self, complete: str, prompt: bool) -> None:
     """Raises RenderError if the template drops tools or calls, that is, writes the same text without them."""
     thinks = self._conversation.thinks
 
     def dropped(fewer: list[dict[str, Any]], tools: Any) -> bool:
       try:
-        return self._given(fewer, tools, prompt, thinks) == whole
+        return self._given(fewer, tools, prompt, thinks) == complete
       except RenderError:  # the template reads them
         return False
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
-from maxtext_like.data.image_text.image_names import ImageFields, check_all, located, means_images
+from maxtext_like.data.image_text.image_names import ImageFields, check_all, means_images, resolve_image
 from maxtext_like.data.readers import named_fields
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Captions:
     return cls(data.text_field, ImageFields(vision.images_field, vision.image_placeholder), take=vision.use_multimodal)
 
   def images(self, record: Mapping[str, Any], text: str, place: str, folder: str) -> tuple[str, ...]:
-    """Returns the images of a record, in the form of ``image_names.located``.
+    """Returns the images of a record, in the form of ``image_names.resolve_image``.
 
     Raises:
       BadRecordError: a listed value is not an image; or the text has a placeholder, but the images are in a field that is not
@@ -47,7 +47,7 @@ class Captions:
     if other:
       raise BadRecordError(place, self._fields.unread_reason(other, other))
     try:
-      images = tuple(located(image, folder) for image in given)
+      images = tuple(resolve_image(image, folder) for image in given)
       check_all(images)
     except ValueError as error:
       raise BadRecordError(place, f"{name}: {error}") from None

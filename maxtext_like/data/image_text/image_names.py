@@ -91,7 +91,7 @@ def means_images(name: str) -> bool:
   return _MEANS_IMAGES.fullmatch(name) is not None
 
 
-def located(given: object, folder: str) -> str:
+def resolve_image(given: object, folder: str) -> str:
   """Returns the name by which an image is opened: an absolute path, or the image itself as a ``data:`` URI.
 
   Args:
@@ -131,7 +131,7 @@ def check_size(sizes: Iterable[int]) -> None:
 
 
 def check_all(names: Iterable[str]) -> None:
-  """Applies ``check_size`` to the images of a record, as ``located`` returns them."""
+  """Applies ``check_size`` to the images of a record, as ``resolve_image`` returns them."""
   check_size(len(name) for name in names if is_data(name))
 
 

@@ -61,7 +61,7 @@ class TowerImage:
 
 
 @dataclass(frozen=True)
-class UnreadImage:
+class MeasuredImage:
   """One image file of which only the header was read.
 
   Attributes:
@@ -126,7 +126,7 @@ def check_header(path: str | Path) -> None:
     pass
 
 
-def measure_image(path: str | Path, vision: VisionConfig) -> UnreadImage:
+def measure_image(path: str | Path, vision: VisionConfig) -> MeasuredImage:
   """Returns the number of tokens of an image, from its header alone.
 
   An EXIF rotation by 90 degrees does not change the number.
@@ -136,9 +136,9 @@ def measure_image(path: str | Path, vision: VisionConfig) -> UnreadImage:
   """
   with _opened(path) as image:
     if isinstance(vision, SquareVision):
-      return UnreadImage(path, vision.vision_output_length)
+      return MeasuredImage(path, vision.vision_output_length)
     assert isinstance(vision, PatchVision), "the two kinds of towers"
-    return UnreadImage(path, _tokens(*patched_size(image.height, image.width, vision), vision))
+    return MeasuredImage(path, _tokens(*patched_size(image.height, image.width, vision), vision))
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.data.image_text.image_names import shown
 from maxtext_like.data.image_text.images import (
   BadImageError,
+  MeasuredImage,
   TowerImage,
-  UnreadImage,
   load_image,
   measure_image,
   require_pillow,
@@ -36,7 +36,7 @@ def load_for(path: str, vision: VisionConfig, place: str) -> TowerImage:
     raise BadRecordError(place, f"image {shown(path)}: {error}") from None
 
 
-def _measure_for(path: str, vision: VisionConfig, place: str) -> UnreadImage:
+def _measure_for(path: str, vision: VisionConfig, place: str) -> MeasuredImage:
   """Reads only the header of an image file of the record at ``place``. Raises BadRecordError."""
   try:
     return measure_image(path, vision)
@@ -45,7 +45,7 @@ def _measure_for(path: str, vision: VisionConfig, place: str) -> UnreadImage:
 
 
 def interleave(
-  parts: Sequence[str], images: Sequence[TowerImage | UnreadImage], vision: VisionConfig, encode: Callable[[str], list[int]]
+  parts: Sequence[str], images: Sequence[TowerImage | MeasuredImage], vision: VisionConfig, encode: Callable[[str], list[int]]
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
   """Encodes texts with images between them.
 
@@ -117,7 +117,7 @@ class Multimodal:
       raise self.image_token_in_text(place)
     return ids, spans
 
-  def read_image(self, path: str, place: str) -> TowerImage | UnreadImage:
+  def read_image(self, path: str, place: str) -> TowerImage | MeasuredImage:
     """Reads an image file of the record at ``place``; only its header if not all rows are needed. Raises BadRecordError."""
     return (load_for if self.own_rows is None else _measure_for)(path, self.vision, place)
 
@@ -164,7 +164,7 @@ class Multimodal:
 
   def _unpacked(self, row: Row) -> list[TowerImage]:
     try:
-      return [load_for(str(i.path), self.vision, "images") if isinstance(i, UnreadImage) else i for i in row.images]
+      return [load_for(str(i.path), self.vision, "images") if isinstance(i, MeasuredImage) else i for i in row.images]
     except BadRecordError as bad:
       raise UserError(
         f"{bad.reason}: the header is valid, but the image cannot be decoded\n  fix: repair the file, or remove its record"

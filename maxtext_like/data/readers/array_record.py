@@ -298,7 +298,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
   raise NotExampleError(f"a number of more than 64 bits at byte {at}")
 
 
-def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> ArrayRecord:
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, undivided: Iterable[str], key: str) -> ArrayRecord:
   """Opens the files of dataset=arrayrecord."""
-  del whole  # records are never cut
+  del undivided  # records are never cut
   return ArrayRecord(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -78,16 +78,17 @@ class Arrow:
       if not os.path.getsize(path):
         raise UserError(f"{path}: empty, not an arrow file{input_files.FIX_DAMAGED}")
       with pyarrow.memory_map(path) as file:
-        whole = file.read_buffer()
-        if not _is_complete(whole):
+        contents = file.read_buffer()
+        if not _is_complete(contents):
           raise UserError(
-            f"{path}: cut off, or not an arrow file: it has no end mark among its {whole.size:,} bytes{input_files.FIX_DAMAGED}"
+            f"{path}: cut off, or not an arrow file: it has no end mark among its {contents.size:,} bytes"
+            f"{input_files.FIX_DAMAGED}"
           )
-        return self._find(path, whole, pyarrow)
+        return self._find(path, contents, pyarrow)
 
-  def _find(self, path: str, whole: Any, pyarrow: Any) -> Batches:
-    of_file = whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC
-    stream = whole[len(FILE_MAGIC) :] if of_file else whole  # a file is a stream followed by a table of contents
+  def _find(self, path: str, contents: Any, pyarrow: Any) -> Batches:
+    of_file = contents[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC
+    stream = contents[len(FILE_MAGIC) :] if of_file else contents  # a file is a stream followed by a table of contents
     with pyarrow.ipc.open_stream(stream) as reader:
       number, kind = self._column(path, reader.schema, pyarrow.types)
     width = 8 if pyarrow.types.is_large_string(kind) else 4
@@ -96,10 +97,10 @@ class Arrow:
       for count, batch in enumerate(reader):
         if not batch.num_rows:
           continue
-        where = [-1 if buffer is None else buffer.address - whole.address for buffer in batch.column(0).buffers()]
+        where = [-1 if buffer is None else buffer.address - contents.address for buffer in batch.column(0).buffers()]
         length = batch.column(0).buffers()[2].size if where[2] >= 0 else 0
         place = [where[0], where[1], max(where[2], 0), length]
-        if not all(-1 <= at <= whole.size for at in place):
+        if not all(-1 <= at <= contents.size for at in place):
           raise UserError(
             f"{path}: batch {count} is compressed, which is not supported\n  fix: write it without compression, or as parquet"
           )
@@ -159,7 +160,7 @@ class Arrow:
           bits = np.frombuffer(self._read(file, of_nulls, -(-rows // 8)), np.uint8)
           valid = np.unpackbits(bits, count=rows, bitorder="little").astype(bool)
         offsets = self._offsets(file, batch, 0, rows + 1).tolist()
-        whole = self._read(file, text, length) if length <= READ_AT_ONCE else None
+        contents = self._read(file, text, length) if length <= READ_AT_ONCE else None
         for row in range(rows):
           start, stop = offsets[row : row + 2]
           self._require_inside(file, batch, start, stop, length)
@@ -167,7 +168,7 @@ class Arrow:
             yield (
               self._null(index)
               if not valid[row]
-              else (self.read(index) if whole is None else self._record(index, whole[start:stop]))
+              else (self.read(index) if contents is None else self._record(index, contents[start:stop]))
             )
           except BadRecordError as bad:
             yield bad
@@ -342,11 +343,11 @@ def _digest(batches: Batches) -> str:
   return f"batches xxh3 {xxhash.xxh3_128_hexdigest(batches.stops.tobytes() + batches.places.tobytes())}"
 
 
-def _is_complete(whole: Any) -> bool:
+def _is_complete(contents: Any) -> bool:
   """Returns True if the last bytes of a file are those of a complete file."""
-  if whole[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC:
-    return whole[max(0, whole.size - 6) :].to_pybytes() == FILE_MAGIC[:6]
-  return whole[max(0, whole.size - len(END)) :].to_pybytes() == END
+  if contents[: len(FILE_MAGIC)].to_pybytes() == FILE_MAGIC:
+    return contents[max(0, contents.size - 6) :].to_pybytes() == FILE_MAGIC[:6]
+  return contents[max(0, contents.size - len(END)) :].to_pybytes() == END
 
 
 def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
@@ -388,9 +389,9 @@ def saved_by_datasets(files: Sequence[str], key: str) -> list[str]:
   return kept
 
 
-def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Documents:
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, undivided: Iterable[str], key: str) -> Documents:
   """Opens the files of dataset=arrow."""
-  del whole  # records are never cut
+  del undivided  # records are never cut
   read = record_reader(data, vision)
   captions = Captions.of(data, vision)
   if read is None and captions is not None and (found := _with_images(saved_by_datasets(files, key), captions)):

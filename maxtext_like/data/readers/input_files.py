@@ -65,14 +65,14 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
     if os.path.lexists(path):
       matches = [path]
     else:
-      with saying_if_slow(f"data.{key} {entry!r}: searching for files" + " in every folder below" * ("**" in path)):
+      with log_if_slow(f"data.{key} {entry!r}: searching for files" + " in every folder below" * ("**" in path)):
         matches = glob.glob(path, recursive=True)
       if not matches:
         hint = "the glob matches nothing" if glob.has_magic(path) else "no such file or folder"
         raise UserError(
           f"data.{key} {entry!r}: {hint} (working directory {os.getcwd()})\n  fix: {key}=PATH of files that exist"
         )
-    with saying_if_slow(f"data.{key} {entry!r}: searching for files in folders"):
+    with log_if_slow(f"data.{key} {entry!r}: searching for files in folders"):
       files = [file for match in sorted(matches) for file in _expand(match, suffixes, f"data.{key} {entry!r}")]
     if not files:
       kind = " or ".join(suffixes) if suffixes else "regular"
@@ -92,7 +92,7 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
 
 
 @contextlib.contextmanager
-def saying_if_slow(what: str) -> Iterator[None]:
+def log_if_slow(what: str) -> Iterator[None]:
   """Logs ``what`` and the elapsed time while the block runs: first after SLOW_SECONDS, then at growing intervals."""
   begin, done = time.monotonic(), threading.Event()
 
@@ -102,7 +102,7 @@ def saying_if_slow(what: str) -> Iterator[None]:
       logger.warning("%s (%.0f s so far)", what, time.monotonic() - begin)
       wait = min(2 * wait, 60.0)
 
-  thread = threading.Thread(target=say, name="saying_if_slow", daemon=True)
+  thread = threading.Thread(target=say, name="log_if_slow", daemon=True)
   thread.start()
   try:
     yield

@@ -177,10 +177,10 @@ def _refuse_table(lines: LineFile) -> None:
 
 
 def open_documents(
-  files: Sequence[str], data: Any, *, vision: VisionConfig | None, whole: Iterable[str], key: str
+  files: Sequence[str], data: Any, *, vision: VisionConfig | None, undivided: Iterable[str], key: str
 ) -> JsonLines:
   """Opens the files of dataset=jsonl, with images if the model has a `vision:` section."""
-  del whole  # records are never cut
+  del undivided  # records are never cut
   if twice := sorted(set(files) & {f"{file}{suffix}" for file in files for suffix in PACKED}):
     logger.warning(
       "data.%s: both %s and %s are read: name one of them, unless they hold different records (%d such pairs)",

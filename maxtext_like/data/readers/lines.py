@@ -348,8 +348,8 @@ def _read_index(entry: Path, identity: list[int]) -> LineIndex | None:
       if head["identity"] != identity:
         return None
       columns = file.read()
-    whole = head.pop("sum")
-    if whole != xxhash.xxh3_128_hexdigest(json.dumps(head).encode() + columns):
+    checksum = head.pop("sum")
+    if checksum != xxhash.xxh3_128_hexdigest(json.dumps(head).encode() + columns):
       return None
     gap_rows, gap_lines, starts = np.split(np.frombuffer(columns, "<i8"), [head["gaps"], 2 * head["gaps"]])
     return LineIndex(starts=starts, gap_rows=gap_rows, gap_lines=gap_lines, **{name: head[name] for name in _HEAD})

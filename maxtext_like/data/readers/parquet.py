@@ -86,11 +86,13 @@ class Parquet:
     for group in range(metadata.num_row_groups):
       row_group = metadata.row_group(group)
       columns = (row_group.column(i) for i in range(row_group.num_columns))
-      whole = self._make[number] is not None
-      unpacked = sum(column.total_uncompressed_size for column in columns if whole or column.path_in_schema == self._field)
+      all_columns = self._make[number] is not None
+      unpacked = sum(
+        column.total_uncompressed_size for column in columns if all_columns or column.path_in_schema == self._field
+      )
       input_files.check_expansion(f"{path}, row group {group}", size, unpacked)
       if row_group.num_rows:
-        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO and not whole
+        yield number, group, row_group.num_rows, unpacked <= DICTIONARY_UP_TO and not all_columns
 
   def _open(self, path: str, *, dictionary: bool = False) -> Any:
     try:
@@ -156,9 +158,9 @@ class Parquet:
         raise input_files.reading_failed(path, error) from error
       with self._open(path, dictionary=dictionary) as reader:
         try:
-          whole = self._make[number] is not None
-          table = reader.read_row_group(inner, columns=None if whole else [self._field], use_threads=False)
-          column = table if whole else table.column(self._field)
+          all_columns = self._make[number] is not None
+          table = reader.read_row_group(inner, columns=None if all_columns else [self._field], use_threads=False)
+          column = table if all_columns else table.column(self._field)
         except self._arrow.ArrowException as error:
           raise UserError(f"{path}: damaged parquet file, row group {inner}: {error}{input_files.FIX_DAMAGED}") from error
         except OSError as error:
@@ -211,7 +213,7 @@ def _footer(path: str) -> str:
   return f"footer xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - length)))}"
 
 
-def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> Parquet:
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, undivided: Iterable[str], key: str) -> Parquet:
   """Opens the files of dataset=parquet."""
-  del whole  # records are never cut
+  del undivided  # records are never cut
   return Parquet(files, data.text_field, Captions.of(data, vision), key=key, read=record_reader(data, vision))

@@ -37,7 +37,7 @@ class TextFiles:
     *,
     piece_bytes: int = PIECE_BYTES,
     skip_undecodable: bool = False,
-    whole: Iterable[str] = (),
+    undivided: Iterable[str] = (),
     key: str = "dataset_path",
   ):
     """Divides the files into pieces.
@@ -46,7 +46,7 @@ class TextFiles:
       files: paths of the files.
       piece_bytes: approximate size of a piece.
       skip_undecodable: treat files that are not text as empty.
-      whole: spellings that must not be divided between two pieces.
+      undivided: spellings that must not be divided between two pieces.
       key: key of the ``data:`` section that names the files.
 
     Raises:
@@ -59,8 +59,8 @@ class TextFiles:
         f"data.{key}: no text: {len(self._files)} file(s), 0 bytes (first: {self._files[0]})\n  fix: {key}=FILES with text"
       )
     self._piece_bytes = piece_bytes
-    self._whole = sorted((spelling.encode() for spelling in whole), key=len, reverse=True)
-    self._longest = len(self._whole[0]) if self._whole else 0
+    self._undivided = sorted((spelling.encode() for spelling in undivided), key=len, reverse=True)
+    self._longest = len(self._undivided[0]) if self._undivided else 0
     self._skip_undecodable = skip_undecodable
     self._pieces = [max(1, -(-size // piece_bytes)) for size in self._sizes]  # an empty file is an empty document
     self._ends = list(accumulate(self._pieces))
@@ -93,11 +93,11 @@ class TextFiles:
 
   def _after_spelling(self, file: int, position: int) -> int:
     """Returns the end of the spelling that contains ``position``; ``position`` if there is none."""
-    if not self._whole:
+    if not self._undivided:
       return position
     begin = max(0, position - self._longest)
     window, at = input_files.read_bytes(self._files[file], begin, 2 * self._longest), position - begin
-    for spelling in self._whole:
+    for spelling in self._undivided:
       start = window.find(spelling, max(0, at - len(spelling) + 1))
       if 0 <= start < at:
         return begin + start + len(spelling)
@@ -151,15 +151,15 @@ def stdlib_files(folder: str | None = None) -> list[str]:
   return sorted(found)
 
 
-def open_documents(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
+def open_documents(files: Sequence[str], data: Any, *, vision: Any, undivided: Iterable[str], key: str) -> TextFiles:
   """Opens the files of dataset=text."""
   del data, vision
-  return TextFiles(files, whole=whole, key=key)
+  return TextFiles(files, undivided=undivided, key=key)
 
 
-def open_stdlib(files: Sequence[str], data: Any, *, vision: Any, whole: Iterable[str], key: str) -> TextFiles:
+def open_stdlib(files: Sequence[str], data: Any, *, vision: Any, undivided: Iterable[str], key: str) -> TextFiles:
   """Opens dataset=python-stdlib, which has no files to choose."""
-  del files, data, vision, whole, key
+  del files, data, vision, undivided, key
   return stdlib()
 
 

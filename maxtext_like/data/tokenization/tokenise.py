@@ -11,7 +11,7 @@ from maxtext_like.data.documents import BadRecordError, Documents
 from maxtext_like.data.order import Order
 from maxtext_like.data.pack import Document, ImageSpan
 from maxtext_like.data.tokenization.tokenizer import Tokenizer
-from maxtext_like.data.validate import Rules
+from maxtext_like.data.validate import RecordChecks
 from maxtext_like.errors import UserError
 from maxtext_like.layers.embedding import Lookup
 
@@ -26,20 +26,20 @@ class Tokenise:
   documents: Documents
   tokenizer: Tokenizer
   lookup: Lookup
-  rules: Rules
+  checks: RecordChecks
 
   def __call__(self, number: int) -> Document:
     """Returns document ``number``. Raises UserError for a token outside the vocabulary, and as `Documents.read`."""
-    tokenizer, multimodal = self.tokenizer, self.rules.multimodal
-    parse = self.rules.special == "parse"
+    tokenizer, multimodal = self.tokenizer, self.checks.multimodal
+    parse = self.checks.special == "parse"
     try:
       record = self.documents.read(number)
       if record.conversation is not None:
         return self._conversation(number, record.conversation)
       if not record.text.strip():
         return Document(number)
-      if self.rules.special == "error":
-        self.rules.check(record, self.documents.place(number))
+      if self.checks.special == "error":
+        self.checks.check(record, self.documents.place(number))
       if multimodal:
         ids, spans = multimodal.encode(record, self.documents.place(number))
       else:
@@ -58,7 +58,7 @@ class Tokenise:
 
   def _conversation(self, number: int, conversation: Conversation) -> Document:
     """Encodes a conversation, whose template writes its own beginning and ends. Raises BadRecordError."""
-    chat = self.rules.chat
+    chat = self.checks.chat
     assert chat is not None
     if chat.excludes(conversation):
       return Document(number, excluded=True)
@@ -70,7 +70,7 @@ class Tokenise:
     """Returns the ids as int32. Raises UserError if an embedding table has no row for an id."""
     array = np.asarray(ids, np.int64)
     wrong = self.lookup.missing(array)
-    if multimodal := self.rules.multimodal:
+    if multimodal := self.checks.multimodal:
       wrong &= array != multimodal.vision.image_token_id  # never looked up; some tables are too short for it
     if wrong.any():
       at = int(wrong.argmax())

@@ -125,7 +125,7 @@ def _require_data(data: DataConfig, key: str) -> None:
       path = os.path.expanduser(entry)
       if os.path.lexists(path):
         continue
-      with input_files.saying_if_slow(f"data.{named} {entry!r}: looking for files"):
+      with input_files.log_if_slow(f"data.{named} {entry!r}: looking for files"):
         found = next(glob.iglob(path, recursive=True), None)
       if found is None:
         input_files.find(entry, (), data.dataset, named)

@@ -202,7 +202,7 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
 
 
 @pytest.mark.parametrize(
-  ("record", "field", "weighable"),
+  ("record", "field", "accepts_weight"),
   [
     (
       {"system": "s", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
@@ -215,14 +215,14 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
     ({"instruction": "a", "output": "b", "history": [["c", ""]]}, "history[0][1]", False),
   ],
 )
-def test_an_empty_answer_is_told_by_the_record_s_own_name(record, field, weighable, make, tmp_path):
+def test_an_empty_answer_is_told_by_the_record_s_own_name(record, field, accepts_weight, make, tmp_path):
   """And to leave it out where there is a place to say so, which then holds."""
   path = write(tmp_path, [*RECORDS, record])
   with pytest.raises(UserError) as error:
     make(**CHAT, dataset_path=path)
   assert f"{path}:5: {field}: the assistant's answer is empty" in str(error.value)
-  assert ('"weight": 0 there leaves it out' in str(error.value)) == weighable
-  if weighable:
+  assert ('"weight": 0 there leaves it out' in str(error.value)) == accepts_weight
+  if accepts_weight:
     turns = record.get("conversations") or record["completion"]
     turns[-1]["weight"] = 0
     answer = {"role": "assistant", "content": "Yes."}

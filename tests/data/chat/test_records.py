@@ -113,7 +113,7 @@ def test_fields_that_nothing_reads():
 
 def test_the_prompt_of_a_prompt_and_completion_has_no_answer():
   found = read({"prompt": [*BOTH, BOTH[0]], "completion": BOTH[1:]}).messages
-  assert [message.given for message in found] == [True, True, True, False]
+  assert [message.in_prompt for message in found] == [True, True, True, False]
 
 
 def test_variables_of_the_template():

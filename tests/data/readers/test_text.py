@@ -43,7 +43,7 @@ def test_no_piece_ends_inside_a_spelling_that_is_to_stay_whole(tmp_path):
   """At every place that a cut may have in a line without an end; characters of several bytes stand around."""
   for shift in range(20):
     path = write(tmp_path / f"{shift}.txt", "é" * 10 + "." * shift + "<|turn>é<turn|>" * 3 + "é" * 20)
-    documents = TextFiles([path], piece_bytes=16, whole=("<|", "<|turn>", "<turn|>"))
+    documents = TextFiles([path], piece_bytes=16, undivided=("<|", "<|turn>", "<turn|>"))
     pieces = [documents.read(i).text for i in range(len(documents))]
     assert "".join(pieces) == Path(path).read_text()
     assert sum(piece.count("<|turn>") for piece in pieces) == sum(piece.count("<turn|>") for piece in pieces) == 3
