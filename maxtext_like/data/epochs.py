@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from maxtext_like import atomic
 from maxtext_like.data.image_text.images import MeasuredImage
@@ -124,8 +125,6 @@ def count_rows(packer: Packer, identity: dict[str, Any], epochs: int) -> int:
     identity: JSON of everything that the rows depend on.
     epochs: number of passes.
   """
-  import xxhash
-
   text = json.dumps([FORMAT, epochs, identity], sort_keys=True)
   entry = cache_folder() / f"rows-{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogateescape'))}.json"
   with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a missing or damaged entry is counted again

@@ -3,16 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from maxtext_like.data.documents import BadRecordError
+from maxtext_like.data.image_text.images import MeasuredImage, TowerImage
 from maxtext_like.errors import UserError
 from maxtext_like.targets import IGNORED
-
-if TYPE_CHECKING:
-  from maxtext_like.data.image_text.images import MeasuredImage, TowerImage
 
 KEYS = ("tokens", "targets", "positions", "segments")
 LOSSES = ("truncated", "cut_at_image", "unlearned", "excluded")
@@ -37,7 +35,7 @@ class Row:
   targets: np.ndarray
   positions: np.ndarray
   segments: np.ndarray
-  images: "list[TowerImage | MeasuredImage]" = field(default_factory=list)
+  images: list[TowerImage | MeasuredImage] = field(default_factory=list)
 
   @classmethod
   def empty(cls, length: int, pad_id: int) -> "Row":
@@ -64,7 +62,7 @@ class ImageSpan:
 
   start: int
   end: int
-  image: "TowerImage | MeasuredImage"
+  image: TowerImage | MeasuredImage
 
 
 @dataclass(frozen=True)

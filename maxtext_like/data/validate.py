@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation
 from maxtext_like.data.chat.dataset import Chat
@@ -360,8 +362,6 @@ def _shown(found: Findings, documents: Documents) -> Iterator[str]:
 
 
 def _entry_path(identity: list[Any]) -> Path:
-  import xxhash
-
   return (
     cache_folder()
     / f"{xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode('utf-8', 'surrogateescape'))}.json"
@@ -369,8 +369,6 @@ def _entry_path(identity: list[Any]) -> Path:
 
 
 def _sum(findings: Any) -> str:
-  import xxhash
-
   return xxhash.xxh3_128_hexdigest(json.dumps(findings, sort_keys=True).encode())
 
 

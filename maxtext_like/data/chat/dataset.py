@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.conversation import Conversation, Picture
@@ -16,16 +16,14 @@ from maxtext_like.data.chat.rendering import Rendered, Renderer, RenderError
 from maxtext_like.data.documents import BadRecordError, ReadRecord, Record
 from maxtext_like.data.image_text.image_names import ImageFields
 from maxtext_like.data.image_text.multimodal import Multimodal
+from maxtext_like.data.sources import DataConfig
 from maxtext_like.data.tokenization.special_tokens import listed
 from maxtext_like.data.tokenization.tokenizer import BytesTokenizer, Tokenizer
-
-if TYPE_CHECKING:
-  from maxtext_like.data.sources import DataConfig
 
 logger = logging.getLogger(__name__)
 
 
-def record_reader(data: "DataConfig", vision: VisionConfig | None) -> ReadRecord | None:
+def record_reader(data: DataConfig, vision: VisionConfig | None) -> ReadRecord | None:
   """Returns the function that makes conversations from the records of a data set; None if the records are text."""
   if data.data_format != "chat":
     return None
@@ -66,7 +64,7 @@ class Chat:
   _last_rendered: tuple[Conversation, tuple[Rendered, ...]] | None = field(default=None, repr=False, compare=False)
 
   @classmethod
-  def of(cls, data: "DataConfig", tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
+  def of(cls, data: DataConfig, tokenizer: Tokenizer, published: str | None, multimodal: Multimodal | None) -> "Chat":
     """Returns the chat of a configuration. ``published`` is the template of the model's family. Raises UserError."""
     renderer = choose(data.chat_template, published, tokenizer)
     if isinstance(tokenizer, BytesTokenizer):

@@ -2,15 +2,13 @@
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
 from maxtext_like.data.image_text.image_names import ImageFields, check_all, means_images, resolve_image
 from maxtext_like.data.readers import named_fields
-
-if TYPE_CHECKING:
-  from maxtext_like.data.sources import DataConfig
+from maxtext_like.data.sources import DataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +22,7 @@ class Captions:
     self._text_field, self._fields, self._warned = text_field, fields, False
 
   @classmethod
-  def of(cls, data: "DataConfig", vision: VisionConfig | None) -> "Captions | None":
+  def of(cls, data: DataConfig, vision: VisionConfig | None) -> "Captions | None":
     """Returns the captions of a configuration; None without a model that could take images, or for conversations."""
     if vision is None or data.data_format == "chat":
       return None

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import xxhash
+
 from maxtext_like import strict_json
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
@@ -226,8 +228,6 @@ def _group_size(options: str) -> int:
 
 def _end(path: str) -> str:
   """Returns a digest of the end of a file, which has the positions of its chunks."""
-  import xxhash
-
   size = os.path.getsize(path)
   return f"end xxh3 {xxhash.xxh3_128_hexdigest(input_files.read_bytes(path, max(0, size - _END_BYTES)))}"
 

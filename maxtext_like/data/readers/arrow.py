@@ -17,6 +17,7 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import xxhash
 
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, ReadRecord, Record, locate
@@ -338,8 +339,6 @@ def _errors_of(path: str) -> Iterator[None]:
 
 def _digest(batches: Batches) -> str:
   """Returns a digest of the rows and positions of every batch of a file."""
-  import xxhash
-
   return f"batches xxh3 {xxhash.xxh3_128_hexdigest(batches.stops.tobytes() + batches.places.tobytes())}"
 
 

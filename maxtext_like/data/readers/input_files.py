@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import xxhash
+
 from maxtext_like import local_copies
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.storage import Entry, Place, failed, is_remote
@@ -299,8 +301,6 @@ def fingerprint(files: Sequence[str], digests: Sequence[str] | None = None) -> d
     files: paths of the files.
     digests: a digest of each file. None: digests of the contents if the files are small, otherwise modification times.
   """
-  import xxhash
-
   lengths = sizes(files)
   if digests is None:
     if sum(lengths) <= HASH_CONTENTS_UP_TO:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from maxtext_like.data.documents import MAX_RECORD_BYTES
 from maxtext_like.data.readers import input_files
@@ -166,8 +167,6 @@ class LineFile:
     """Raises UserError if the contents changed. Lines appended to the file are allowed."""
     if _stamp(now) == self._stamp or time.monotonic() < self._trusted_until:
       return
-    import xxhash
-
     digest, left = xxhash.xxh3_128(), self.index.size
     for chunk in self._contents():
       digest.update(chunk[:left])
@@ -237,8 +236,6 @@ class LineIndex:
 
 def index_lines(chunks: Iterable[bytes]) -> LineIndex:
   """Finds the lines and hashes the contents in one pass. Only the byte 0x0a ends a line: U+2028 inside a string is text."""
-  import xxhash
-
   digest = xxhash.xxh3_128()
   starts: list[np.ndarray] = [np.empty(0, np.int64)]
   gaps: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
@@ -314,16 +311,12 @@ def _identity(state: os.stat_result) -> list[int]:
 
 
 def _entry_path(path: str) -> Path:
-  import xxhash
-
   name = xxhash.xxh3_128_hexdigest(os.path.abspath(path).encode("utf-8", "surrogateescape"))
   return input_files.cache_folder() / f"lines-{name}"
 
 
 def _write_index(entry: Path, index: LineIndex, identity: list[int]) -> None:
   """Writes an entry atomically: a line of JSON and the three arrays."""
-  import xxhash
-
   columns = b"".join(column.astype("<i8").tobytes() for column in (index.gap_rows, index.gap_lines, index.starts))
   head = {name: getattr(index, name) for name in _HEAD} | {"gaps": len(index.gap_rows), "identity": identity}
   head["sum"] = xxhash.xxh3_128_hexdigest(json.dumps(head).encode() + columns)
@@ -340,8 +333,6 @@ def _write_index(entry: Path, index: LineIndex, identity: list[int]) -> None:
 
 def _read_index(entry: Path, identity: list[int]) -> LineIndex | None:
   """Returns the index in an entry; None if it does not exist, is damaged or belongs to another state of the file."""
-  import xxhash
-
   try:
     with entry.open("rb") as file:
       head = json.loads(file.readline(2**12))

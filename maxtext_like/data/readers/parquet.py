@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import xxhash
+
 from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
 from maxtext_like.data.image_text.captions import Captions
@@ -205,8 +207,6 @@ class Parquet:
 
 def _footer(path: str) -> str:
   """Returns a digest of the footer of a parquet file: schema, row groups, and offset, size and statistics of every page."""
-  import xxhash
-
   size = os.path.getsize(path)
   tail = input_files.read_bytes(path, max(0, size - 8), 8)
   length = int.from_bytes(tail[:4], "little") + 8

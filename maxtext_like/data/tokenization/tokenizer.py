@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import xxhash
+
 from maxtext_like import local_copies
 from maxtext_like.config import hub
 from maxtext_like.data.readers.input_files import open_regular
@@ -331,6 +333,4 @@ def _none_if_negative(token: int) -> int | None:
 
 
 def _digest(data: bytes) -> str:
-  import xxhash
-
   return f"xxh3 {xxhash.xxh3_128_hexdigest(data)}"
