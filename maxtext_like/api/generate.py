@@ -136,7 +136,7 @@ def generate(
   begin = first = time.monotonic()
   first_tokens = None
   for rows in engine.generate(
-    decoder, params, encoded, max_tokens=max_tokens, stop=frozenset(ends), sampling=sampling, on_rescued=rescued.append
+    decoder, params, encoded, max_tokens=max_tokens, stop=frozenset(ends), sampling=sampling, on_clamped=rescued.append
   ):
     for number, (answer, new) in enumerate(zip(grown, rows, strict=True)):
       answer.ids.extend(new)

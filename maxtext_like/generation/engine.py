@@ -78,7 +78,7 @@ def generate(
   max_tokens: int,
   stop: frozenset[int],
   sampling: Sampling,
-  on_rescued: Callable[[int], None] | None = None,
+  on_clamped: Callable[[int], None] | None = None,
 ) -> Iterator[list[list[int]]]:
   """Continues prompts.
 
@@ -89,7 +89,7 @@ def generate(
     max_tokens: largest number of tokens in an answer.
     stop: ids that end an answer; they are not part of it.
     sampling: how tokens are drawn. The draws of a row depend only on the seed and the index of the row.
-    on_rescued: called with the number of values that float16 clamped for the tokens that come next.
+    on_clamped: called with the number of values that float16 clamped for the tokens that come next.
 
   Yields:
     New ids of each row, several at a time, until every row has stopped.
@@ -119,11 +119,11 @@ def generate(
   done = np.zeros(B, bool)
   # Decode until every row has stopped, and read the tokens on the host after each call.
   for made in range(0, max_tokens, TOKENS_PER_CALL):
-    state, new, finite, rescued = _decode(decoder, rule, params, state, start, stops, key)
+    state, new, finite, clamped = _decode(decoder, rule, params, state, start, stops, key)
     new, finite = np.asarray(new), np.asarray(finite)  # [TOKENS_PER_CALL, B]
     missing = lookup.missing(new)
-    if on_rescued:
-      on_rescued(int(np.sum(rescued)))
+    if on_clamped:
+      on_clamped(int(np.sum(clamped)))
     rows: list[list[int]] = [[] for _ in range(B)]
     for t in range(min(TOKENS_PER_CALL, max_tokens - made)):
       for b in np.flatnonzero(~done):
@@ -184,13 +184,13 @@ def _next(decoder: Decoder, sampling: Sampling, params, x_BD, key, index, stops,
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _prefill(decoder: Decoder, sampling: Sampling, params, batch, cache, first, stops, key):
   """Fills the caches with the prompts, and draws the first token of the answers."""
-  x_BTD, cache, rescued = decoder.extend(params, batch, cache, Step(jnp.zeros((), jnp.int32), first))
+  x_BTD, cache, clamped = decoder.extend(params, batch, cache, Step(jnp.zeros((), jnp.int32), first))
   T = batch["tokens"].shape[1]
   # Steps are counted from the end of the prompt, so the draws of a row do not depend on the padding before it.
   done = jnp.zeros(x_BTD.shape[0], bool)
   token, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, 0, stops, done)
   at = jnp.asarray(T, jnp.int32)
-  return {"cache": cache, "token": token, "finite": finite, "done": done, "at": at, "made": 1, "rescued": rescued}
+  return {"cache": cache, "token": token, "finite": finite, "done": done, "at": at, "made": 1, "clamped": clamped}
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -200,10 +200,10 @@ def _decode(decoder: Decoder, sampling: Sampling, params, state, first, stops, k
   def one(state, _):
     token, at = state["token"], state["at"]
     batch = {"tokens": token[:, None], "positions": (at - first)[:, None]}
-    x_BTD, cache, rescued = decoder.extend(params, batch, state["cache"], Step(at, first))
+    x_BTD, cache, clamped = decoder.extend(params, batch, state["cache"], Step(at, first))
     new, finite, done = _next(decoder, sampling, params, x_BTD[:, -1], key, state["made"], stops, state["done"])
     after = {"cache": cache, "token": new, "finite": finite, "done": done, "at": at + 1, "made": state["made"] + 1}
-    return after | {"rescued": rescued}, (token, state["finite"], state["rescued"])
+    return after | {"clamped": clamped}, (token, state["finite"], state["clamped"])
 
-  state, (tokens, finite, rescued) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
-  return state, *map(on_every_device, (tokens, finite, rescued))
+  state, (tokens, finite, clamped) = jax.lax.scan(one, state, length=TOKENS_PER_CALL)
+  return state, *map(on_every_device, (tokens, finite, clamped))

@@ -43,7 +43,7 @@ class Sampling:
       raise UserError(f"sampling has seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
 
 
-def kept(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+def allowed_tokens(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
   """Returns which tokens may be drawn, bool [B, V]. The most likely token is always included, and so are ties at a cut."""
   logits = logits_BV.astype(jnp.float32) / (sampling.temperature or 1.0)
   keep = jnp.ones(logits.shape, bool)
@@ -78,5 +78,5 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> tuple[j
   logits = logits[:, : sampling.vocabulary or None]
   if sampling.temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
-  allowed = jnp.where(kept(logits, sampling), logits / sampling.temperature, -jnp.inf)
+  allowed = jnp.where(allowed_tokens(logits, sampling), logits / sampling.temperature, -jnp.inf)
   return jax.vmap(jax.random.categorical)(keys_B, allowed).astype(jnp.int32), finite

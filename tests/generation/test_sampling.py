@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.errors import UserError
-from maxtext_like.generation.sampling import Sampling, draw, kept
+from maxtext_like.generation.sampling import Sampling, allowed_tokens, draw
 
 PROBS = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
 LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
@@ -28,7 +28,7 @@ LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
   ],
 )
 def test_which_tokens_may_be_drawn(options, expected):
-  rows = np.asarray(kept(LOGITS, Sampling(**options)))
+  rows = np.asarray(allowed_tokens(LOGITS, Sampling(**options)))
   assert np.flatnonzero(rows[0]).tolist() == expected
   assert np.flatnonzero(rows[1][::-1]).tolist() == expected
 
