@@ -1,4 +1,4 @@
-"""The kinds of data sets by the value of ``dataset``. To add one, add a file in this folder and a line here.
+"""The kinds of data sets by the value of ``dataset``. To add one, add a file in readers/ and a line here.
 
 This module imports nothing heavy, so that the configuration can import it.
 """
@@ -13,7 +13,7 @@ class Dataset:
   """A kind of data set, and the facts that the rest of the program needs.
 
   Attributes:
-    module: module in this folder.
+    module: module below ``maxtext_like.data``.
     opens: name of its function (files, data, *, vision, undivided, key) -> ``documents.Documents``; see
       ``sources.open_documents``. If there is no text: (length, vocab_size, seed, *, split, avoid) -> ``pack.Rows``.
     files: it reads ``dataset_path``. The module has ``SUFFIXES``, the endings of the files that it takes from a folder; empty
