@@ -4,7 +4,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from maxtext_like.masking import masked_words
 
@@ -14,10 +15,15 @@ VARIABLE = "MAXTEXT_LIKE_COMMAND"
 _is_command = False
 
 
-def begin_command() -> None:
-  """Records that this process is the maxtext-like command, which calls this first. Notebooks and scripts never call it."""
+@contextmanager
+def as_command() -> Iterator[None]:
+  """Mark this process as our command while the block runs. A notebook or a script of the user never enters it."""
   global _is_command
-  _is_command = True
+  before, _is_command = _is_command, True
+  try:
+    yield
+  finally:
+    _is_command = before
 
 
 def is_command() -> bool:

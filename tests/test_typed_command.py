@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from maxtext_like.cli import local_processes
-from maxtext_like.typed_command import VARIABLE, begin_command, is_command, typed_command, typed_words
+from maxtext_like.cli import main as cli
+from maxtext_like.typed_command import VARIABLE, as_command, is_command, typed_command, typed_words
 
 
 def script(path, executable=True):
@@ -62,8 +63,19 @@ def test_the_processes_of_a_launcher_print_its_command_without_secrets(monkeypat
 
 
 def test_a_notebook_is_no_command(monkeypatch):
-  """Its words are not the call that trains."""
+  """Its words are not the call that trains. After the command has returned, the process is what it was."""
+  monkeypatch.delenv(VARIABLE, raising=False)
   assert not is_command()
-  monkeypatch.setattr("maxtext_like.typed_command._is_command", False)
-  begin_command()
-  assert is_command()
+  with as_command():
+    assert is_command()
+  assert not is_command()
+
+
+def test_main_is_called_as_the_command_only_by_the_program(monkeypatch):
+  """``main`` called in a notebook does not make its words the call that trains; the installed program does."""
+  seen = []
+  monkeypatch.delenv(VARIABLE, raising=False)
+  monkeypatch.setattr(cli, "_exit_code", lambda words: seen.append(is_command()) or 0)
+  assert cli.main(["models"]) == cli.program("models") == 0
+  assert seen == [False, True]
+  assert not is_command()

@@ -43,8 +43,8 @@ USES_JAX = (
 
 def program(verb: str | None = None) -> int:
   """The command itself: ``main`` with the words of this process, behind a verb or from the verb on."""
-  typed_command.begin_command()
-  code = main(None if verb is None else [verb, *sys.argv[1:]])
+  with typed_command.as_command():
+    code = main(None if verb is None else [verb, *sys.argv[1:]])
   if abandoned_threads.may_call_back():  # not in main, which others call: the process may be theirs
     streams.leave(code)
   return code

@@ -179,6 +179,8 @@ def fresh(p: Params) -> Params:
 
 # Gradients behind the fault only: a fault whose numbers cancel leaves nothing but rounding in those before it.
 HEAD = " trainable_parameters_mask=[head,final_norm]"
+# The size of these two faults follows from the initial values of the other arrays.
+DRAWN = HEAD + " init_scheme=maxtext"
 BOTH = "float32_qk_product=true, float32_logits=true"
 PLANTS = [
   # plant, model, configuration, tolerance, what is found, what it mends
@@ -186,11 +188,11 @@ PLANTS = [
   (large_scores, "gemma4", "dtype=bfloat16 float32_logits=false float32_qk_product=false" + HEAD, 0.05, BOTH, "gradients"),
   (router_of_near_equals, "experts", "dtype=bfloat16 float32_gate_logits=false" + HEAD, 0.05,
    "float32_gate_logits=true", "gradients"),
-  (cancelling_experts, "experts", "dtype=bfloat16 float32_weight_sum=false" + HEAD, 0.05,
+  (cancelling_experts, "experts", "dtype=bfloat16 float32_weight_sum=false" + DRAWN, 0.05,
    "float32_weight_sum=true", "gradients"),
   (cancelling_index_heads, "indexer", "dtype=bfloat16 indexer_float32_logits=false" + HEAD, 0.1,
    "indexer_float32_logits=true", "gradients"),
-  (large_logits, "gemma4", "dtype=bfloat16 cast_logits_to_fp32=false" + HEAD, 0.1, "cast_logits_to_fp32=true", "gradients"),
+  (large_logits, "gemma4", "dtype=bfloat16 cast_logits_to_fp32=false" + DRAWN, 0.1, "cast_logits_to_fp32=true", "gradients"),
   (head_of_near_equals, "gemma4", "dtype=bfloat16", 0.3, "logits_dot_in_fp32=true", "gradients"),
   (table_of_near_equals, "gemma4", "dtype=bfloat16", 0.3, "dtype=float32", "gradients"),
   (large_gate_product, "gemma4", "dtype=float16 float32_gate_product=false", 0.1, "float32_gate_product=true", "gradients"),
