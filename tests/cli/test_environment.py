@@ -118,12 +118,14 @@ def test_flags_of_xla_pass(value, monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   monkeypatch.setenv("XLA_FLAGS", value)
   check_environment()
+  assert os.environ["XLA_FLAGS"] == value
 
 
 def test_a_file_of_flags_is_left_to_xla(monkeypatch):
   monkeypatch.delenv("JAX_PLATFORMS", raising=False)
   monkeypatch.setenv("XLA_FLAGS", "/some/file")
   check_environment()
+  assert os.environ["XLA_FLAGS"] == "/some/file"
 
 
 @pytest.mark.parametrize("flag", ["--xla_foo=1", "--xla_dump_too", "--xla_tpu_enable_latency_hiding_schedule=true"])

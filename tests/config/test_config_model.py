@@ -7,6 +7,8 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.config.problems import InvalidSectionError
+from maxtext_like.layers.precision import Precision
+from maxtext_like.models.build import build_decoder
 
 MODELS: dict[str, Any] = {
   name: load_config(name).config.model
@@ -77,7 +79,9 @@ def test_impossible_models(name, changes, reason):
   ],
 )
 def test_unusual_models_are_allowed(name, changes):
-  dataclasses.replace(MODELS[name], **changes)
+  model = dataclasses.replace(MODELS[name], **changes)
+  assert {key: getattr(model, key) for key in changes} == changes
+  assert len(build_decoder(model, Precision()).layers) == model.num_decoder_layers
 
 
 def test_layer_types_are_derived_or_given():

@@ -23,7 +23,11 @@ RELEASED = {
   "gemma4-e4b": ([(6, 4), (6, 3)], range(5, 42, 6)),
   "deepseek3-671b": ([(1, 3), (1, 58)], range(3, 61)),
   "deepseek3.2-671b": ([(1, 3), (1, 58)], range(3, 61)),
+  "qwen3-0.6b": ([(1, 28)], range(28)),
+  "qwen3-8b": ([(1, 36)], range(36)),
+  "qwen3-30b-a3b": ([(1, 48)], range(48)),
 }
+TIED = {name: name.startswith("gemma") or name == "qwen3-0.6b" for name in RELEASED}
 
 
 def decoder_of(name, **build) -> Any:
@@ -136,24 +140,41 @@ def test_deepseek():
   assert (index.num_heads, index.head_dim, index.topk) == (64, 128, 2048)
 
 
+def test_qwen3_attention_and_experts():
+  assert attention("qwen3-0.6b", 0) == {"N": 16, "K": 8, "H": 128, "window": None, "scale": 128**-0.5}
+  assert attention("qwen3-8b", 35) == {"N": 32, "K": 8, "H": 128, "window": None, "scale": 128**-0.5}
+  assert attention("qwen3-30b-a3b", 47) == {"N": 32, "K": 4, "H": 128, "window": None, "scale": 128**-0.5}
+  dense, sparse = decoder_of("qwen3-8b").layers[0].cfg, decoder_of("qwen3-30b-a3b").layers[0].cfg
+  assert (dense.ffn.mlp_dim, dense.ffn.activation, dense.ffn.experts) == (12288, "silu", None)
+  m = sparse.ffn
+  assert (m.num_experts, m.num_experts_per_tok, m.mlp_dim, m.shared_experts) == (128, 8, 768, 0)
+  assert (m.router, m.norm_topk_prob) == ("softmax", True)
+  for c in (dense, sparse):
+    assert (c.mixer.rope.kind, c.mixer.rope.theta) == ("default", 1e6)
+    assert c.mixer.norm is not None  # queries and keys are normed
+    assert not c.mixer.value_norm
+    assert not c.sandwich
+
+
 @pytest.mark.parametrize("name", RELEASED)
 def test_embedding_head_and_final_norm(name):
   decoder = decoder_of(name)
   c, gemma = decoder.cfg, decoder.layers[0].cfg.sandwich
+  assert gemma == name.startswith("gemma")
   assert c.embedding.scale_by_sqrt_dim == gemma
-  assert c.tied == gemma
+  assert c.tied == TIED[name]
   assert c.final_soft_cap == (30.0 if name.startswith("gemma4") else None)
   assert c.norm.scale_plus_one == name.startswith("gemma3")
   assert c.norm.round_before_scale != gemma
-  assert c.embedding.vocab_size == {"gemma3": 262208, "gemma4": 262144}.get(name[:6], 129280)
-  assert ("head" in decoder.params()) != gemma
+  assert c.embedding.vocab_size == {"gemma3": 262208, "gemma4": 262144, "qwen3-": 151936}.get(name[:6], 129280)
+  assert ("head" in decoder.params()) != TIED[name]
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_what_no_gradient_changes(name):
   spec = decoder_of(name).params()
   frozen = {jax.tree_util.keystr(path[2:]) for path, p in jax.tree_util.tree_leaves_with_path(spec) if not p.trainable}
-  expected = {"gemma3": set(), "gemma4": {"['layer_scalar']"}}
+  expected = {"gemma3": set(), "gemma4": {"['layer_scalar']"}, "qwen3-": set()}
   assert frozen == expected.get(name[:6], {"['moe']['router']['bias']"})
 
 

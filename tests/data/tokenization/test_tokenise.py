@@ -134,8 +134,13 @@ def test_as_an_error_they_are_bad_records(make, tokenizer, tmp_path):
 
 
 def test_where_nothing_is_spelt_error_and_unset_are_one_stream(make, tokenizer, tmp_path):
-  given = write(tmp_path, "jsonl", [{"text": f"plain {i}"} for i in range(9)]) | {"tokenizer": tokenizer}
-  make(**given, special_tokens_in_text="error").set_state(make(**given).get_state())
+  given = write(tmp_path, "jsonl", [{"text": f"plain {'ab' * i}"} for i in range(9)]) | {"tokenizer": tokenizer}
+  unset, error = make(**given), make(**given, special_tokens_in_text="error")
+  first = rows(unset, 2)
+  error.set_state(unset.get_state())
+  rest = rows(unset, 3)
+  assert rows(error, 3) == rest
+  assert first != rest[:2]
 
 
 def test_records_with_images(make, tokenizer, tmp_path):
