@@ -9,7 +9,6 @@ from unittest.mock import MagicMock
 import pytest
 from test_loop import Device, Result
 from test_loop import run as play
-from test_run import metrics, numbers, train, unbroken, workplace  # noqa: F401
 
 from maxtext_like.api.pretrained import load
 from maxtext_like.api.train import Run
@@ -20,6 +19,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.training.loop.best import Best, stopped_early
 from maxtext_like.training.loop.evaluation import Evaluation, perplexity
+from tests.training.run.test_run import metrics, numbers, train, unbroken, workplace  # noqa: F401
 
 LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 1.0}
 WORDS = ["eval_interval=2", "eval_steps=2", "keep_best=true", "max_to_keep=1", "early_stopping_patience=2"]
