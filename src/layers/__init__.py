@@ -1,14 +1,15 @@
-"""The layers: parameters and equations; imports jax and flax only.
+"""Layers: parameters and equations. This package imports jax and flax only.
 
-A ``Decoder`` (decoder.py) embeds, runs stacks (stack.py) of ``Block``s (block.py) and leaves through a norm and a head
-(embedding.py). A block composes
+A ``Decoder`` (decoder.py) embeds tokens, runs stacks (stack.py) of ``Block``s (block.py), applies a final norm and computes
+logits with a head (embedding.py). A block consists of
 
 - a mixer: ``Attention`` (attention.py) or ``MLA`` (mla.py, with indexer.py),
-- a feed-forward: ``MLP`` (mlp.py), ``MoE`` (moe.py) or both, ``DenseBesideMoE`` (dense_beside_moe.py),
-- norms (norms.py) and, where a model has it, an input of each layer's own (per_layer.py).
+- a feed-forward layer: ``MLP`` (mlp.py), ``MoE`` (moe.py) or both of them, ``DenseBesideMoE`` (dense_beside_moe.py),
+- norms (norms.py) and, in some models, a separate input for each layer (per_layer.py).
 
-Both are ``part(p, x, ctx) -> out``. What travels beside x is the ``Context`` (context.py): positions and masks (masks.py,
-rope.py), caches (cache.py), probes (probe.py), sharding rules (rules.py). Arrays are declared as ``Param`` (param.py),
-multiply through ``product`` (weight.py) and in the dtypes of ``Precision`` (precision.py). Kernels stand in registries
-(kernels/), towers for images in vision_*.py, the two faces in linen.py and nnx.py.
+Mixers and feed-forward layers have the signature ``part(p, x, ctx) -> out``. ``ctx`` is the ``Context`` (context.py). It holds
+positions and masks (masks.py, rope.py), caches (cache.py), probes (probe.py) and sharding rules (rules.py). Each array is
+declared as a ``Param`` (param.py). Weights are multiplied through ``product`` (weight.py), in the dtypes that ``Precision``
+(precision.py) selects. kernels/ has a registry for each kind of kernel. vision_*.py are the vision towers, and linen.py and
+nnx.py wrap every layer as a module of Flax Linen and Flax NNX.
 """

@@ -1,4 +1,4 @@
-"""One layer of a decoder: norms around a mixer and a feed-forward, between two points of the residual stream.
+"""``Block``: one layer of a decoder. It adds a mixer and a feed-forward layer, with their norms, to the residual stream.
 
 B batch, T position, D model.
 """
@@ -16,11 +16,11 @@ from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.per_layer import PerLayerGate, PerLayerGateConfig
 from maxtext_like.layers.precision import Precision
 
-Carry = dict[str, Any]  # {"x": [B, T, D]}, and {"kv": {name: (k, v)}} where layers share keys and values
+Carry = dict[str, Any]  # {"x": [B, T, D]}, and {"kv": {name: (k, v)}} if layers share keys and values
 
 
 class Mixer(Protocol):
-  """What mixes the positions of a row: ``Attention``, ``MLA``."""
+  """A layer that mixes the positions of a row: ``Attention``, ``MLA``. See ``Attention`` for the methods."""
 
   def params(self) -> dict: ...
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array: ...
@@ -30,8 +30,9 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-  """What works on each position: ``MLP``, ``MoE``, ``DenseBesideMoE``. name: its place in the block's tree of parameters;
-  None: its own names stand there themselves."""
+  """A layer that works on each position separately: ``MLP``, ``MoE``, ``DenseBesideMoE``.
+
+  name: key of its parameters in the block's tree. None: its parameters are entries of the block's tree themselves."""
 
   name: ClassVar[str | None]
 
@@ -40,7 +41,7 @@ class FeedForward(Protocol):
 
 
 class MixerConfig(Protocol):
-  """The configuration of a mixer; it names the kernel that it asks for, and where the program will run."""
+  """The configuration of a mixer, including its kernel and the platform of the program."""
 
   @property
   def kernel(self) -> Choice: ...
@@ -54,7 +55,7 @@ class MixerConfig(Protocol):
 
 
 class FeedForwardConfig(Protocol):
-  """The configuration of a feed-forward, and of its experts; None: it has none."""
+  """The configuration of a feed-forward layer. ``experts`` is the configuration of its experts, or None if it has none."""
 
   @property
   def experts(self) -> Any: ...
@@ -63,15 +64,15 @@ class FeedForwardConfig(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-  """What a layer is made of.
+  """Settings of one block.
 
   Attributes:
     mixer, ffn: configurations of the two parts.
-    norm: of their inputs.
-    sandwich: their outputs are normed too, before they join the stream (Gemma).
-    branch_gain: initial scale of the norms behind attention and feed-forward layer.
-    per_layer: how the layer takes in its own small input (Gemma 4 E2B, E4B); None: it has none.
-    layer_scalar: the residual stream is multiplied by a stored number after the layer (Gemma 4).
+    norm: norm of their inputs.
+    sandwich: also norm their outputs before adding them to the residual stream (Gemma).
+    branch_gain: initial scale of the norms of the two outputs.
+    per_layer: settings of the per-layer input (Gemma 4 E2B, E4B); None if the model has none.
+    layer_scalar: multiply the residual stream by a stored number at the end of the block (Gemma 4).
   """
 
   mixer: MixerConfig
@@ -85,19 +86,19 @@ class BlockConfig:
 
 @dataclass(frozen=True)
 class Block:
-  """Norm, mixer, add; norm, feed-forward, add; where the model has them the layer's own input and scalar."""
+  """Norm, mixer, add; norm, feed-forward, add. Some models add a per-layer input and multiply by a scalar at the end."""
 
   cfg: BlockConfig
   precision: Precision
 
   @property
   def mixer(self) -> Mixer:
-    """What mixes the positions of a row."""
+    """The layer that mixes the positions of a row."""
     return self.cfg.mixer.layer(self.precision)
 
   @property
   def ffn(self) -> FeedForward:
-    """What works on each position."""
+    """The layer that works on each position separately."""
     return self.cfg.ffn.layer(self.precision)
 
   @property
@@ -118,40 +119,45 @@ class Block:
     return spec
 
   def __call__(self, p: dict, carry: Carry, ctx: Context) -> tuple[Carry, Aux]:
-    """The stream after the layer, and what its parts handed out.
+    """Run the block. Return the carry after it, and the values that its parts report.
 
     Args:
       p: parameters.
-      carry: "x", [B, T, D] in the residual dtype, and "kv", what earlier layers lend.
-      ctx: of all layers, with what is this layer's own.
+      carry: "x", [B, T, D] in the residual dtype, and "kv", the keys and values that earlier layers share.
+      ctx: context of the pass, with the cache, probes and per-layer input of this layer.
     """
+    # Mixer: norm, mix positions, add to the stream.
     x = carry["x"]
     ctx = ctx.collecting(stream=x, shared=carry.get("kv", {}))
     x, normed = self._normed(p, "pre_attention_norm", x)
     out = self.mixer(p["attention"], normed, ctx)
     x = self._joined(p, x, "post_attention_norm", ctx.tap("attention", out), ctx.tokens.real)
+    # Feed-forward layer: norm, work on each position, add to the stream.
     ctx = ctx.reading(x)
     ffn = self.ffn
     x, normed = self._normed(p, "pre_mlp_norm", x)
     out = ffn(p[ffn.name] if ffn.name else p, normed, ctx)
     x = self._joined(p, x, "post_mlp_norm", ctx.tap("mlp", out))
+    # Per-layer input and scalar of Gemma 4.
     if self.cfg.per_layer:
       x = _add(x, PerLayerGate(self.cfg.per_layer, self.precision)(p["ple"], x, ctx))
     if self.cfg.layer_scalar:
       with jax.named_scope("residual"):
         x = x * p["layer_scalar"].astype(x.dtype)
+    # Report captures and probes, and pass this layer's shared keys and values on in the carry.
     x = ctx.tap("hidden", ctx.tap("residual", x))
     lent = ctx.aux.pop("lent", {})
     return carry | {"x": x} | ({"kv": carry["kv"] | lent} if lent else {}), ctx.aux
 
   def _normed(self, p: dict, norm: str, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The stream, and what a part of the layer reads of it."""
+    """Return the residual stream, and its normed form that a part of the block reads."""
     with jax.named_scope(norm):
       return self._norm.beside(p[norm], x_BTD)
 
   def _joined(self, p: dict, x_BTD: jax.Array, norm: str, out_BTD: jax.Array, real_BT: jax.Array | None = None) -> jax.Array:
-    """The stream with what a part made of it, which is normed with ``sandwich``; of positions that are not real with nothing.
-    This alone decides in which dtype it joins."""
+    """Add the output of a part to the residual stream, in the dtype of the stream. No other code decides this dtype.
+
+    The output is normed first if ``sandwich`` is set. Nothing is added at positions where ``real_BT`` is False."""
     residual = self.precision.residual
     if self.cfg.sandwich:
       return _add(x_BTD, named(self._norm, p, norm, out_BTD, residual, real=real_BT))

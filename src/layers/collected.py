@@ -1,4 +1,4 @@
-"""Statistics, losses and captured arrays of all layers of a decoder, combined for the model."""
+"""Combines the statistics, losses and captured arrays of all layers of a decoder."""
 
 from typing import Any
 
@@ -17,13 +17,14 @@ Collected = list[tuple[Stack, dict[str, Aux]]]
 def totals(
   collected: Collected, router: tuple[RouterLosses, int] = (RouterLosses(), 0), load_LE: jax.Array | None = None
 ) -> dict[str, Any]:
-  """Statistics over all layers: sums, means, losses of the routers, and the loads in the order of the layers.
+  """Combine statistics over all layers: sums, means, router losses, and expert loads in the order of the layers.
 
   Args:
-    collected: of each stack, what its layers handed out, every leaf with a leading axis of ``repeats``.
-    router: the losses of the routers, and experts a token.
-    load_LE: as of ``load_balance.totals``.
+    collected: for each stack, the values that its layers reported. Every leaf has a leading axis of ``repeats``.
+    router: the router losses, and the number of experts per token.
+    load_LE: as in ``load_balance.totals``.
   """
+  # Put the values of all layers into one array per name, in the order of the layers.
   found: dict[str, list[jax.Array]] = {}
   probes = [f"probe.{name}" for name in PROBED]
   for _, aux in collected:
@@ -34,6 +35,7 @@ def totals(
         together = jnp.stack(values, axis=1)  # [repeats, layers of the row that have it, ...]
         found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
   joined = {key: jnp.concatenate(values) for key, values in found.items()}
+  # Reduce over layers, and replace router statistics by the losses of the model.
   reduce = {"rescued": jnp.sum, "indexer_loss": jnp.mean}
   seen = {key.removeprefix("probe."): joined.pop(key) for key in probes if key in joined}
   losses, k = router
@@ -47,7 +49,7 @@ def totals(
 
 
 def captured(collected: Collected) -> dict:
-  """Captured arrays of single layers: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
+  """Return the captured arrays by name and layer: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
   out = {}
   for s, aux in collected:
     for row in range(s.repeats):

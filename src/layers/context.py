@@ -1,9 +1,9 @@
-"""What travels beside the residual stream: where the tokens stand, what a layer is given, and what it hands out.
+"""``Context``: the arguments of a layer other than the residual stream, and the collection of the values that it reports.
 
-Mixers and feed-forwards are ``part(p, x, ctx) -> out``. Whatever else they make (statistics, captured arrays, probes, what a
-cache holds, keys and values for later layers) goes through the context, so that it is no part of their results. A layer
-collects it inside its own call, ``ctx.collecting()``, and hands it on as aux: nothing leaves a trace (scan, remat) but as
-a value of it.
+Mixers and feed-forward layers have the signature ``part(p, x, ctx) -> out``. Their other results (statistics, captured arrays,
+probes, cache entries, keys and values for later layers) are collected in the context. A layer creates a collecting context
+inside its own call (``ctx.collecting()``) and returns the collected values as aux. This is needed because a value can only
+leave a transformed function (scan, remat) as a result.
 
 B batch, T position, D model, P per-layer width.
 """
@@ -25,12 +25,12 @@ KeysValues = tuple[jax.Array, jax.Array]
 
 CAPTURES = ("hidden", "router", "indexer", "ple", "vision")
 PROBED = ("attention", "mlp", "residual")
-"""What a layer's probes look at: the output of its mixer, of its feed-forward, and the residual stream after the layer."""
+"""Points that probes can observe: the output of the mixer, that of the feed-forward layer, and the stream after the layer."""
 
 
 class Taps:
-  """What one layer has handed out so far, by name. It belongs to one trace: being no array, it lets no context that has one
-  enter another (jit, scan, checkpoint)."""
+  """Values that one layer has reported so far, by name. An object belongs to one trace. It is not an array, so a context that
+  contains one cannot be an argument of jit, scan or checkpoint."""
 
   def __init__(self):
     self.found: Aux = {}
@@ -39,24 +39,24 @@ class Taps:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-  """What every layer of a forward pass sees, and what this one is given.
+  """Arguments of a layer other than parameters and the residual stream.
 
   Attributes:
-    positions: int32 [B, T], in tokens; the rotary angle.
+    positions: int32 [B, T], positions in tokens, for the rotary angle.
     tokens: segments and images.
-    step: where the tokens stand after those of the caches, in generation.
-    capture: names of ``CAPTURES`` to hand out in aux.
-    rules: how activations are split over the mesh in use.
-    grouped: the kernel that multiplies tokens with their experts.
-    balance_load: ``load_balance.LOAD`` of the complete batch, where the rows are a part of it; None: they are all of it.
-    cache: what this layer holds of earlier tokens, in generation; empty where it borrows another's.
-    probes: float32 [2] for each of ``PROBED`` (see ``layers.probe``); None: nothing is probed.
-    per_layer_input: [B, T, P], this layer's own small input (Gemma 4 E2B and E4B).
-    shared: keys and values that earlier layers lend, by name.
-    stream: [B, T, D], the residual stream that the normed input was made of.
-    kept_apart: where this layer's products wait for its backward pass, in stacks of a loop or behind a barrier, XLA does not
-      see what made them.
-    taps: of a context that collects.
+    step: position of the new tokens relative to the cache, in generation.
+    capture: names of ``CAPTURES`` to return in aux.
+    rules: sharding of activations over the current mesh.
+    grouped: name of the kernel that multiplies tokens by their experts.
+    balance_load: ``load_balance.LOAD`` of the complete batch, if these rows are only a part of it; None otherwise.
+    cache: the cache entries of this layer, in generation; empty if the layer reuses those of another layer.
+    probes: float32 [2] for each of ``PROBED`` (see ``layers.probe``); None: no probes.
+    per_layer_input: [B, T, P], the per-layer input (Gemma 4 E2B and E4B).
+    shared: keys and values that earlier layers share, by name.
+    stream: [B, T, D], the residual stream from which the normed input was computed.
+    kept_apart: XLA cannot fuse this layer's saved products with the operations that computed them, because they are stored
+      by a loop or protected by a barrier until the backward pass.
+    taps: collected values; None if the context does not collect.
   """
 
   positions: jax.Array
@@ -76,32 +76,33 @@ class Context:
 
   @classmethod
   def of(cls, x: jax.Array, positions: jax.Array | None = None, tokens: Tokens = Tokens(), **values: Any) -> "Context":
-    """That of rows x [B, T, ...], whose positions are 0, 1, 2, ... where none are given."""
+    """Create the context of rows x [B, T, ...]. positions default to 0, 1, 2, ..."""
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     return cls(positions, tokens, **values)
 
   @property
   def real(self) -> jax.Array | None:
-    """bool [B, T]: real tokens; None: all of them."""
+    """bool [B, T]: which tokens are real; None: all of them."""
     return None if self.tokens.segments is None else self.tokens.segments > 0
 
   def collecting(self, **values: Any) -> "Context":
-    """The same with some attributes replaced, whose taps are collected in ``aux``."""
+    """Return a copy with some attributes replaced and an empty collection, which ``aux`` returns."""
     return replace(self, taps=Taps(), **values)
 
   def reading(self, stream: jax.Array) -> "Context":
-    """The same, collecting into the same aux, at a later point of the stream."""
+    """Return a copy with another residual stream, which adds to the same collection."""
     return replace(self, stream=stream)
 
   @property
   def aux(self) -> Aux:
-    """What was handed out since ``collecting``; nothing is kept of what is handed to a context that does not collect."""
+    """The values collected since ``collecting``. A context that does not collect drops all values."""
     return {} if self.taps is None else self.taps.found
 
   def tap(self, name: str, x: jax.Array) -> jax.Array:
-    """x itself. Where its name is probed its statistics are handed out, and those of its cotangent go to the probe; where
-    its name, or what stands before the dot, is captured, x is handed out."""
+    """Return x. Report x if its name, or the part before the dot, is captured.
+
+    If the name has a probe, also report the statistics of x, and pass the statistics of its cotangent to the probe."""
     if self.probes is not None and name in self.probes:
       x, self.aux[f"probe.{name}"] = probe(x, self.probes[name])
     if name.partition(".")[0] in self.capture:
@@ -109,22 +110,25 @@ class Context:
     return x
 
   def note(self, name: str, value: jax.Array) -> None:
-    """Hands out a statistic, whether it is asked for or not. What a layer notes several times adds up."""
+    """Report a statistic, independent of captures. Several values with one name are added."""
     self.aux[name] = self.aux[name] + value if name in self.aux else value
 
   def remember(self, **new: jax.Array) -> dict[str, jax.Array]:
-    """What the layer reads of all tokens so far, [B, S, ...] by name; in generation it is kept for later ones.
+    """Return arrays of all tokens so far, [B, S, ...] by name. In generation, store them in the cache for later tokens.
 
     Args:
-      new: [B, T, ...], of the tokens at hand.
+      new: [B, T, ...], arrays of the current tokens.
     """
     if self.cache is None or self.step is None:
       return new
     if self.taps is None:
-      raise ValueError("a cache was given to a layer whose context does not collect: what it stores would be lost")
+      raise ValueError(
+        "context: a layer has a cache, but its context does not collect values, so new cache entries would be lost. fix: use "
+        "ctx.collecting()"
+      )
     self.aux["cache"] = {name: stored(self.cache[name], x, self.step) for name, x in new.items()}
     return {name: joined(self.cache[name], x) for name, x in new.items()}
 
   def lend(self, name: str, kv: KeysValues) -> None:
-    """Hands keys and values to later layers, which find them in ``shared`` under this name."""
+    """Share keys and values with later layers, which find them in ``shared`` under this name."""
     self.aux["lent"] = self.aux.get("lent", {}) | {name: kv}

@@ -1,4 +1,4 @@
-"""The whole decoder: an embedding, stacks of equal rows of layers run by ``lax.scan``, a final norm and a head.
+"""``Decoder``: the complete language model: an embedding, stacks of layers run by ``lax.scan``, a final norm and a head.
 
 B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 """
@@ -32,9 +32,9 @@ from maxtext_like.layers.weight import cuts_rows, unstacked
 
 
 class Tower(Protocol):
-  """What turns images into tokens: (p, pixels, positions, ctx) -> features [I, S, D] and which of them are tokens [I, S]."""
+  """A vision tower: (p, pixels, positions, ctx) -> features [I, S, D], and bool [I, S]: which of them are image tokens."""
 
-  pixel_rank: ClassVar[int]  # of "pixel_values", all images in one list
+  pixel_rank: ClassVar[int]  # rank of "pixel_values" with all images in one list
 
   def params(self) -> dict: ...
   def __call__(self, p: dict, pixels: Any, positions: Any, ctx: Context, *, wrap: Any) -> tuple[jax.Array, jax.Array]: ...
@@ -42,25 +42,26 @@ class Tower(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-  """What the decoder needs to know beyond its layers.
+  """Settings of the decoder other than those of its layers.
 
   Attributes:
-    embedding: sizes of the table.
-    tied: the head is the embedding's table.
-    final_soft_cap: of the logits; None: none.
+    embedding: sizes of the embedding table.
+    tied: the head uses the embedding table.
+    final_soft_cap: soft cap of the logits; None: no cap.
     norm: the final norm.
-    per_layer_input: the extra embedding of E2B and E4B; None: none.
-    vision: configuration of the tower that turns images into tokens: ``layer(precision)`` is a ``Tower``; None: text only.
-    image_token_id: the token whose embedding an image's features take the place of.
-    placeholder_ids: tokens that stand for images, video and sound, and have no row of their own (Gemma 4).
-    pad_token_id: the token that is looked up in their place, in the per-layer table too.
+    per_layer_input: the per-layer embedding of E2B and E4B; None if the model has none.
+    vision: configuration of the vision tower; its ``layer(precision)`` is a ``Tower``. None for a text model.
+    image_token_id: the token whose embedding is replaced by the features of an image.
+    placeholder_ids: tokens that represent images, video and sound and have no row in the tables (Gemma 4).
+    pad_token_id: the token that is looked up instead of them, also in the per-layer table.
     scan_layers: run a stack by ``lax.scan``; False unrolls the same rows over the same stacked parameters.
-    remat_policy: what a layer keeps for the backward pass.
-    remat_offload: what of it lies in the host's memory until then, of layers that run in a loop (``loops``) and no tower's.
-      Out of a loop compilers move an array to the host when it is wanted back, so that it lies on the device all the time.
-    rules: how parameters and activations are split over a mesh.
-    grouped: the kernel that multiplies tokens with their experts.
-    one_document: every row of a batch is one document, padding behind it (``masks.Tokens``).
+    remat_policy: the values that a layer saves for the backward pass.
+    remat_offload: the saved values that are kept in host memory until the backward pass. It applies to layers that run in a
+      loop (``loops``), but not to a vision tower. Outside a loop, compilers move an array to the host only when it is needed
+      again, so it occupies device memory all the time.
+    rules: sharding of parameters and activations over a mesh.
+    grouped: name of the kernel that multiplies tokens by their experts.
+    one_document: every row of a batch is one document followed by padding (``masks.Tokens``).
   """
 
   embedding: EmbeddingConfig
@@ -81,7 +82,7 @@ class DecoderConfig:
 
   @property
   def lookup(self) -> Lookup:
-    """Which row a token is looked up in: whatever makes, checks or takes tokens asks here."""
+    """The table row of each token. All code that produces, checks or reads tokens uses this object."""
     per_layer = self.per_layer_input.vocab_size if self.per_layer_input else None
     return Lookup(
       vocab_size=self.embedding.vocab_size,
@@ -95,8 +96,8 @@ class DecoderConfig:
 class Decoder:
   """A decoder-only language model (Vaswani et al. 2017) as one layer: parameters and a pure call.
 
-  A layer may have a precision of its own (``Precision.in_layer``). Stacks, and so parameters, are those of a model of one
-  precision; a stack then runs in as many scans as it has runs of equal rows.
+  A layer may have its own precision (``Precision.in_layer``). Stacks, and therefore the parameter tree, do not depend on these
+  precisions. A stack whose rows differ in precision runs as several scans, one for each run of equal rows.
   """
 
   cfg: DecoderConfig
@@ -107,7 +108,7 @@ class Decoder:
     for i, layer in enumerate(self.layers):
       own = layer.precision
       if own != self.precision and own != self.precision.in_layer(**{key: getattr(own, key) for key in LAYER_KEYS}):
-        raise ValueError(f"layer {i}: its precision differs from the decoder's in more than {', '.join(LAYER_KEYS)}")
+        raise ValueError(f"layer {i}: its precision may differ from the decoder's only in {', '.join(LAYER_KEYS)}")
 
   @functools.cached_property
   def stacks(self) -> tuple[Stack, ...]:
@@ -115,26 +116,26 @@ class Decoder:
 
   @property
   def loops(self) -> tuple[Stack, ...]:
-    """Stacks of which several rows run in a loop."""
+    """Stacks with several rows that run in one loop."""
     rows = lambda s: max(count for count, _ in s.split(self.layers))
     return tuple(s for s in self.stacks if rows(s) > 1) if self.cfg.scan_layers else ()
 
   def locate(self, layer: int) -> tuple[str, int, str]:
-    """Where layer i's parameters are: params[stack][layer_name][...][row]. Returns (stack, row, layer_name)."""
+    """Find the parameters of a layer: params[stack][layer_name][...][row]. Return (stack, row, layer_name)."""
     for s in self.stacks:
       row, j = divmod(layer - s.first, len(s.layers))
       if 0 <= row < s.repeats:
         return s.name, row, f"layer_{j}"
-    raise ValueError(f"layer {layer} of a model with layers 0 to {len(self.layers) - 1}")
+    raise ValueError(f"layer {layer} does not exist: the model has layers 0 to {len(self.layers) - 1}")
 
   @property
   def uses_float16(self) -> bool:
-    """Whether values may have to be rescued: the model, or a layer of its own precision, runs in float16."""
+    """True if values may have to be clamped: the model, or a layer with its own precision, runs in float16."""
     return any(precision.dtype == "float16" for precision in (self.precision, *(layer.precision for layer in self.layers)))
 
   @property
   def router_losses(self) -> tuple[RouterLosses, int]:
-    """The auxiliary losses of the routers, which are the same in all layers, and experts a token."""
+    """The auxiliary losses of the routers, which are equal in all layers, and the number of experts per token."""
     experts = [layer.cfg.ffn.experts for layer in self.layers if layer.cfg.ffn.experts is not None]
     return (experts[0].losses, experts[0].num_experts_per_tok) if experts else (RouterLosses(), 0)
 
@@ -160,7 +161,7 @@ class Decoder:
 
   @functools.cached_property
   def lent(self) -> dict[str, tuple[int, ...]]:
-    """Shapes of the keys and values that travel between layers, by name, without batch and positions."""
+    """Shapes of the keys and values that layers share, by name, without batch and positions."""
     return {name: shape for layer in self.layers for name, shape in layer.mixer.lent().items()}
 
   def params(self) -> dict:
@@ -176,16 +177,16 @@ class Decoder:
     return spec
 
   def __call__(self, p: dict, batch: dict, capture: frozenset[str] = frozenset()) -> tuple[jax.Array, dict]:
-    """Logits of a batch.
+    """Compute the logits of a batch.
 
     Args:
       p: parameters.
       batch: int32 [B, T] arrays: "tokens"; "positions" (default: 0, 1, 2, ...); "segments" (0 is padding; default: every
-        row is one document); "token_types" (1 image, 2 video, 0 text: which tokens see each other both ways; default:
-        none do). With images: "pixel_values" and, for Gemma 4, "image_position_ids" (see the towers), either [I, ...],
-        those of all rows in the order in which the rows name them, or [B, M, ...], those of each row; what follows the
-        last named image is left unused.
-      capture: names of ``context.CAPTURES`` to hand out.
+        row is one document); "token_types" (1 image, 2 video, 0 text; tokens of one image see each other in both directions;
+        default: no images). With images: "pixel_values" and, for Gemma 4, "image_position_ids" (see the towers). They are
+        either [I, ...], the images of all rows in the order of the image tokens, or [B, M, ...], the images of each row.
+        Images after the last image token are unused.
+      capture: names of ``context.CAPTURES`` to return.
 
     Returns:
       Logits [B, T, V] and aux (see ``hidden``).
@@ -195,20 +196,20 @@ class Decoder:
 
   @jax.named_scope("head")
   def head(self, p: dict, x_BTD: jax.Array) -> jax.Array:
-    """Logits [B, T, V] of normed hidden states, float32 with ``cast_logits_to_fp32``."""
+    """Compute logits [B, T, V] from normed hidden states, in float32 with ``cast_logits_to_fp32``."""
     logits = self._embedding.attend(p["embedding"], x_BTD) if self.cfg.tied else self._head(p["head"], x_BTD)
     logits = self.cfg.rules.share(logits, "batch", "sequence", "vocab")
     with jax.named_scope("soft_cap"):
       return soft_cap(logits, self.cfg.final_soft_cap)
 
   def empty_cache(self, batch: int, length: int) -> dict:
-    """Caches of every layer for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.
+    """Create the caches of all layers for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.
 
-    The layers of one array share a dtype that holds what each of them stores.
+    Layers that are stored in one array share a dtype that can hold the entries of each of them.
 
     Args:
       batch: B, rows.
-      length: tokens of the longest row, prompt and answer.
+      length: tokens of the longest row, including the prompt and the answer.
     """
     caches = {}
     for s in self.stacks:
@@ -221,14 +222,16 @@ class Decoder:
     return caches
 
   def extend(self, p: dict, batch: dict, cache: dict, step: Step) -> tuple[jax.Array, dict, jax.Array]:
-    """Normed hidden states [B, T, D] of T tokens that follow the cached ones, the caches after them, and the number of
-    values that float16 had to rescue, int32.
+    """Process T tokens that follow the cached ones.
 
     Args:
       p: parameters.
       batch: "tokens" and "positions" int32 [B, T]; images and "token_types" in the first call only.
-      cache: ``empty_cache``, or what the last call returned.
-      step: where the tokens stand; see ``layers.cache``.
+      cache: ``empty_cache``, or the caches that the previous call returned.
+      step: position of the tokens in their rows; see ``layers.cache``.
+
+    Returns:
+      Normed hidden states [B, T, D], the updated caches, and the number of values that were clamped with float16, int32.
     """
     real = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
     x, aux = self.hidden(p, batch | {"segments": real.astype(jnp.int32)}, cache=cache, step=step)
@@ -243,19 +246,19 @@ class Decoder:
     step: Step | None = None,
     probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, dict]:
-    """Normed hidden states [B, T, D] in ``dtype``, and aux.
+    """Compute normed hidden states [B, T, D] in ``dtype``, and aux.
 
     Args:
-      p, batch, capture: as in the call.
-      cache, step: see ``extend``.
-      probes: float32 [L, 2] for each of ``context.PROBED``: the layers are probed, see ``layers.probe``.
+      p, batch, capture: as in ``__call__``.
+      cache, step: as in ``extend``.
+      probes: float32 [L, 2] for each of ``context.PROBED``; every layer is then probed, see ``layers.probe``.
 
-    aux always: "rescued" int32, the tower's too; with experts "moe_load" [MoE layers, E] and ``RouterLosses.totals``; with an
-    indexer "indexer_loss", the mean over layers; with probes "probes" {name: [L, 2]}. By capture: "hidden.embed",
-    "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx", "indexer.layerNN.topk_idx",
-    "ple.layerNN", "vision.*".
-    With caches and a step (see ``extend``): "cache".
+    aux always has "rescued" int32, which includes the vision tower. With experts it has "moe_load" [MoE layers, E] and the
+    entries of ``load_balance.totals``; with an indexer "indexer_loss", the mean over layers; with probes "probes" {name: [L,
+    2]}. By capture: "hidden.embed", "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx",
+    "indexer.layerNN.topk_idx", "ple.layerNN", "vision.*". With caches and a step (see ``extend``): "cache".
     """
+    # Embed, run every stack, apply the final norm.
     ctx = self.context(batch, capture, step)
     carry, per_layer, first = self.enter(p, batch, ctx, cache)
     collected = []
@@ -267,13 +270,13 @@ class Decoder:
       aux["cache"] = {s.name: {j: a.get("cache", {}) for j, a in layers.items()} for s, layers in collected}
     return x, aux
 
-  # A pass in its parts: enter, every layer of every row of every stack, leave. ``hidden`` is made of them, and so is what runs
-  # them differently: a backward pass that updates each layer as its gradient appears (training/step/in_backward/step.py).
+  # The following methods are the parts of a pass. ``hidden`` calls them in order. The step that updates each layer as soon as
+  # its gradient is available (training/step/in_backward/step.py) calls them in another order.
 
   def context(self, batch: dict, capture: frozenset[str] = frozenset(), step: Step | None = None) -> Context:
-    """What all layers see of a batch; it depends on no parameter."""
+    """Create the context that all layers share. It does not depend on parameters."""
     if unknown := set(capture) - set(CAPTURES):
-      raise ValueError(f"cannot capture {sorted(unknown)}; there are {CAPTURES}")
+      raise ValueError(f"cannot capture {sorted(unknown)}. fix: choose from {', '.join(CAPTURES)}")
     types = batch.get("token_types")
     images = None if types is None else numbered_images(types)
     tokens = Tokens(batch.get("segments"), images, self.cfg.one_document and step is None)
@@ -289,26 +292,28 @@ class Decoder:
     )
 
   def enter(self, p: dict, batch: dict, ctx: Context, cache: dict | None = None) -> tuple[Carry, jax.Array | None, Aux]:
-    """From a batch to what the first row of layers reads.
+    """Embed a batch: compute the inputs of the first row of layers.
 
     Args:
-      p: parameters, of which it reads the embedding, the per-layer inputs and the tower.
-      batch: as in the call.
+      p: parameters. Only the embedding, the per-layer inputs and the vision tower are used.
+      batch: as in ``__call__``.
       ctx: ``context`` of the batch.
-      cache: in generation.
+      cache: the caches, in generation.
 
     Returns:
-      The carry; the layers' own inputs [L, B, T, P] or None; and aux: "rescued" with a tower, captures.
+      The carry; the per-layer inputs [L, B, T, P] or None; and aux: captures, and "rescued" if the model has a tower.
     """
     ctx = ctx.collecting()
     x, tokens, held = self._embed(p, batch, ctx)
     x = ctx.rules.constrain(x, "batch", "sequence")
     if "hidden" in ctx.capture:
       ctx.tap("hidden.embed", x)
+    # Per-layer inputs: bring the axis of layers to the front, so that a stack can slice it.
     per_layer = None
     if self._per_layer:
       own = ctx.rules.constrain(self._per_layer(p["ple"], tokens, x, held), "batch", "sequence")
       per_layer = own.transpose(2, 0, 1, 3)
+    # Keys and values that layers share are part of the carry, so they need an array from the start.
     carry: Carry = {"x": x}
     if self.lent:
       B, T = batch["tokens"].shape
@@ -321,12 +326,12 @@ class Decoder:
   def rows(
     self, s: Stack, p: dict, per_layer: jax.Array | None = None, cache: dict | None = None, probes: dict | None = None
   ) -> dict[str, Any]:
-    """What each row of a stack reads beside the carry: every leaf has a leading axis of ``repeats``.
+    """Collect the inputs of each row of a stack other than the carry. Every leaf has a leading axis of ``repeats``.
 
     Args:
       s: the stack.
       p: the decoder's parameters.
-      per_layer: of ``enter``.
+      per_layer: per-layer inputs of ``enter``.
       cache, probes: as in ``hidden``.
     """
     period = len(s.layers)
@@ -340,18 +345,18 @@ class Decoder:
   def run_row(
     self, s: Stack, layers: tuple[Block, ...], carry: Carry, row: dict[str, Any], ctx: Context, *, in_loop: bool = False
   ) -> tuple[Carry, dict[str, Aux]]:
-    """Runs the layers of one row of a stack.
+    """Run the layers of one row of a stack.
 
     Args:
       s: the stack.
-      layers: the row's, with their own precisions (``Stack.split``).
-      carry: of ``enter`` or of the row before.
+      layers: the layers of the row, with their own precisions (``Stack.split``).
+      carry: carry of ``enter`` or of the previous row.
       row: one entry of ``rows``.
       ctx: ``context`` of the batch.
       in_loop: the row is the body of a loop.
 
     Returns:
-      The carry, and what each layer handed out, {"layer_j": aux}.
+      The carry, and the aux values of each layer, {"layer_j": aux}.
     """
     aux = {}
     for j, layer in enumerate(layers):
@@ -371,8 +376,9 @@ class Decoder:
     in_loop: bool = False,
     alone: bool = False,
   ) -> tuple[Carry, Aux]:
-    """Runs layer j of a row, with its own precision; otherwise as ``run_row``. Returns the carry and what it handed out.
-    ``alone``: nothing that it could be merged with stands beside its recomputation (``remat``)."""
+    """Run layer j of a row with its own precision. The other arguments are as in ``run_row``. Return the carry and aux.
+
+    ``alone``: XLA has no neighbouring computation to merge with the recomputation of this layer (``remat``)."""
     own = replace(
       ctx,
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
@@ -386,19 +392,19 @@ class Decoder:
       carry, aux = call(row["params"][f"layer_{j}"], carry, own)
     carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
     if "kv" in carry:
-      # Whatever the layer's own dtype (or its cache's), what later layers share travels in the model's.
+      # Shared keys and values have the model's dtype, whatever the dtypes of the layer and its cache are.
       carry["kv"] = jax.tree.map(lambda kv: ctx.rules.constrain(self.precision.cast(kv), "batch", "sequence"), carry["kv"])
     return carry, aux
 
   def leave(
     self, p: dict, carry: Carry, collected: list[tuple[Stack, dict[str, Aux]]], first: Aux, ctx: Context
   ) -> tuple[jax.Array, dict]:
-    """Normed hidden states [B, T, D] in ``dtype`` behind the last row, and aux as ``hidden`` hands it out.
+    """Apply the final norm. Return normed hidden states [B, T, D] in ``dtype``, and aux as in ``hidden``.
 
     Args:
-      p: the decoder's parameters, of which it reads the final norm.
-      carry: of the last row.
-      collected: of each stack, what its layers handed out, every leaf with a leading axis of ``repeats``.
+      p: the decoder's parameters. Only the final norm is used.
+      carry: carry of the last row.
+      collected: for each stack, the aux values of its layers. Every leaf has a leading axis of ``repeats``.
       first: aux of ``enter``.
       ctx: ``context`` of the batch.
     """
@@ -409,7 +415,7 @@ class Decoder:
     return x, aux | ({"hidden.final_norm": x} if "hidden" in ctx.capture else {})
 
   def _cached(self, name: str, cache: dict | None) -> int:
-    """Slots in the cache of the layers that lend keys and values under this name."""
+    """Return the number of cache slots of the layers that share keys and values under this name."""
     for s in self.stacks:
       for j, layer in enumerate(s.layers):
         if cache is not None and name in layer.mixer.lent():
@@ -417,23 +423,26 @@ class Decoder:
     return 0
 
   def _embed(self, p: dict, batch: dict, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Embedded input [B, T, D], the rows that were looked up and where they stand for placeholders."""
+    """Return embedded inputs [B, T, D], the looked-up rows, and which tokens are placeholders (None: no token can be one)."""
     tower = self._tower
     tokens, held = self.cfg.lookup(batch["tokens"])
     if tower is None or "pixel_values" not in batch:
       return self._embedding(p["embedding"], tokens, held), tokens, held
-    # Images by row [B, M, ...] lie on the devices as the rows do; images alone [I, ...] are those of all rows together.
+    # Images by row [B, M, ...] are sharded like the rows. Images in one list [I, ...] belong to all rows together.
     images = {name: batch[name] for name in ("pixel_values", "image_position_ids") if name in batch}
     by_row = images["pixel_values"].ndim > tower.pixel_rank
     if by_row:
       images = {name: ctx.rules.constrain(x.reshape(-1, *x.shape[2:]), "batch") for name, x in images.items()}
+    # Run the tower.
     wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone=True)
     features, valid = tower(p["vision"], images["pixel_values"], images.get("image_position_ids"), ctx, wrap=wrap)
     ctx.tap("vision.valid", valid)
+    # Embed the text. Gemma 3's image token has a row that is not used, or an id beyond the table, so padding is looked up
+    # instead.
     is_image = batch["tokens"] == self.cfg.image_token_id
-    tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)  # Gemma 3's has a row, or lies beyond the table
+    tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)
     x = self._embedding(p["embedding"], tokens, held)
-    # The n-th image token of a row (of the batch, in reading order) takes its n-th valid feature.
+    # Replace image tokens: the n-th image token of a row (or of the batch, in reading order) gets its n-th valid feature.
     groups = tokens.shape[0] if by_row else 1
     flat = features.reshape(groups, -1, features.shape[-1]).astype(x.dtype)
     order = jnp.argsort(~valid.reshape(groups, -1), axis=1, stable=True)
@@ -443,18 +452,20 @@ class Decoder:
     return jnp.where(is_image[..., None], chosen, x), tokens, held
 
   def _run(self, s: Stack, carry: Carry, rows: dict[str, Any], ctx: Context) -> tuple[Carry, dict[str, Aux]]:
-    """Runs one stack, scanned or unrolled. Every leaf of aux has a leading axis of ``repeats``."""
+    """Run one stack, scanned or unrolled. Every leaf of aux has a leading axis of ``repeats``."""
     parts, outs = s.split(self.layers), []
+    # Scanned: one scan for each part with equal precision.
     if self.cfg.scan_layers and s.repeats > 1:
       sizes = [count for count, _ in parts]
+      # Weights that slice their rows themselves (``cuts_rows``) stay outside the scanned inputs; the row number replaces them.
       mixed, tree = jax.tree.flatten(rows, is_leaf=cuts_rows)
       leaves = [x for x in mixed if not cuts_rows(x)]
       if len(leaves) < len(mixed):
         leaves.append(jnp.arange(s.repeats))
-      # split's transpose, and unstack's, is one concatenation; slices would transpose to a sum of padded copies.
+      # The gradient of split (and of unstack) is one concatenation. The gradient of slices would be a sum of padded copies.
       xs = [leaves] if len(parts) == 1 else zip(*(jax.lax.split(x, sizes) for x in leaves), strict=True)
       for i, ((_, layers), part) in enumerate(zip(parts, xs, strict=True)):
-        # A scan of one row is no loop once it is compiled.
+        # XLA compiles a scan over one row without a loop.
         loop = len(part[0]) > 1
 
         def body(carry, own, layers=layers, loop=loop):
@@ -466,6 +477,7 @@ class Decoder:
           carry, aux = jax.lax.scan(body, carry, list(part))
         outs.append(aux)
       return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+    # Unrolled: cut the parameters and the other inputs into rows, and run them one by one.
     alike = all(layer.precision.dtype == self.precision.dtype for _, layers in parts for layer in layers)
     params = unstacked(s.params(), rows["params"], self.precision if alike and self.cfg.remat_policy == "none" else None)
     leaves, tree = jax.tree.flatten(rows | {"params": None})

@@ -1,6 +1,7 @@
-"""Dropout (Srivastava et al. 2014) whose masks are a function of what they are for: seed, step, row of the batch, array and
-layer, and the place in the row. No generator has a state, so that a run that goes on, another mesh, microbatches and a second
-computation in the backward pass have the same masks.
+"""Dropout (Srivastava et al. 2014) with masks that depend only on the seed, step, row, array, layer and position in the row.
+
+No random generator keeps a state. The masks are therefore the same after a resume, on another mesh, with other microbatches,
+and when the backward pass recomputes a layer.
 
 B rows of a batch.
 """
@@ -12,31 +13,33 @@ import jax
 import jax.numpy as jnp
 
 ROWS = "dropout"
-"""Of a batch in training: uint32 [B, 2], the key of each row. It travels with the rows to their devices and microbatches."""
+"""Batch entry in training: uint32 [B, 2], the key of each row. It is split over devices and microbatches together with the
+rows."""
 
 
 def row_keys(seed: int, step: jax.Array, count: int) -> jax.Array:
-  """uint32 [count, 2]: the keys of the rows of a batch.
+  """Return uint32 [count, 2]: the keys of the rows of a batch.
 
   Args:
-    seed: of the run.
+    seed: seed of the run.
     step: int32 scalar.
-    count: rows of the whole batch.
+    count: number of rows of the complete batch.
   """
   key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step))
   return folded(key, jnp.arange(count))
 
 
 def folded(keys: jax.Array, numbers: jax.Array) -> jax.Array:
-  """uint32 [*numbers.shape, *keys.shape]: keys [..., 2] for each of some whole numbers."""
+  """Derive a key for each integer: uint32 [*numbers.shape, *keys.shape] from keys [..., 2]."""
   numbers = numbers.astype(jnp.uint32).reshape(numbers.shape + (1,) * keys.ndim)
   both = _mixed(numbers + jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32))
   return _mixed(_mixed(keys ^ both) + jnp.flip(both, -1))
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-  """A permutation of uint32 in which each bit of x turns each bit of the result half of the time (lowbias32, Wellons 2018):
-  eight operations, where a generator of JAX takes a hundred, for each number of every input of an adapter."""
+  """Mix the bits of uint32 numbers: each input bit flips each output bit with probability 1/2 (lowbias32, Wellons 2018).
+
+  The function needs 8 operations per number. A JAX generator needs about 100, for every element of every adapter input."""
   x = (x ^ x >> 16) * jnp.uint32(0x7FEB352D)
   x = (x ^ x >> 15) * jnp.uint32(0x846CA68B)
   return x ^ x >> 16
@@ -45,29 +48,32 @@ def _mixed(x: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dropout:
-  """Of the inputs of one array in one layer.
+  """Dropout for the inputs of one array in one layer.
 
   Attributes:
-    keys: uint32 [B, 2], of the batch's rows.
-    rate: share of the numbers that are zero.
+    keys: uint32 [B, 2], keys of the rows of the batch.
+    rate: fraction of elements that are set to zero.
   """
 
   keys: jax.Array
   rate: float = dataclasses.field(metadata={"static": True})
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """x with zeros; what is left still has to be divided by ``1 - rate``.
+    """Set elements of x to zero. The caller must divide the result by ``1 - rate``.
 
     Args:
-      x: [B * n, ...], n entries of each row, in order.
+      x: [B * n, ...], n consecutive entries for each row.
 
     Raises:
-      ValueError: its first axis is no multiple of B.
+      ValueError: the size of the first axis is not a multiple of B.
     """
     rows = self.keys.shape[0]
     if x.shape[0] % rows:
-      raise ValueError(f"dropout of {x.shape[0]} entries of {rows} rows: nobody knows which are whose")
+      raise ValueError(
+        f"dropout: {x.shape[0]} entries are not a multiple of the {rows} rows of the batch, so they cannot be assigned to rows"
+      )
     shape = (rows, x.shape[0] // rows, *x.shape[1:])
+    # Number the elements of each row, and hash these numbers with the key of the row.
     place, size = jnp.zeros(shape, jnp.uint32), 1
     for axis in reversed(range(1, len(shape))):
       place += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(size)

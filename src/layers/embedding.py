@@ -17,13 +17,13 @@ from maxtext_like.layers.weight import lookup, product
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-  """Which row a token is looked up in, in the embedding and in the per-layer embedding alike.
+  """The table row of each token, for the embedding and the per-layer embedding.
 
   Attributes:
-    vocab_size: tokens of the model, from 0.
-    per_layer_rows: rows of the per-layer table, which may have fewer; None: there is no such table.
-    placeholders: tokens that stand for images, video and sound; they are looked up as ``padding`` (Gemma 4).
-    padding: the token of padding.
+    vocab_size: number of tokens of the model.
+    per_layer_rows: rows of the per-layer table, which may have fewer; None if there is no such table.
+    placeholders: tokens that represent images, video and sound; they are looked up as ``padding`` (Gemma 4).
+    padding: id of the padding token.
   """
 
   vocab_size: int
@@ -33,30 +33,30 @@ class Lookup:
 
   @property
   def rows(self) -> int:
-    """Rows that every table has."""
+    """Number of rows that every table has."""
     return min(self.vocab_size, self.per_layer_rows or self.vocab_size)
 
   def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The rows int32 [B, T], and where they stand for a placeholder, bool [B, T]; None: no token is one."""
+    """Return the rows int32 [B, T], and bool [B, T]: which tokens are placeholders (None: no token can be one)."""
     if not self.placeholders:
       return tokens_BT, None
     held_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, jnp.result_type(tokens_BT)), axis=-1)
     return jnp.where(held_BT, self.padding, tokens_BT), held_BT
 
   def missing(self, tokens: np.ndarray) -> np.ndarray:
-    """Which tokens no table, or not every table, has a row for: bool, of their shape. On the device they would be clamped."""
+    """Return bool in the shape of tokens: which of them lack a row in some table. On a device these ids would be clamped."""
     return ((tokens < 0) | (tokens >= self.rows)) & ~np.isin(tokens, self.placeholders)
 
   def why_missing(self, token: int) -> str:
-    """Why a token of ``missing`` has no row, for an error."""
+    """Return the reason, for an error message, why a token of ``missing`` has no row."""
     if 0 <= token < self.vocab_size:
       return f"the per-layer embedding has rows for ids 0 to {self.rows - 1} (vocab_size_per_layer_input)"
     return f"the vocabulary has ids 0 to {self.vocab_size - 1}"
 
 
 def constant(rows: jax.Array, held_BT: jax.Array | None) -> jax.Array:
-  """Rows [B, T, ...] that give the table no gradient where they stand for placeholders, as ``torch.nn.Embedding`` gives
-  its ``padding_idx`` none."""
+  """Return rows [B, T, ...] that send no gradient to the table at placeholders, as ``padding_idx`` of
+  ``torch.nn.Embedding``."""
   if held_BT is None:
     return rows
   return jnp.where(held_BT.reshape(*held_BT.shape, *(1,) * (rows.ndim - 2)), jax.lax.stop_gradient(rows), rows)
@@ -68,9 +68,9 @@ class EmbeddingConfig:
 
   Attributes:
     vocab_size, emb_dim: V and D.
-    scale_by_sqrt_dim: rows are multiplied by sqrt(D) (Gemma).
-    initial_stddev: standard deviation of the table's elements before training; None is D ** -0.5, with which the logits of a
-      tied head have standard deviation 1.
+    scale_by_sqrt_dim: multiply rows by sqrt(D) (Gemma).
+    initial_stddev: standard deviation of the table's elements before training. None means D ** -0.5, which gives the logits
+      of a tied head a standard deviation of 1.
   """
 
   vocab_size: int
@@ -81,7 +81,7 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True)
 class Embedding:
-  """Rows of a table, and the tied output head that multiplies by the same table."""
+  """Looks up rows of a table. The tied output head multiplies by the same table."""
 
   cfg: EmbeddingConfig
   precision: Precision
@@ -94,8 +94,16 @@ class Embedding:
 
   @jax.named_scope("embedding")
   def __call__(self, p: dict, tokens_BT: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
-    """tokens: int32 [B, T], each below V (JAX clamps silently: ``Lookup.missing`` checks on the host); held: see ``constant``.
-    Returns [B, T, D], residual dtype."""
+    """Embed tokens.
+
+    Args:
+      p: parameters.
+      tokens_BT: int32, each below V. JAX clamps larger ids without an error; ``Lookup.missing`` checks them on the host.
+      held_BT: placeholders, see ``constant``.
+
+    Returns:
+      [B, T, D] in the residual dtype.
+    """
     rows = constant(lookup(self.precision, p["table"], tokens_BT), held_BT).astype(self.precision.residual)
     if self.cfg.scale_by_sqrt_dim:
       # Gemma was trained with sqrt(D) rounded to the dtype of activations: 73.5 in bfloat16 for D = 5376.
@@ -103,7 +111,7 @@ class Embedding:
     return rows
 
   def attend(self, p: dict, x_BTD: jax.Array) -> jax.Array:
-    """Logits [B, T, V] against the table."""
+    """Compute logits [B, T, V] with the embedding table."""
     return output_product(self.precision, "BTD,VD->BTV", x_BTD, p["table"])
 
 
@@ -119,13 +127,13 @@ class Head:
     return {"kernel": Param((c.emb_dim, c.vocab_size), ("embed", "vocab"), self.precision.weight_dtype)}
 
   def __call__(self, p: dict, x_BTD: jax.Array) -> jax.Array:
-    """Logits [B, T, V]."""
+    """Compute logits [B, T, V]."""
     return output_product(self.precision, "BTD,DV->BTV", x_BTD, p["kernel"])
 
 
 @jax.named_scope("logits")
 def output_product(precision: Precision, spec: str, x: jax.Array, w: Any) -> jax.Array:
-  """The last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
+  """Compute the last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
   if precision.logits_dot_in_fp32:
     logits = product(precision.exact, spec, x, w)
     return logits if precision.cast_logits_to_fp32 else precision.cast(logits)

@@ -1,7 +1,8 @@
-"""The Flax Linen face of every layer: ``linen.MLP(cfg, precision).init(key, x)``.
+"""Flax Linen modules of every layer: ``linen.MLP(cfg, precision).init(key, x)``.
 
-One generic module for all layers. Parameters are boxed with their logical axes (``nn.LogicallyPartitioned``), as Linen's own
-partitioning tools expect, and live in the collection "params", trainable or not, so that the tree equals the NNX face's.
+One generic module wraps every layer. Parameters are boxed with their logical axes (``nn.LogicallyPartitioned``), which Linen's
+partitioning tools read. All of them, trainable or not, are in the collection "params", so the tree equals that of the NNX
+modules.
 """
 
 from typing import Any
@@ -22,19 +23,19 @@ class Linen(nn.Module):
   """A layer as a ``flax.linen.Module``.
 
   Attributes:
-    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``; mixers and feed-forwards, whose call reads a
-      context, have ``alone`` for it.
+    layer: a layer object with ``params()`` and a pure ``__call__(params, *args)``. Mixers and feed-forward layers also have
+      ``alone``, which needs no context and is called instead.
   """
 
   layer: Any
 
   @nn.compact
   def __call__(self, *args, **kwargs):
-    """The layer's own call (``alone`` where it has one), without its parameters."""
+    """Call the layer (``alone`` if it has that method) with the module's parameters."""
     spec = self.layer.params()
     given: Any = self.variables.get("params")
     if given:
-      # Not self.param: with a value at hand it would trace the initialiser again in every apply.
+      # Not self.param, which would trace the initializer again in every apply even if the value exists.
       params = checked(spec, nn.meta.unbox(unfreeze(given)))
     else:
       params = {name: self.param(name, lambda key, s=s: init(s, key, _box)) for name, s in spec.items()}
@@ -50,7 +51,7 @@ def _face(layer_class):
     return Linen(layer_class(*args, **kwargs), name=name, parent=parent)
 
   make.__name__ = make.__qualname__ = layer_class.__name__
-  make.__doc__ = f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.linen.Module`` of this layer; arguments are the layer's own."
+  make.__doc__ = f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.linen.Module``. The arguments are those of the layer."
   return make
 
 

@@ -1,4 +1,4 @@
-"""The gated MLP, and the gated product in a form that float16 survives.
+"""The gated MLP, and a form of the gated product that stays within the range of float16.
 
 B batch, T position, D model, F hidden.
 """
@@ -21,16 +21,16 @@ from maxtext_like.layers.weight import product
 
 Activation = Literal["gelu", "silu"]
 
-# The largest number that both float16 and bfloat16 hold exactly.
+# The largest number that is exact in both float16 and bfloat16.
 FLOAT16_SAFE_MAX = 65280.0
 
 _GELU = 2 * math.sqrt(2 / math.pi)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
-  """GELU in its tanh approximation (Hendrycks & Gimpel 2016) or SiLU, computed in float32, in x's dtype.
+  """GELU in its tanh approximation (Hendrycks & Gimpel 2016) or SiLU. Computed in float32, returned in x's dtype.
 
-  The backward pass keeps x alone, rounds once too, and is finite wherever x is.
+  The backward pass saves only x, rounds once, and is finite if x is.
   """
   return _activate(x, activation)
 
@@ -52,13 +52,13 @@ _activate.defvjp(_activate_fwd, _activate_bwd)
 
 
 def _value_and_slope(x: jax.Array, activation: Activation) -> tuple[jax.Array, jax.Array]:
-  """The activation and its derivative, float32.
+  """Return the activation and its derivative, float32.
 
-  Both are x * sigmoid(v(x)). For GELU that is the same as x / 2 * (1 + tanh(v / 2)), without the difference that leaves
-  nothing but rounding at negative x: a norm after a narrow product (per-layer inputs) turns it into visible errors.
+  Both are computed as x * sigmoid(v(x)). For GELU this equals x / 2 * (1 + tanh(v / 2)), but without the subtraction that loses
+  all digits at negative x. A norm after a narrow product (per-layer inputs) would amplify that loss to visible errors.
   """
   x = x.astype(jnp.float32)
-  # Beyond +-100 the sigmoid is 0 or 1 and its slope 0; without the bound, a cube's infinity times that 0 would be NaN.
+  # Beyond +-100 the sigmoid is 0 or 1 and its slope is 0. Without the clip, x^3 = inf times this 0 would be NaN.
   z = jnp.clip(x, -100.0, 100.0)
   v, slope = z, jnp.ones_like(z)
   if activation == "gelu":
@@ -77,12 +77,12 @@ class MLPConfig:
   output_gain: float = 1.0
 
   def layer(self, precision: Precision) -> "MLP":
-    """The feed-forward of this configuration."""
+    """Return the layer with this configuration."""
     return MLP(self, precision)
 
   @property
   def experts(self) -> None:
-    """Of every feed-forward: the configuration of its experts; this one has none."""
+    """The configuration of the experts. Every feed-forward configuration has this property; an MLP has no experts."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,13 @@ class MLP:
     }
 
   def alone(self, p: dict, x_BTD: jax.Array) -> jax.Array:
-    """The layer by itself, as a face calls it."""
+    """Run the layer outside a decoder, as a module wrapper does."""
     return self(p, x_BTD, Context.of(x_BTD))
 
   @jax.named_scope("mlp")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    """x: normed [B, T, D]. Returns [B, T, D] in ``dtype``, float32 when that is float16; notes "rescued"."""
+    """Apply the MLP to x, normed [B, T, D]. Return [B, T, D] in ``dtype`` (float32 with float16). Report "rescued"."""
+    # Gate and up projections, in float32 if their product is.
     float32 = keep_float32(self.precision)
     wide = lambda name: checkpoint_name(
       product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32, large=True), "mlp"
@@ -136,18 +137,18 @@ def gated(
   bounded: bool = False,
   kept_apart: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """down(act(gate) * up), in a form that float16 survives (see ``float16_gated_product``).
+  """Return down(act(gate) * up). With float16 the product is kept in range (see ``float16_gated_product``).
 
   Args:
-    precision: flags.
-    activation: of the gate.
-    gate, up: [..., F], float32 where ``keep_float32`` says so.
-    down: the product that follows, linear; with float16 it hands on its sum in float32.
-    bounded: ``down`` keeps its input inside float16 by itself, with bounds that are those of the unscaled product.
-    kept_apart: as of ``Context``.
+    precision: selects the dtypes.
+    activation: activation of the gate.
+    gate, up: [..., F], float32 if ``keep_float32`` is true.
+    down: the next product, a linear function. With float16 it returns its sum in float32.
+    bounded: ``down`` clips its input to bounds within float16 itself. The bounds apply to the unscaled product.
+    kept_apart: as in ``Context``.
 
   Returns:
-    What ``down`` returns, and the number of values that had to be rescued, int32.
+    The result of ``down``, and the number of clamped values, int32.
   """
   if precision.dtype != "float16" or bounded:
     with jax.named_scope("gate_product"):
@@ -160,17 +161,18 @@ def gated(
 
 
 def gated_product(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
-  """act(gate) * up."""
+  """Return act(gate) * up."""
   return activate(gate, activation) * up
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gated_product_at_once(activation: Activation, kept_apart: bool, gate: jax.Array, up: jax.Array) -> Any:
-  """The same numbers, whose gradients one GPU kernel makes: it reads gate, up and the cotangent once.
+  """``gated_product`` with gradients from a single GPU kernel, which reads gate, up and the cotangent once.
 
-  XLA has a kernel for each gradient, as long as it sees that the forward pass reads gate and up too (gemma3-4b on an H200: 0.34
-  ms a layer of 8192 tokens instead of 0.22). Where they wait apart (``Context.kept_apart``) it sees none, and makes the product
-  again in that kernel, which reads them in their stacks: behind a barrier of its own they would be copied first.
+  Without the barrier, XLA uses one kernel for each gradient, because it fuses them with the forward reads of gate and up
+  (gemma3-4b on an H200: 0.34 ms instead of 0.22 ms for a layer of 8192 tokens). If gate and up are stored by a loop
+  (``Context.kept_apart``), XLA cannot do that. It then recomputes the product in the one kernel, which reads them directly from
+  the stacked arrays. A barrier on gate and up would copy them first, so only the cotangent has one.
   """
   del kept_apart
   return gated_product(activation, gate, up)
@@ -186,7 +188,7 @@ gated_product_at_once.defvjp(lambda activation, _, *given: (gated_product(activa
 
 
 def keep_float32(precision: Precision) -> bool:
-  """Whether gate, up and their product stay in float32 (``float32_gate_product``)."""
+  """True if gate, up and their product are kept in float32 (``float32_gate_product``)."""
   if precision.float32_gate_product == "auto":
     return precision.dtype == "float16"
   return precision.float32_gate_product and precision.dtype != "float32"
@@ -194,21 +196,22 @@ def keep_float32(precision: Precision) -> bool:
 
 @jax.named_scope("gate_product")
 def float16_gated_product(gate, up, activation: Activation, precision: Precision):
-  """act(gate) * up as float16 operands of the next product.
+  """Compute act(gate) * up as a float16 operand of the next product.
 
-  In float32 the product is divided, row by row, by the power of two that brings it into float16's range: exact, because
-  the row's factor is multiplied back after the float32-accumulated product. Without ``float32_gate_product`` the product
-  is a plain float16 one and can only be clipped. A non-finite gate or up is neutralised *before* the activation: rescued
-  behind it, it would still put NaN into the gradient.
+  If the product is float32, each row is divided by the power of two that brings it into the range of float16. This is exact,
+  because the factor is multiplied back after the next product, which accumulates in float32. Without ``float32_gate_product``
+  the product is float16 and can only be clipped. A non-finite gate or up is set to zero *before* the activation: replacing it
+  afterwards would leave NaN in the gradient.
 
   Args:
     gate, up: [..., F], float32 or float16.
-    activation: of the gate.
-    precision: ``float16_rescue`` says whether non-finite values are replaced.
+    activation: activation of the gate.
+    precision: ``float16_rescue`` selects whether non-finite values are replaced.
 
   Returns:
     The product in float16 [..., F], the factor of each row [..., 1] float32, and the number of replaced values, int32.
   """
+  # Replace non-finite inputs by zero.
   rescued = jnp.zeros((), jnp.int32)
   if precision.float16_rescue:
     good = jnp.isfinite(gate) & jnp.isfinite(up)
@@ -216,6 +219,7 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
     gate, up = jnp.where(good, gate, 0), jnp.where(good, up, 0)
   hidden = activate(gate, activation) * up
   unit = jnp.ones((*hidden.shape[:-1], 1), jnp.float32)
+  # float32: scale each row into the range of float16. float16: clip to the range.
   if hidden.dtype == jnp.float32:
     if precision.float16_rescue:
       bound = 0.7 * float(jnp.finfo(jnp.float32).max)
@@ -223,7 +227,7 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
       hidden = jnp.where(jnp.abs(hidden) <= bound, hidden, 0)
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(hidden), axis=-1, keepdims=True))
     excess = jnp.ceil(jnp.log2(jnp.maximum(peak, FLOAT16_SAFE_MAX) / FLOAT16_SAFE_MAX))
-    # exp2 of an integer is exact on every backend only through ldexp.
+    # Only ldexp computes powers of two exactly on every backend.
     unit = jnp.ldexp(unit, excess.astype(jnp.int32))
     hidden = hidden / unit
   elif precision.float16_rescue:
@@ -235,7 +239,7 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
 
 
 def rescue_output(out: jax.Array, rescued: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:
-  """Zeroes what is still not finite and counts it, when ``float16_rescue`` is on."""
+  """Set non-finite outputs to zero and count them, if ``float16_rescue`` is on."""
   if not precision.float16_rescue:
     return out, rescued
   good = jnp.isfinite(out)

@@ -1,7 +1,8 @@
-"""The Flax NNX face of every layer: ``nnx.MLP(cfg, precision, rngs=flax.nnx.Rngs(0))(x)``.
+"""Flax NNX modules of every layer: ``nnx.MLP(cfg, precision, rngs=flax.nnx.Rngs(0))(x)``.
 
-One generic module for all layers. Every array is an ``nnx.Param`` (trainable) or a ``Frozen`` variable, reachable by its
-attribute path: ``decoder.stack_0.layer_1.mlp.down``. ``nnx.to_pure_dict(nnx.state(module))`` is the Linen face's "params".
+One generic module wraps every layer. Every array is an ``nnx.Param`` (trainable) or a ``Frozen`` variable, reachable by its
+attribute path: ``decoder.stack_0.layer_1.mlp.down``. ``nnx.to_pure_dict(nnx.state(module))`` equals "params" of the Linen
+module.
 """
 
 from typing import Any
@@ -16,11 +17,11 @@ from maxtext_like.layers.param import Param, abstract, checked, init
 
 
 class Frozen(nnx.Variable):
-  """An array that no gradient changes: ``nnx.grad`` and optimizers, which select ``nnx.Param``, pass it by."""
+  """An array that gradients never change. ``nnx.grad`` and optimizers skip it, because they select ``nnx.Param``."""
 
 
 class Branch(nnx.Module):
-  """A node of the parameter tree: arrays and further nodes as attributes."""
+  """A node of the parameter tree. Its attributes are arrays and further nodes."""
 
   def __init__(self, tree: dict):
     for name, value in tree.items():
@@ -31,9 +32,9 @@ class NNX(nnx.Module):
   """A layer as a ``flax.nnx.Module``.
 
   Args:
-    layer: a layer object: ``params()`` and a pure ``__call__(params, *args)``; mixers and feed-forwards, whose call reads a
-      context, have ``alone`` for it.
-    rngs: the stream "params" seeds the arrays; None: there are none, but ``jax.ShapeDtypeStruct`` in their places.
+    layer: a layer object with ``params()`` and a pure ``__call__(params, *args)``. Mixers and feed-forward layers also have
+      ``alone``, which needs no context and is called instead.
+    rngs: its stream "params" seeds the arrays. None: the module holds ``jax.ShapeDtypeStruct`` instead of arrays.
   """
 
   def __init__(self, layer: Any, *, rngs: nnx.Rngs | None):
@@ -44,7 +45,7 @@ class NNX(nnx.Module):
       setattr(self, name, Branch(value) if isinstance(value, dict) else value)
 
   def __call__(self, *args, **kwargs):
-    """The layer's own call (``alone`` where it has one), without its parameters."""
+    """Call the layer (``alone`` if it has that method) with the module's parameters."""
     params = checked(self.layer.params(), nnx.to_pure_dict(nnx.state(self)))
     return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
 
@@ -59,7 +60,7 @@ def _face(layer_class):
 
   make.__name__ = make.__qualname__ = layer_class.__name__
   make.__doc__ = (
-    f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.nnx.Module`` of this layer; arguments are the layer's own and ``rngs``."
+    f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.nnx.Module``. The arguments are those of the layer, and ``rngs``."
   )
   return make
 

@@ -1,4 +1,4 @@
-"""Normalisation: RMSNorm in the order of Gemma or of DeepSeek, and LayerNorm for DeepSeek's index keys.
+"""Norms: RMSNorm in the variants of Gemma and DeepSeek, and LayerNorm for DeepSeek's index keys and SigLIP.
 
 B batch, T position, D normalised dimension (the last one of any array).
 """
@@ -18,16 +18,16 @@ from maxtext_like.layers.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-  """What a norm needs to know.
+  """Settings of a norm.
 
   Attributes:
     dim: size of the last dimension.
     epsilon: added to the mean square.
     with_scale: multiply by a parameter.
     scale_plus_one: the parameter is the scale minus one (Gemma 3).
-    round_before_scale: round to ``dtype`` before multiplying by the scale, as Llama and DeepSeek do; else after, as Gemma.
-    initial_scale: factor that the norm multiplies by before training.
-    kernel: what makes the gradients.
+    round_before_scale: round to ``dtype`` before the multiplication by the scale (Llama, DeepSeek) instead of after it (Gemma).
+    initial_scale: initial scale of the norm.
+    kernel: name of the kernel that computes the gradients.
   """
 
   dim: int
@@ -43,7 +43,7 @@ class NormConfig:
 class RMSNorm:
   """x / sqrt(mean(x^2) + epsilon) * scale, in float32 (Zhang & Sennrich 2019).
 
-  The backward pass is written out, so that it keeps x and one number for each row; there is no forward mode (``jax.jvp``).
+  The custom backward pass saves x and one number for each row. Forward mode (``jax.jvp``) is not supported.
   """
 
   cfg: NormConfig
@@ -57,19 +57,20 @@ class RMSNorm:
 
   @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array, dtype: str | None = None, *, real: jax.Array | None = None) -> jax.Array:
-    """Normalises the last dimension of x, any leading shape. Returns ``dtype``, by default the dtype of activations.
+    """Normalize the last dimension of x, which may have any leading shape.
 
     Args:
       p: parameters.
-      x: what is normed.
-      dtype: of the result.
-      real: bool, x's shape without the last dimension: where False the result is zero, and x has no gradient; None: nowhere.
+      x: input.
+      dtype: dtype of the result; None: the dtype of activations.
+      real: bool, with x's shape without the last dimension. Where it is False, the result is zero and x has no gradient. None:
+        all elements are real.
     """
     normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, *self._given(p, x), real)
     return normed
 
   def beside(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x itself, for its other uses, and normed. Of a kernel the gradients of both come together."""
+    """Return x, for other uses, and its normed form. With a kernel, the gradients of both are computed together."""
     if self.cfg.kernel == "xla":
       return x, self(p, x)
     with jax.named_scope("norm"):
@@ -97,7 +98,7 @@ def _rms_norm_fwd(cfg, dtype, scale, x, real):
 
 
 def _rms_norm_bwd(cfg, dtype, saved, g):
-  """With u = x * inverse, normed: du = g * scale, dx = inverse * (du - u * mean(u * du))."""
+  """Compute gradients. With the normed u = x * inverse: du = g * scale, dx = inverse * (du - u * mean(u * du))."""
   scale, x, inverse, real = saved
   if cfg.kernel != "xla" and scale is not None:
     return *_by_kernel(cfg, saved, g), None
@@ -127,7 +128,7 @@ _beside.defvjp(_beside_fwd, lambda cfg, dtype, saved, gs: _by_kernel(cfg, saved,
 
 
 def _by_kernel(cfg: NormConfig, saved: Any, g: jax.Array, stream: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-  """The gradients of the scale and of x; stream: that of the other uses of x."""
+  """Compute the gradients of the scale and of x. stream: the gradient from other uses of x, which is added."""
   from maxtext_like.layers.kernels.norm import pallas_gpu
 
   scale, x, inverse, real = saved
@@ -138,7 +139,7 @@ def _by_kernel(cfg: NormConfig, saved: Any, g: jax.Array, stream: jax.Array | No
 
 
 def _factor(cfg: NormConfig, scale: jax.Array) -> jax.Array:
-  """What a norm multiplies by, float32 [D]."""
+  """Return the factor of a norm, float32 [D]."""
   scale = scale.astype(jnp.float32)
   return 1.0 + scale if cfg.scale_plus_one else scale
 
@@ -156,7 +157,7 @@ class LayerNorm:
 
   @jax.named_scope("norm")
   def __call__(self, p: dict, x: jax.Array) -> jax.Array:
-    """Normalises the last dimension of x, any leading shape. Returns the dtype of activations."""
+    """Normalize the last dimension of x, which may have any leading shape. Return the dtype of activations."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.cfg.epsilon)
@@ -164,6 +165,6 @@ class LayerNorm:
 
 
 def named(norm: RMSNorm | LayerNorm, p: dict, name: str, x: jax.Array, *dtype: str, **how: Any) -> jax.Array:
-  """``norm`` with the parameters p[name], under that name: so x-ray tells the norms of a layer apart."""
+  """Apply ``norm`` with the parameters p[name] in a named scope, so that x-ray can distinguish the norms of a layer."""
   with jax.named_scope(name):
     return norm(p[name], x, *dtype, **how)

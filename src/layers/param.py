@@ -1,6 +1,6 @@
-"""Declared arrays: a layer declares each array once as a ``Param``; arrays, shardings, masks and stacks are derived from it.
+"""``Param``: the declaration of an array. Initial arrays, shardings, masks and stacks are derived from these declarations.
 
-A *spec* below is a nested dict whose leaves are ``Param``.
+A *spec* in this file is a nested dict with ``Param`` leaves.
 """
 
 import dataclasses
@@ -20,71 +20,73 @@ from maxtext_like.layers.sharding_rules import RULES, Rules
 
 Spec = Any  # a nested dict of Param
 
-# Rows of at most this many numbers get their random bits from one program together. With a program each gemma3-tiny's 54 arrays
-# compile in 18 s instead of 5 on a CPU, deepseek3.2-tiny's 42 in 26 s instead of 7; a large model has few such rows.
+# Rows of at most this many elements get their random bits from one shared program. With one program for each array, the 54
+# arrays of gemma3-tiny compile in 18 s instead of 5 s on a CPU, and the 42 of deepseek3.2-tiny in 26 s instead of 7 s. A large
+# model has few rows that are this small.
 SMALL_ROW = 1 << 17
 
 
 def _symmetric(bits: jax.Array, bound: float) -> jax.Array:
-  """Uniform float32 numbers in (-bound, bound) from uint32 bits, neither end included."""
+  """Convert uint32 bits to uniform float32 numbers in the open interval (-bound, bound)."""
   unit = (bits >> 9).astype(jnp.float32) * 2.0**-23 + 2.0**-24
   return (2 * unit - 1) * bound
 
 
 @dataclasses.dataclass(frozen=True)
 class FanIn:
-  """Normal numbers cut at 2 standard deviations, of variance gain ** 2 / (product of the sizes of ``axes``).
+  """Normal numbers truncated at 2 standard deviations, with variance gain ** 2 / (product of the sizes of ``axes``).
 
-  The axes are those that a product sums over (LeCun et al. 1998): with inputs of variance 1 it has standard deviation ``gain``.
+  ``axes`` are the axes that a product with this array sums over. Inputs of variance 1 then give a product with standard
+  deviation ``gain`` (LeCun et al. 1998).
   """
 
   axes: tuple[int, ...]
   gain: float = 1.0
 
   def __call__(self, bits: jax.Array) -> jax.Array:
-    """float32 numbers of the shape of uint32 bits, the shape of one row."""
+    """Return float32 numbers in the shape of the uint32 bits, which is the shape of one row."""
     size = math.prod(bits.shape[a] for a in self.axes)
-    # Cut at 2, a standard normal number has the standard deviation 0.8796.
+    # A standard normal distribution truncated at 2 has the standard deviation 0.8796.
     return jax.lax.erf_inv(_symmetric(bits, math.erf(2**0.5))) * (2**0.5 / 0.87962566103423978 * size**-0.5 * self.gain)
 
 
 @dataclasses.dataclass(frozen=True)
 class Normal:
-  """Normal numbers of this standard deviation."""
+  """Normal numbers with a fixed standard deviation."""
 
   stddev: float
 
   def __call__(self, bits: jax.Array) -> jax.Array:
-    """float32 numbers of the shape of uint32 bits."""
+    """Return float32 numbers in the shape of the uint32 bits."""
     return jax.lax.erf_inv(_symmetric(bits, 1.0)) * (2**0.5 * self.stddev)
 
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
-  """The same number everywhere."""
+  """The same number for every element."""
 
   value: float
 
   def __call__(self, bits: jax.Array) -> jax.Array:
-    """float32 numbers of the shape of the bits, which are not looked at."""
+    """Return float32 numbers in the shape of the bits. The values of the bits are not used."""
     return jnp.full(bits.shape, self.value, jnp.float32)
 
 
-Initializer = Callable[[jax.Array], jax.Array]  # from uint32 bits of one row's shape to float32 numbers
+Initializer = Callable[[jax.Array], jax.Array]  # maps uint32 bits in the shape of one row to float32 numbers
 
 
 def fan_in(*axes: int, gain: float = 1.0) -> FanIn:
-  """``FanIn`` of these axes."""
+  """Return ``FanIn`` for these axes."""
   return FanIn(axes, gain)
 
 
 def normal(stddev: float) -> Normal:
-  """``Normal`` of this standard deviation."""
+  """Return ``Normal`` with this standard deviation."""
   return Normal(stddev)
 
 
 def constant(value: float) -> Constant:
-  """``Constant`` of this value."""
+  """Return ``Constant`` with this value."""
   return Constant(value)
 
 
@@ -93,14 +95,15 @@ class Param:
   """One declared array.
 
   Attributes:
-    shape: sizes.
-    axes: a logical axis name for each dimension; None is replicated on every device.
+    shape: sizes of the dimensions.
+    axes: logical axis name of each dimension. A dimension named None is replicated on every device.
     dtype: storage dtype.
-    init: from random uint32 bits of the array's shape (one row's, for a stack) to float32 numbers.
+    init: maps random uint32 bits in the shape of the array (of one row, for a stack) to float32 numbers.
     trainable: False for arrays that gradients never change (buffers, the router bias of DeepSeek).
-    rows: size of the leading axis of a stack, whose rows are drawn one by one; None: a single array.
-    contracts: axes (of one row) that a product with this array sums over, from which a quantised weight's scales and an
-      adapter's two factors follow; () for what multiplies nothing. None: those of a ``FanIn``, and () with another init.
+    rows: size of the leading axis of a stack, whose rows are drawn one by one; None for a single array.
+    contracts: axes (of one row) that a product with this array sums over. The scales of a quantised weight and the two factors
+      of an adapter follow from them. () if no product multiplies by the array. None: the axes of ``init`` if it is a
+      ``FanIn``, else ().
   """
 
   shape: tuple[int, ...]
@@ -115,10 +118,12 @@ class Param:
     if self.contracts is None:
       object.__setattr__(self, "contracts", self.init.axes if isinstance(self.init, FanIn) else ())
     if len(self.shape) != len(self.axes):
-      raise ValueError(f"Param needs one axis name for each dimension, got shape {self.shape} and axes {self.axes}")
+      raise ValueError(
+        f"Param: shape {self.shape} and axes {self.axes} differ in length. fix: give one axis name, or None, for each dimension"
+      )
 
 
-Store = Callable[[jax.Array], Any]
+Store = Callable[[jax.Array], Any]  # maps the array of one row to the arrays that are kept for it
 
 
 def init(
@@ -127,24 +132,26 @@ def init(
   box: Callable[[Param, jax.Array], Any] = lambda _, x: x,
   store: Callable[[tuple[Any, ...], Param], Store | None] = lambda path, p: None,
 ):
-  """Arrays for a spec.
+  """Draw the arrays of a spec.
 
   Args:
     spec: nested dict of Param.
-    key: a JAX PRNG key. A leaf's own key depends on its path alone, and a row's on the leaf's and its number, so adding a
-      Param moves no other.
-    box: called with each Param and its array; what it returns is stored (a face's metadata box).
-    store: of the path of a leaf and its Param, what makes of one row (of a stack) the arrays that are kept in its place; None:
-      it is kept as it is. One large row at a time is drawn.
+    key: a JAX PRNG key. The key of a leaf depends on its path only, and the key of a row on its leaf and its index. Adding a
+      Param therefore changes no other array.
+    box: called with each Param and its array; its result is stored. A module wrapper adds its metadata here.
+    store: called with the path of a leaf and its Param. It returns a function that converts one row to the arrays to keep, or
+      None to keep the row unchanged. Large rows are drawn one at a time.
 
   Returns:
-    The same nested dict with arrays (or boxes) as leaves.
+    A nested dict like ``spec``, with arrays (or boxes) as leaves.
   """
+  # Draw the bits of all small leaves with one program.
   leaves, tree = jax.tree_util.tree_flatten_with_path(spec)
   codes = [zlib.crc32(jax.tree_util.keystr(path).encode()) for path, _ in leaves]
   params = [p for _, p in leaves]
   small = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and _row_size(p) <= SMALL_ROW]
   shared = dict(zip(small, _bits_together(key, [(codes[i], params[i]) for i in small]), strict=True))
+  # Convert bits to numbers, leaf by leaf. Large leaves draw their bits here.
   arrays = []
   for i, ((path, p), code) in enumerate(zip(leaves, codes, strict=True)):
     if isinstance(p.init, Constant):
@@ -160,7 +167,7 @@ def init(
 
 
 def _stored(kept: Store, p: Param, key: jax.Array, bits: jax.Array | None) -> Any:
-  """What is kept of the rows of a leaf, of its key or, where they are drawn already, its bits."""
+  """Draw the rows of a leaf, or use its bits if they are drawn already, and apply ``kept`` to each row."""
   make = lambda bits: kept(p.init(bits).astype(p.dtype))
   if p.rows is None:
     return make(jax.random.bits(key, p.shape) if bits is None else bits)
@@ -174,7 +181,7 @@ def _row_size(p: Param) -> int:
 
 
 def _bits_alone(key: jax.Array, p: Param) -> jax.Array:
-  """uint32 bits of one leaf's shape; each row of a stack from its own key."""
+  """Draw uint32 bits in the shape of one leaf. Each row of a stack has its own key."""
   if p.rows is None:
     return jax.random.bits(key, p.shape)
   keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(p.rows))
@@ -182,14 +189,16 @@ def _bits_alone(key: jax.Array, p: Param) -> jax.Array:
 
 
 def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.Array]:
-  """uint32 bits for several leaves, of (code, Param) each: number n of row r of a leaf is a function of code, r and n."""
+  """Draw uint32 bits for several leaves, passed as (code, Param). An element depends only on code, row and index."""
   if not leaves:
     return []
+  # Sort the leaves by row size, so that rows of one size are consecutive, and derive one key for each row.
   order = sorted(range(len(leaves)), key=lambda i: _row_size(leaves[i][1]))
   rows = [(code, row, _row_size(p)) for code, p in (leaves[i] for i in order) for row in range(p.rows or 1)]
   fold = jax.vmap(jax.random.fold_in)
   row_codes, row_numbers, sizes = (np.array(column, np.uint32) for column in zip(*rows, strict=True))
   row_keys = jax.random.key_data(fold(fold(jnp.broadcast_to(key, len(rows)), row_codes), row_numbers))
+  # Repeat the key of a row for each of its elements, and number these elements.
   keys, numbers, begin = [], [], 0
   for size, count in zip(*(x.tolist() for x in np.unique(sizes, return_counts=True)), strict=True):
     mine = row_keys[begin : begin + count, None]
@@ -197,9 +206,10 @@ def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.
     numbers.append(jnp.broadcast_to(jnp.arange(size), (count, size)).reshape(-1))
     begin += count
   every_key = jax.random.wrap_key_data(jnp.concatenate(keys), impl=jax.random.key_impl(key))
-  # A folded key is itself the output of the generator: 64 random bits for each number, of which one half is used. Without the
-  # barrier XLA compiles the generator's end into each leaf's own kernel.
+  # A folded key is itself an output of the generator: 64 random bits for each element, of which one half is used. The barrier
+  # prevents XLA from compiling the last operations of the generator into the kernel of every leaf.
   bits = jax.lax.optimization_barrier(jax.random.key_data(fold(every_key, jnp.concatenate(numbers)))[:, 0])
+  # Cut the bits into leaves again.
   parts, begin = {}, 0
   for i in order:
     end = begin + math.prod(leaves[i][1].shape)
@@ -209,15 +219,15 @@ def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.
 
 
 def stack(spec: Spec, n: int) -> Spec:
-  """The spec of n copies of a layer on a new leading "layers" axis, the form that ``jax.lax.scan`` reads.
+  """Return the spec of n copies of a layer on a new leading axis "layers", which is the form that ``jax.lax.scan`` reads.
 
-  A deeper stack begins with the same rows.
+  A stack of more copies starts with the same initial rows.
   """
   return jax.tree.map(lambda p: dataclasses.replace(p, shape=(n, *p.shape), axes=("layers", *p.axes), rows=n), spec)
 
 
 def abstract(spec: Spec, mesh: Mesh | None = None, rules: Rules = RULES):
-  """``jax.ShapeDtypeStruct`` for every leaf, with its sharding when a mesh is given."""
+  """Return a ``jax.ShapeDtypeStruct`` for every leaf, with its sharding if a mesh is passed."""
   if mesh is None:
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), spec)
   return jax.tree.map(
@@ -226,7 +236,7 @@ def abstract(spec: Spec, mesh: Mesh | None = None, rules: Rules = RULES):
 
 
 def checked(spec: Spec, params):
-  """``params`` itself, if it has the names and shapes of the spec.
+  """Return ``params`` if they have the names and shapes of the spec.
 
   Raises:
     ValueError: lists every name that is missing, unknown or has another shape.
@@ -237,21 +247,22 @@ def checked(spec: Spec, params):
   wrong += [f"{name} is missing" for name in want if name not in have]
   wrong += [f"{name} is not a parameter of this layer" for name in have if name not in want]
   if wrong:
-    raise ValueError("parameters do not fit the layer: " + "; ".join(wrong))
+    raise ValueError("the parameters do not match the layer: " + "; ".join(wrong))
   return params
 
 
 def shardings(spec: Spec, mesh: Mesh, rules: Rules = RULES):
-  """A ``jax.sharding.NamedSharding`` for every leaf."""
+  """Return a ``jax.sharding.NamedSharding`` for every leaf."""
   return jax.tree.map(lambda p: jax.sharding.NamedSharding(mesh, rules.spec(p.shape, p.axes, mesh)), spec)
 
 
 def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
-  """A tree of arrays that are split as a spec's, such as gradients, with their axes in the order in which the arguments of a
-  program for TPUs lie (``tiles.order``); as they are where no mesh is set.
+  """Return arrays with their axes in the memory order that TPU programs use for their arguments (``tiles.order``).
 
-  A gradient of a table lies as declared when rows are added to it. The compiler would turn the parameter, its moments and what
-  becomes of them for the update, all of them whole and all at a time; so it turns the gradient.
+  The arrays, such as gradients, are sharded like the spec. They are returned unchanged if no mesh is set.
+
+  The gradient of a table is in the declared order if rows were added to it. The compiler would then transpose the parameter and
+  its optimizer moments for the update, all at the same time. Transposing the gradient instead avoids these copies.
   """
   mesh = free_mesh()
   if mesh is None:
@@ -260,12 +271,12 @@ def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
   def ordered(x, p: Param):
     spec = rules.spec(p.shape, p.axes, mesh)
     own = jax.sharding.NamedSharding(mesh, spec).shard_shape(p.shape)
-    # Inside shard_map: the partitioner would gather an array that it is to split itself.
+    # Inside shard_map, because the partitioner would gather an array that has a layout constraint.
     return on_devices(lambda x: with_layout_constraint(x, Layout(tpu_layout.order(own))), mesh, spec, spec)(x)
 
   return jax.tree.map(ordered, arrays, spec)
 
 
 def count(spec: Spec) -> int:
-  """The number of elements of all arrays of a spec."""
+  """Return the number of elements of all arrays of a spec."""
   return sum(math.prod(p.shape) for p in jax.tree.leaves(spec))

@@ -1,4 +1,7 @@
-"""Where activations lie on the mesh in use; marks for the inside of shard_map. How arrays are split is in rules.py."""
+"""Placement of activations on the current mesh, collectives for shard_map, and constraints that steer XLA's memory use.
+
+rules.py defines how arrays are split.
+"""
 
 import functools
 import math
@@ -18,13 +21,13 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def on_every_device(x: jax.Array) -> jax.Array:
-  """x on every device of the mesh in use, so that any process can read it; x itself when no mesh is set."""
+  """Replicate x on every device of the current mesh, so that any process can read it. Return x if no mesh is set."""
   mesh = jax.sharding.get_abstract_mesh()
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def free_mesh() -> Mesh | None:
-  """The mesh in use; None where none is set, and inside shard_map over all of it, where everything is split already."""
+  """Return the current mesh, or None if no mesh is set or if all its axes are manual (inside shard_map)."""
   mesh = jax.sharding.get_abstract_mesh()
   return None if mesh.empty or all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh
 
@@ -32,20 +35,20 @@ def free_mesh() -> Mesh | None:
 def on_devices(
   function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *, check_vma: bool = True
 ) -> Callable[..., Any]:
-  """``jax.shard_map`` over all axes of a free mesh that are not manual yet."""
+  """``jax.shard_map`` over all axes of a free mesh that are not yet manual."""
   axes = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
   return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)
 
 
 def axes_of(entry: MeshAxes) -> tuple[str, ...]:
-  """An entry of a PartitionSpec as mesh axes."""
+  """Convert an entry of a PartitionSpec to a tuple of mesh axes."""
   return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gathered(x: jax.Array, axes: tuple[str, ...], dimension: int) -> Any:
-  """Inside shard_map: x of all devices along mesh axes, side by side in a dimension. Its gradients are added in float32, and
-  each device gets its own part of the sum."""
+  """All-gather x along mesh axes inside shard_map, concatenated in one dimension. Its gradient is reduce-scattered in
+  float32."""
   return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
@@ -63,11 +66,11 @@ gathered.defvjp(_gathered_forward, _gathered_backward)
 
 @dataclass(frozen=True)
 class Held:
-  """How a weight enters shard_map, and what is fetched of it there.
+  """The sharding of a weight that enters shard_map, and the parts of it that are gathered inside.
 
   Attributes:
-    spec: how it is split.
-    over: of each dimension, the mesh axes that it is gathered over before it multiplies.
+    spec: sharding on entry.
+    over: for each dimension, the mesh axes over which it is gathered before the product.
   """
 
   spec: PartitionSpec
@@ -83,14 +86,14 @@ class Held:
     own: Iterable[str],
     of_tokens: Iterable[str],
   ) -> "Held":
-    """As the rules split it.
+    """Derive both from the sharding rules.
 
     Args:
-      rules, mesh: as they are.
-      shape, axes: of the weight.
-      own: logical axes of which each device keeps its part.
-      of_tokens: mesh axes that tokens are split over. What is split over others is gathered outside, as devices along them
-        would otherwise count as different.
+      rules, mesh: sharding rules and the current mesh.
+      shape, axes: declaration of the weight.
+      own: logical axes that stay split, so that each device keeps its part.
+      of_tokens: mesh axes that split tokens. A dimension split over other mesh axes is gathered outside of shard_map, because
+        the gathered values would otherwise be typed as varying over these axes.
     """
     split = [*rules.spec(shape, axes, mesh), *(None,) * len(shape)][: len(shape)]
     own, of_tokens = set(own), set(of_tokens)
@@ -104,7 +107,7 @@ class Held:
     )
 
   def gather(self, weight: Any) -> Any:
-    """The weight with all that multiplies on this device; its gradient is scattered again as the weight lies."""
+    """Gather the parts of the weight that multiply on this device. The gradient is scattered to the sharding of the weight."""
     weight = as_stored(weight)
     for dimension, axes in enumerate(self.over):
       if axes:
@@ -113,36 +116,43 @@ class Held:
 
 
 def shared_sums() -> Literal["none", "weights", "all"]:
-  """Which products devices of the mesh in use may share the sum of: those of gradients of weights, over rows; all, where
-  heads, hidden sizes or positions are split too. Inside shard_map none: what is added up there says so itself."""
+  """Return which products may have sums that are added over the devices of the current mesh.
+
+  "weights": gradients of weights, which are sums over rows. "all": other products too, because heads, hidden sizes or positions
+  are split. "none": no mesh, or inside shard_map, where code adds partial sums explicitly."""
   mesh = free_mesh()
   split = set() if mesh is None else set(free_axes(mesh))
   return "none" if not split else "weights" if split <= {"data", "fsdp", "expert"} else "all"
 
 
 def weight_copies() -> int:
-  """How many copies of a weight there are on the mesh in use, each split over devices (``fsdp``, ``expert``) and with rows of
-  its own: the length of ``data``; 1 where a copy is not split, and inside shard_map over ``data``."""
+  """Return the number of copies of each weight on the current mesh, if every copy is split over devices and has its own rows.
+
+  This is the size of ``data``. It is 1 if copies are not split (by ``fsdp`` or ``expert``), and inside shard_map over
+  ``data``."""
   mesh = free_mesh()
   split = () if mesh is None else free_axes(mesh)
   return mesh.shape["data"] if mesh is not None and "data" in split and len(split) > 1 else 1
 
 
 def by_copy(x: jax.Array) -> jax.Array:
-  """An array whose first axis are the ``weight_copies``, each of which has its own entry."""
+  """Shard the first axis of an array over ``data``, so that each of the ``weight_copies`` has its own entry."""
   return jax.lax.with_sharding_constraint(x, PartitionSpec("data", *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
 
 
 def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """The arrays, on a mesh of TPUs none of them to be used before all are there. Their compiler puts off what nothing waits
-  for, as gradients of weights, and holds what they are made of until then; and of a parameter that is read in another layout
-  at both ends of a step it keeps the copy in between."""
+  """Return the arrays. On a mesh of TPUs, add a barrier so that none of them is used before all are computed.
+
+  Without it, XLA for TPUs delays gradients of weights until they are used, and keeps their operands in memory until then. If a
+  parameter is read in a different layout at the start and the end of a step, it also keeps the second copy in between."""
   return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and on_tpu() else arrays
 
 
 def one_by_one(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """What a small weight multiplies, and the weight; on one GPU their gradients are there together. Its compiler puts off what
-  nothing waits for: the gradients of six layers' adapters, and held the cotangents of their hidden units until then."""
+  """Return x and a small weight that multiplies it. On one GPU, a barrier makes both gradients available at the same time.
+
+  Without it, XLA delayed the gradients of the adapters of six layers, and kept the cotangents of their hidden units until
+  then."""
   return _one_by_one(x, weight) if on_one_gpu() else (x, weight)
 
 
@@ -155,15 +165,17 @@ _one_by_one.defvjp(lambda x, weight: ((x, weight), None), lambda _, g: jax.lax.o
 
 
 def rounded_sum(total: jax.Array, dtype: Any) -> jax.Array:
-  """A float32 sum over rows in another dtype, rounded once all devices have added to it. Compilers that see the rounding behind
-  the sum round each device's part instead, and add up rounded numbers."""
+  """Convert a float32 sum over rows to a dtype. It is rounded once, after all devices have added to it.
+
+  Without the barrier, XLA moves the rounding before the all-reduce and adds rounded partial sums."""
   barred = free_mesh() is not None and total.dtype != dtype
   return (jax.lax.optimization_barrier(total) if barred else total).astype(dtype)
 
 
 def adds_up_whole_weights() -> bool:
-  """Whether devices add up whole gradients of weights, along some axis that does not split them to save memory. Along those
-  that do each device takes a part of the sum, and compilers leave its dtype alone."""
+  """True if devices all-reduce complete gradients of weights along some mesh axis.
+
+  Along ``fsdp`` and ``expert`` they reduce-scatter instead: each device receives a part of the sum, and XLA keeps its dtype."""
   mesh = free_mesh()
   return mesh is not None and not set(free_axes(mesh)) <= {"fsdp", "expert"}
 
@@ -178,14 +190,14 @@ _widened.defvjp(lambda dtype, p: (_widened(dtype, p), None), lambda dtype, _, g:
 
 
 def in_float32(p: jax.Array) -> jax.Array:
-  """A parameter that many rows share, float32; its gradient is a ``rounded_sum``."""
+  """Convert a parameter that many rows use to float32. Its gradient is a ``rounded_sum``."""
   widened: Any = _widened(p.dtype, p)
   return widened
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def repeated(x: jax.Array, count: int, axis: int) -> Any:
-  """x so many times side by side along a new axis, which devices may share; its gradient is a ``rounded_sum`` over that."""
+  """Repeat x along a new axis, which may be split over devices. Its gradient is a ``rounded_sum`` over this axis."""
   shape = (*x.shape[:axis], count, *x.shape[axis:])
   return jnp.broadcast_to(jnp.expand_dims(x, axis), shape)
 
@@ -197,21 +209,21 @@ repeated.defvjp(
 
 
 def own_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """A float32 zero, of which arrays to add to are made, and x, before which it is not there.
+  """Return a float32 zero for creating an array to add to, and x. The zero is computed together with x.
 
-  A constant would be the same as any other: compilers keep one array for all that read zeros of a shape, and who compares with
-  zeros elsewhere would read that one, which then lies in memory from the first of them to the last.
+  XLA merges equal constants. A constant array of zeros would be the same one that other code compares with, for example, and
+  would stay in memory from its first use to its last.
   """
   zero, x = jax.lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
   return zero, x
 
 
 def as_stored(weight: Any) -> Any:
-  """One layer of a stacked weight, its gradient too, on TPUs in the order of axes in which the stack lies (``tiles.order``).
+  """Return one layer of a stacked weight in the memory order of the stack (``tiles.order``), on TPUs. Its gradient has it too.
 
-  What multiplies it may read another, as a kernel the declared one. The compiler would make a copy of all layers in that order
-  before the loop, and keep it for the whole step, and the gradient of all layers beside it; so it turns a layer at a time.
-  What is no plain array stays as it is, and what the partitioner is still to split.
+  A product may need another order; a kernel needs the declared one. Without the constraint, XLA would copy all layers to that
+  order before the loop, keep the copy during the step, and do the same for the gradient. With it, XLA transposes one layer at
+  a time. Objects other than arrays, and arrays that the partitioner will split, are returned unchanged.
   """
   mesh = free_mesh()
   if not isinstance(weight, jax.Array) or not on_tpu() or (mesh is not None and mesh.size > 1):
@@ -220,18 +232,20 @@ def as_stored(weight: Any) -> Any:
 
 
 def as_declared(row: jax.Array) -> jax.Array:
-  """One layer of a stacked array, on one GPU with its axes in the declared order. Where a product reads another, the compiler
-  would else turn the whole stack before a loop over it, and keep the copy as long as the loop lasts; so it turns a layer."""
+  """Return one layer of a stacked array with its axes in the declared memory order, on one GPU.
+
+  If a product needs another order, XLA would otherwise transpose the complete stack before the loop and keep the copy during
+  the loop. With the constraint it transposes one layer at a time."""
   if not on_one_gpu():
     return row
   return with_layout_constraint(row, Layout(tuple(range(row.ndim))))
 
 
 def rows_of(x: jax.Array) -> Sequence[jax.Array]:
-  """Each layer of a stacked array; on GPUs their gradients are put together before anything reads them.
+  """Return each layer of a stacked array. On GPUs, their gradients are concatenated before anything else reads them.
 
-  An update that read them where they are would take twice as long: a kernel that picks one of several arrays for each number
-  copies no more than one number at a time (gemma3-4b on an H200: 1.85 ms instead of 1.0 for a weight of five layers).
+  If the update read them separately it would take twice as long, because a kernel that selects one of several arrays for each
+  element cannot load several elements at once (gemma3-4b on an H200: 1.85 ms instead of 1.0 for a weight of five layers).
   """
   return _rows_of(x) if on_gpu() and jnp.issubdtype(x.dtype, jnp.floating) and len(x) > 1 else jnp.unstack(x)
 
@@ -245,23 +259,23 @@ _rows_of.defvjp(lambda x: (jnp.unstack(x), None), lambda _, g: (jax.lax.optimiza
 
 
 def on_gpu() -> bool:
-  """Whether the devices of the mesh in use are GPUs; False where none is set."""
+  """True if the devices of the current mesh are GPUs; False if no mesh is set."""
   return _platform() == "gpu"
 
 
 def on_one_gpu() -> bool:
-  """Whether the mesh in use is a single GPU, or what runs inside shard_map a GPU's own part."""
+  """True if the current mesh is a single GPU, or if code inside shard_map runs on each GPU's own part."""
   mesh = free_mesh()
   return on_gpu() and (mesh is None or mesh.size == 1)
 
 
 def on_one_cpu() -> bool:
-  """Whether the mesh in use is a single CPU device; False where none is set."""
+  """True if the current mesh is a single CPU device; False if no mesh is set."""
   return _platform() == "cpu" and jax.sharding.get_abstract_mesh().size == 1
 
 
 def on_tpu() -> bool:
-  """Whether the mesh in use is of TPUs."""
+  """True if the devices of the current mesh are TPUs; False if no mesh is set."""
   return _platform() == "tpu"
 
 
@@ -272,15 +286,16 @@ def _platform() -> str | None:
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
-  """The manual mesh axes over which x may differ between devices; none outside of shard_map."""
+  """Return the manual mesh axes over which x may differ between devices; an empty set outside of shard_map."""
   aval = jax.typeof(x)
   manual = getattr(aval, "manual_axis_type", None)
   return frozenset(manual.varying if manual is not None else getattr(aval, "vma", ()))
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-  """x marked as varying over the manual mesh axes (inside shard_map), so that it can stand beside values that vary. Gradients
-  of it are added up over these axes in float32."""
+  """Mark x as varying over manual mesh axes (inside shard_map), so that it can be combined with varying values.
+
+  Its gradient is added over these axes in float32."""
   missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
   varied: Any = _varied(missing, x) if missing else x
   return varied
@@ -300,23 +315,23 @@ _varied.defvjp(lambda axes, x: (_varied(axes, x), None), _varied_backward)
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """The arrays, each varying over the manual axes that any of them varies over.
+  """Mark the arrays as varying over all manual axes that any of them varies over.
 
-  For the arguments of a written-out derivative: inside shard_map it returns every gradient as varying, and the mark is what
-  adds up over the devices the gradient of an array that all of them share.
+  Use it for the arguments of a custom derivative. Inside shard_map, a custom derivative returns every gradient as varying. The
+  mark adds the gradient of an array that devices share over these devices.
   """
   axes = frozenset().union(*map(varying_axes, arrays))
   return tuple(vary(x, axes) for x in arrays)
 
 
 def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: jax.Array) -> Any:
-  """function(shared, *arrays), run by every device on its own tokens.
+  """Return function(shared, *arrays); each device applies it to its own tokens.
 
-  For what the partitioner does not split by itself: it gathers all tokens for a top_k (not on TPU).
+  Use it for operations that the partitioner does not split, such as top_k, for which it gathers all tokens (not on TPUs).
 
   Args:
-    rules: how tokens lie on the mesh in use.
-    function: of arrays [B, T, ...] to a pytree of such arrays; each token's result depends on that token alone.
+    rules: sharding of tokens on the current mesh.
+    function: maps arrays [B, T, ...] to a pytree of such arrays. The result of a token must not depend on other tokens.
     shared: a pytree that all devices have.
     arrays: [B, T, ...].
   """
@@ -325,7 +340,7 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
   axes = [a for entry in tokens for a in axes_of(entry)]
   if mesh is None or not axes:
     return function(shared, *arrays)
-  # Gradients are added up in the dtype that goes in.
+  # The gradient of ``shared`` is added over devices in the dtype in which it enters, so convert it to float32.
   shared = jax.tree.map(lambda w: in_float32(w) if w.dtype in (jnp.bfloat16, jnp.float16) else w, shared)
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
   specs = (PartitionSpec(), *(tokens,) * len(arrays))
@@ -335,16 +350,17 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
 def by_head(
   rules: Rules, attend: Callable[..., jax.Array], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKV: jax.Array, *of_rows: jax.Array
 ) -> jax.Array:
-  """attend(q, k, v, *of_rows), run by every device on its own rows and heads: for kernels, into which no partitioner looks.
+  """Return attend(q, k, v, *of_rows); each device applies it to its own rows and heads. Kernels need this, because the
+  partitioner cannot split them.
 
-  Key-value heads that are fewer than the devices of the axis are copied, so that each device has those of its queries. Rows or
-  heads that do not divide among the devices are worked on by all of them.
+  If there are fewer key-value heads than devices that split heads, they are copied, so that each device has those of its
+  queries. Rows or heads that do not divide among the devices are replicated.
 
   Args:
-    rules: how rows and heads lie on the mesh in use.
-    attend: of whole rows to [B, T, N, V]; query head n reads key-value head n // (N / K).
+    rules: sharding of rows and heads on the current mesh.
+    attend: maps complete rows to [B, T, N, V]. Query head n reads key-value head n // (N / K).
     q_BTNH, k_BSKH, v_BSKV: queries, keys, values.
-    of_rows: [B, ...].
+    of_rows: further arrays [B, ...].
   """
   mesh = free_mesh()
   if mesh is None or mesh.size == 1:

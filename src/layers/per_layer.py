@@ -1,4 +1,4 @@
-"""Per-layer inputs (Gemma 3n, Gemma 4 E2B/E4B): a small embedding for every layer, and how a layer takes its own in.
+"""Per-layer inputs (Gemma 3n, Gemma 4 E2B/E4B): a small embedding for every layer, and the gate that adds it to the stream.
 
 B batch, T position, D model, V vocabulary, L layers, P per-layer width.
 """
@@ -30,7 +30,7 @@ class PerLayerInputConfig:
 
 @dataclass(frozen=True)
 class PerLayerInput:
-  """A small input for every layer, from the token and from the first hidden state (Gemma 3n, Gemma 4 E2B/E4B)."""
+  """Computes a small input for every layer from the token and from its embedding (Gemma 3n, Gemma 4 E2B/E4B)."""
 
   cfg: PerLayerInputConfig
   precision: Precision
@@ -43,7 +43,7 @@ class PerLayerInput:
     c, dtype = self.cfg, self.precision.weight_dtype
     V, L, P, D = c.vocab_size, c.num_layers, c.width, c.emb_dim
     return {
-      # A row of the table is one row of memory: parts of P by itself would fill no tiles of a TPU.
+      # All layers of a token are one row: separate rows of size P would not fill the memory tiles of a TPU.
       "table": Param((V, L * P), ("vocab", "per_layer"), dtype, normal(P**-0.5), contracts=(0,)),  # a lookup
       "projection": Param((D, L, P), ("embed", "layers", "per_layer"), dtype),
       "norm": self._norm.params(),
@@ -51,7 +51,17 @@ class PerLayerInput:
 
   @jax.named_scope("per_layer_input")
   def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
-    """tokens: int32 [B, T]; x: embedded input [B, T, D]; held: see ``constant``. Returns [B, T, L, P] in ``dtype``."""
+    """Compute the inputs of all layers.
+
+    Args:
+      p: parameters.
+      tokens_BT: int32.
+      x_BTD: embedded input.
+      held_BT: placeholders, see ``embedding.constant``.
+
+    Returns:
+      [B, T, L, P] in ``dtype``.
+    """
     c, precision = self.cfg, self.precision
     rows = constant(lookup(precision, p["table"], tokens_BT), held_BT)
     identity = rows.reshape(*rows.shape[:-1], c.num_layers, c.width) * jnp.asarray(c.width**0.5, precision.dtype)
@@ -62,7 +72,7 @@ class PerLayerInput:
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerGateConfig:
-  """Sizes D and P, the activation of the gate and the norm of what joins the stream."""
+  """Sizes D and P, the activation of the gate, and the norm of the value that is added to the residual stream."""
 
   emb_dim: int
   width: int
@@ -72,7 +82,7 @@ class PerLayerGateConfig:
 
 @dataclass(frozen=True)
 class PerLayerGate:
-  """norm(projection(act(gate(x)) * input)): a layer's own input, gated by the residual stream."""
+  """norm(projection(act(gate(x)) * input)): a per-layer input, gated by the residual stream."""
 
   cfg: PerLayerGateConfig
   precision: Precision
@@ -86,16 +96,18 @@ class PerLayerGate:
     }
 
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    """x: the residual stream. Returns [B, T, D] in its dtype; notes "rescued" and taps "ple", the layer's input."""
+    """Gate the per-layer input with x, the residual stream. Return [B, T, D] in the dtype of the stream.
+
+    Reports "rescued", and the per-layer input as "ple" if captured."""
     if ctx.per_layer_input is None:
-      raise ValueError("this layer has an input of its own, and was given none")
+      raise ValueError("per-layer input: the context has none (per_layer_input), but the layer is configured to use it")
     ctx.tap("ple", ctx.per_layer_input)
     out_BTD = self._gated(p, x_BTD, ctx.per_layer_input.astype(jnp.float32), ctx)
     return RMSNorm(self.cfg.norm, self.precision)(p["norm"], out_BTD, self.precision.residual)
 
   @jax.named_scope("per_layer_input")
   def _gated(self, p: dict, x_BTD: jax.Array, input_BTP: jax.Array, ctx: Context) -> jax.Array:
-    """float32 all through: a norm follows, and amplifies what rounding leaves of a small product."""
+    """Compute in float32 throughout, because the following norm amplifies the rounding errors of a small product."""
     gate = product(self.precision, "BTD,DP->BTP", x_BTD, p["gate"], float32=True, unbounded=True)
     project = lambda hidden: product(self.precision, "BTP,PD->BTD", hidden, p["projection"], float32=True)
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, input_BTP, project)

@@ -1,10 +1,11 @@
-"""Precision: every numeric choice of a layer, obeyed in one place.
+"""``Precision``: every numeric choice of a layer, and the matrix product that applies these choices.
 
-``Precision`` holds the ``precision:`` section of a configuration; its ``einsum`` is the only matrix product of activations that
-layers use, and what ``weight.product`` multiplies plain arrays with.
+``Precision`` holds the ``precision:`` section of a configuration. Layers multiply two activations with ``Precision.einsum`` and
+nothing else, and ``weight.product`` uses it for plain arrays.
 
-A product of two bfloat16 or float16 numbers is exact in float32, so asking the product for a float32 result gives what
-casting both operands up would give, at the speed of the low-precision units. That is how the float32 flags are honoured.
+A product of two bfloat16 or float16 numbers is exact in float32. A float32 result of such a product therefore equals the result
+of casting both operands to float32, and the hardware computes it at the speed of the 16-bit units. The float32 flags are
+implemented in this way.
 """
 
 import functools
@@ -43,11 +44,12 @@ LAYER_KEYS = (
   "matmul_precision",
   "matmul_dtype",
 )
-"""What may differ between the layers of a model: it changes neither parameters nor what travels from layer to layer."""
+"""Keys that may differ between the layers of a model. They change neither parameters nor the values passed between layers."""
 
 
 PRODUCT = "product"
-"""Name of products without batch axes for policies of ``jax.checkpoint``, which see none inside a derivative of our own."""
+"""``checkpoint_name`` of products without batch axes. A ``jax.checkpoint`` policy cannot see the products inside a custom
+derivative, so policies select them by this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,9 @@ class Precision:
     dtype: activations and the operands of matrix products.
     weight_dtype: stored parameters.
     grad_dtype: gradients as the optimizer sees them.
-    residual_dtype: the residual stream; None is ``dtype``, but float32 when ``dtype`` is float16, whose backward pass
-      overflows there.
-    float32_qk_product: q.k accumulated and kept in float32, never rounded to ``dtype``.
+    residual_dtype: the residual stream. None means ``dtype``, except that it means float32 when ``dtype`` is float16, because
+      the backward pass overflows in a float16 residual stream.
+    float32_qk_product: q.k is accumulated and kept in float32, never rounded to ``dtype``.
     float32_logits: attention mask and softmax in float32.
     indexer_float32_logits: sparse indexer: q.k, relu and the weighted sum over heads in float32.
     float32_gate_product: MLP act(gate) * up in float32; "auto" is on when the gate's dtype is float16.
@@ -68,13 +70,14 @@ class Precision:
     float32_vision_pool: Gemma 4 vision pooler: scale and standardise in float32.
     float32_gate_logits: router logits in float32.
     float32_weight_sum: the weighted sum over experts in float32.
-    cast_logits_to_fp32: logits are handed on in float32.
+    cast_logits_to_fp32: return logits in float32.
     logits_dot_in_fp32: operands of the last product in float32.
     matmul_precision: ``jax.lax.Precision`` of every product.
-    matmul_dtype: operands of the large products by weights, and of those of their gradients: "dtype", or "float8", each tensor
-      with a scale of its own (``float8``).
-    reduction_dtype: of sums that devices share, as a gradient's over rows: "float32", each hands on its part as it was
-      accumulated, and the whole is rounded once, as on one device; "dtype", each rounds its part first.
+    matmul_dtype: operands of the large products by weights and of the products of their gradients. "dtype" uses ``dtype``;
+      "float8" converts each tensor with one scale for that tensor (``float8``).
+    reduction_dtype: dtype of partial sums that are added over devices, such as gradients of weights. "float32": each device
+      contributes its float32 accumulator and the total is rounded once, as on one device. "dtype": each device rounds its
+      partial sum first.
   """
 
   dtype: Dtype = "bfloat16"
@@ -102,33 +105,36 @@ class Precision:
 
   @property
   def float32_branches(self) -> bool:
-    """Whether a mixer or a feed-forward hands on its last sum in float32: with float16 it could overflow, and the norm or the
-    residual stream that takes it is float32 then."""
+    """True if mixers and feed-forward layers return their last sum in float32. Their float16 outputs could overflow, and the
+    norm or the residual stream that reads the sum computes in float32 in that case."""
     return self.dtype == "float16"
 
   def in_layer(self, **values: Any) -> "Precision":
-    """The precision of a layer in which some of ``LAYER_KEYS`` differ; the residual stream stays as it is.
+    """Return the precision of one layer, with some of ``LAYER_KEYS`` replaced. The dtype of the residual stream stays the same.
 
     Raises:
-      ValueError: a key that belongs to the whole model.
+      ValueError: a key in ``values`` cannot differ between layers.
     """
     if wrong := set(values) - set(LAYER_KEYS):
-      raise ValueError(f"{', '.join(sorted(wrong))} cannot differ between layers; {', '.join(LAYER_KEYS)} can")
+      raise ValueError(
+        f"precision: {', '.join(sorted(wrong))} cannot differ between layers, because parameters or the values passed between "
+        f"layers depend on it. fix: set it for the complete model; these keys may differ: {', '.join(LAYER_KEYS)}"
+      )
     return replace(self, **{"residual_dtype": self.residual, **values})
 
   @property
   def exact(self) -> "Precision":
-    """Of products that are kept in float32, operands and all, whatever the rest of the layer is."""
+    """The precision for products that are computed in float32 with float32 operands, independent of the layer's ``dtype``."""
     return replace(self, dtype="float32", matmul_precision="highest")
 
   def cast(self, x: jax.Array) -> jax.Array:
-    """x in the dtype of activations."""
+    """Cast x to the dtype of activations."""
     return x.astype(self.dtype)
 
   def plus(self, x: jax.Array, p: jax.Array) -> jax.Array:
-    """x [..., *p.shape] and a parameter, which is rounded to ``dtype``; in the dtype of x.
+    """Add a parameter, rounded to ``dtype``, to x [..., *p.shape]. The result has the dtype of x.
 
-    The parameter's gradient is a sum over rows of all devices, as a weight's is: a float32 one, whatever the cotangent is.
+    The gradient of the parameter is summed in float32 over the rows of all devices, whatever the dtype of the cotangent is.
     """
     return _plus(self.dtype, *vary_alike(x, p))
 
@@ -142,33 +148,36 @@ class Precision:
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
-    """The product of two arrays, operands rounded to ``dtype`` and accumulated in float32.
+    """Multiply two arrays. Operands are rounded to ``dtype`` and accumulated in float32.
 
     Args:
       spec: einsum specification of two operands.
       x: first operand, any dtype.
       y: second operand, any dtype.
-      float32: hand on the float32 accumulator instead of rounding it to ``dtype``.
-      unbounded: an operand is not normalised (the residual stream), so that float16 cannot hold it: with ``dtype``
-        float16 the product is a float32 one, operands and result.
-      large: one of the products that ``matmul_dtype`` is for: of an attention or an MLP layer, by a weight.
+      float32: return the float32 accumulator instead of rounding it to ``dtype``.
+      unbounded: an operand is not normalised (the residual stream) and may exceed the range of float16. With ``dtype``
+        float16 the operands and the result are then float32.
+      large: the product multiplies by a weight of an attention or MLP layer, so ``matmul_dtype`` applies to it.
 
     Returns:
-      The product, float32 or ``dtype``.
+      The product, in float32 or ``dtype``.
     """
     spec, x, leading = _by_rows(_spelt_out(spec, x.ndim), x)
     out = self._multiply(spec, x, y, float32, unbounded, large)
     return out.reshape(*leading, *out.shape[1:]) if leading else out
 
   def _multiply(self, spec: str, x: jax.Array, y: jax.Array, float32: bool, unbounded: bool, large: bool) -> jax.Array:
+    # An unnormalised operand does not fit float16: compute this product in float32.
     if unbounded and self.dtype == "float16":
       x, y = x.astype(jnp.float32), y.astype(jnp.float32)
       return jnp.einsum(spec, x, y, precision=self.matmul_precision)
+    # y is a weight if x starts with an axis that y does not have. Its gradient is then summed in float32 before it is rounded.
     if self.dtype == "float32" and y.dtype != jnp.float32 and spec[0] not in spec.partition("->")[0].partition(",")[2]:
-      y = in_float32(y)  # a weight, by which rows are multiplied
+      y = in_float32(y)
     x, y = self.cast(x), self.cast(y)
     parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
     low = large and self.matmul_dtype == "float8"
+    # The custom derivative is needed for float8 operands, for a result wider than its operands, and for float32 partial sums.
     if low or (self.dtype != "float32" and (float32 or parts != "none")):
       how = _How(spec, self.matmul_precision, jnp.dtype("float32" if float32 else self.dtype), parts, low)
       out: Any = _product(how, *vary_alike(x, y))
@@ -176,14 +185,14 @@ class Precision:
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
   def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name, *, float32: bool = False) -> jax.Array:
-    """[M, F]: each of the groups of consecutive rows of x times its own matrix; operands and result in ``dtype``.
+    """Multiply each group of consecutive rows of x by its own matrix. Return [M, F]; operands and result are in ``dtype``.
 
     Args:
       x_MD: rows, sorted by group.
-      y_EDF: a matrix for each group.
-      sizes_E: int32, rows of each group.
-      by: the kernel.
-      float32: hand on the float32 sums; operands that are float32, and their gradients, then keep its range.
+      y_EDF: one matrix for each group.
+      sizes_E: int32, number of rows in each group.
+      by: name of the kernel.
+      float32: return the float32 sums. float32 operands and their gradients then keep the range of float32.
     """
     if float32:
       x, y = (a if a.dtype == jnp.float32 else self.cast(a) for a in (x_MD, y_EDF))
@@ -191,13 +200,12 @@ class Precision:
     return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
 
 
-# float32, of a gradient whose parts devices add up
-_TILE_BYTES = 1 << 30
-_LARGE_BYTES = 1 << 24  # of smaller ones, as an adapter's, several are added up at once
+_TILE_BYTES = 1 << 30  # largest float32 piece of a weight's gradient that devices add up at once
+_LARGE_BYTES = 1 << 24  # devices may add up several gradients at once if they are smaller than this, such as those of adapters
 
 
 def _spelt_out(spec: str, rank: int) -> str:
-  """An einsum specification with letters in the place of "...", which derivatives may sum over; rank: of the first operand."""
+  """Replace "..." in an einsum specification by letters, so that derivatives may sum over these axes. rank: of operand one."""
   if "..." not in spec:
     return spec
   named = len(spec.split(",")[0].replace("...", ""))
@@ -205,13 +213,13 @@ def _spelt_out(spec: str, rank: int) -> str:
 
 
 def _by_rows(spec: str, x: jax.Array) -> tuple[str, jax.Array, tuple[int, ...]]:
-  """A product whose result begins with the same axes as x, none of them the other operand's, on a CPU with these as one axis.
+  """On a CPU, merge the leading axes that x and the result share and the other operand does not have.
 
-  Its compiler turns axes of a product by copying, but for a matrix, whose product it reads turned: the gradient of a weight,
-  summed over rows and positions, took a turned copy of the cotangent and of all that is computed on the way to it.
+  XLA for CPUs transposes the operands of a general product by copying them, but multiplies transposed matrices without a copy.
+  Without the merge, the gradient of a weight (a sum over rows and positions) needed a transposed copy of the cotangent.
 
   Returns:
-    Specification and x; the axes that have become one, () where nothing has changed.
+    The specification, x, and the sizes of the merged axes. The sizes are () if nothing changed.
   """
   operands, out = spec.split("->")
   first, second = operands.split(",")
@@ -226,14 +234,14 @@ def _by_rows(spec: str, x: jax.Array) -> tuple[str, jax.Array, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _How:
-  """A product without its operands.
+  """The settings of a product.
 
   Attributes:
-    spec: with letters only.
+    spec: einsum specification that contains only letters.
     precision: ``jax.lax.Precision``.
     out: dtype of the result.
-    parts: how much of it is summed in parts (``partition.shared_sums``).
-    low: operands are float8 numbers, and those of the backward products.
+    parts: which sums are added over devices (``partition.shared_sums``).
+    low: the operands of the product, and of the products of its backward pass, are float8 numbers.
   """
 
   spec: str
@@ -244,14 +252,16 @@ class _How:
 
   @property
   def batched(self) -> bool:
-    """Whether an axis is one of both operands and of the result."""
+    """True if some axis occurs in both operands and in the result."""
     operands, out = self.spec.split("->")
     first, second = operands.split(",")
     return not set(first).isdisjoint(set(second) & set(out))
 
   def rounded(self, spec: str, total: jax.Array, dtype: Any) -> jax.Array:
-    """A product in a dtype. Of a sum over heads or a hidden size, which ``tensor`` splits, each device has a part; D, the width
-    of the residual stream, is whole everywhere."""
+    """Round a product to a dtype. If devices add up partial sums, round after the addition.
+
+    The mesh axis ``tensor`` may split heads and hidden sizes, so a sum over them is partial on each device. No mesh axis
+    splits D, the width of the residual stream."""
     operands, out = spec.split("->")
     first, second = operands.split(",")
     summed = set(first) & set(second) - set(out)
@@ -259,11 +269,11 @@ class _How:
     return rounded_sum(total, dtype) if shared else total.astype(dtype)
 
   def operand(self, x: jax.Array, dtype: str = float8.NUMBERS) -> jax.Array | float8.Scaled:
-    """As it is multiplied."""
+    """The operand as the product reads it."""
     return float8.scaled(x, dtype) if self.low else x
 
   def multiply(self, spec: str, x: Any, y: Any, dtype: Any) -> jax.Array:
-    """The product of two operands; dtype: of the result, None: theirs, if they are not float8."""
+    """Multiply two operands. ``dtype`` is that of the result. None means the dtype of the operands, if they are not float8."""
     if self.low:
       return float8.product(spec, x, y, dtype)
     return jnp.einsum(spec, x, y, precision=self.precision, preferred_element_type=dtype)
@@ -288,17 +298,19 @@ def _product(how: _How, x: jax.Array, y: jax.Array) -> Any:
 
 
 def _product_fwd(how, x, y):
-  # Not the float8 numbers: of a tensor that several weights multiply there would be as many copies, and it is there anyway.
+  # The float8 operands are not saved. x may feed several weights, which would save one float8 copy each, and x itself is saved
+  # in any case.
   return _product(how, x, y), (x, y)
 
 
 def _product_bwd(how, saved, g):
-  """Backward products with operands as low as the forward's, as fused attention kernels do.
+  """Compute the gradients with operands as narrow as those of the forward pass, as fused attention kernels do.
 
-  A float32 cotangent against a bfloat16 operand would run as a float32 product, many times slower. bfloat16 has
-  float32's range, so rounding the cotangent is safe; float16 has not, so there the operand is widened instead. float8 has a
-  scale, and takes the cotangent as it comes.
+  A product of a float32 cotangent and a bfloat16 operand would run as a float32 product, many times slower. The cotangent can
+  be rounded to bfloat16 because bfloat16 has the range of float32. float16 does not have that range, so the other operand is
+  converted to float32 instead. A float8 operand has its own scale, so the cotangent is converted without rounding it first.
   """
+  # Bring the cotangent and the saved operands to one dtype.
   x, y = saved
   if how.low:
     g = how.operand(g, float8.GRADIENTS)
@@ -309,7 +321,7 @@ def _product_bwd(how, saved, g):
   x, y = how.operand(x), how.operand(y)
   operands, result = how.spec.split("->")
   x_axes, y_axes = operands.split(",")
-  # The gradient of a weight is a sum over rows, which x begins with and a weight has not got.
+  # Choose the dtype of each gradient. The gradient of a weight is a sum over rows, and only x has the axis of rows.
   of_weight = how.parts == "weights" and x_axes[0] not in y_axes
   own = saved[0].dtype if how.low else None
   of_x = jnp.float32 if how.parts == "all" else own
@@ -324,7 +336,8 @@ def _product_bwd(how, saved, g):
 
   kept = next(a for a in y_axes if a in result)
   in_y, in_g, columns = y_axes.index(kept), result.index(kept), saved[1].shape[y_axes.index(kept)]
-  # float32 parts of a large table's gradient, each added up and rounded before the next: together they would not fit.
+  # Compute the gradient of a large table in pieces. Each piece is added over devices in float32 and rounded before the next
+  # one, because the float32 gradient of the complete table would not fit in memory.
   least = -(-saved[1].size * 4 // _TILE_BYTES) if of_weight else 1
   tiles = next(n for n in range(least, columns + 1) if columns % n == 0)
   if tiles > 1:

@@ -1,8 +1,7 @@
-"""Probes: identities inside a layer that hand out what passes through them, forward and backward, without callbacks.
+"""Probes: identity functions that return statistics of an array and of its cotangent, without callbacks.
 
-The forward statistics of a probed array are returned as a value; those of its cotangent are the "gradient" of a dummy
-argument, the sink: whatever scan, remat or vmap the layer sits in, ``jax.grad`` brings them out in the sinks' own shape.
-
+The forward statistics are returned as a value. The statistics of the cotangent are the "gradient" of a dummy argument, the
+sink. ``jax.grad`` returns them in the shape of the sinks, also if the layer is inside scan, remat or vmap.
     def block(x, inputs):                                            # the body of a scan over (params, sinks)
       params, sink = inputs
       x, seen = probe(layer(params, x), sink["residual"])
@@ -24,14 +23,14 @@ _INFINITY = int(np.float32(np.inf).view(np.int32))
 
 
 def sinks(names: Iterable[str], shape: tuple[int, ...] = ()) -> dict[str, jax.Array]:
-  """A zero sink, float32 [*shape, 2], for each name; shape is the loop's, usually (layers,)."""
+  """Return a zero sink, float32 [*shape, 2], for each name. shape is usually (layers,), the shape of the loop."""
   return {name: jnp.zeros((*shape, WIDTH), jnp.float32) for name in names}
 
 
 def summary(x: jax.Array) -> jax.Array:
-  """float32 [2] of one real floating array: largest finite |x|, and number of non-finite elements (exact up to 2**24).
+  """Return float32 [2]: the largest finite |x| and the number of non-finite elements (exact up to 2**24).
 
-  One integer reduction: the bits of |x| as float32 order like the numbers.
+  The function needs one integer reduction, because the bits of |x| as float32 are ordered like the numbers.
   """
   bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x).astype(jnp.float32), jnp.int32) & jnp.int32(0x7FFFFFFF)
   parts = jnp.where(bits < _INFINITY, bits, 0), (bits >= _INFINITY).astype(jnp.int32)
@@ -41,7 +40,7 @@ def summary(x: jax.Array) -> jax.Array:
 
 
 def probe(x: jax.Array, sink: jax.Array) -> tuple[Any, jax.Array]:
-  """(x, summary(x)): x unchanged, and after ``jax.grad`` the sink's gradient is the summary of x's cotangent.
+  """Return x unchanged and ``summary(x)``. After ``jax.grad``, the gradient of the sink is the summary of x's cotangent.
 
   Args:
     x: floating array of any shape.
@@ -51,9 +50,12 @@ def probe(x: jax.Array, sink: jax.Array) -> tuple[Any, jax.Array]:
     ValueError: x is not floating, or the sink is not float32 [2] (a scan must slice its leading axis off).
   """
   if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise ValueError(f"probe: expects a floating array, got {jax.typeof(x).str_short()}")
+    raise ValueError(f"probe: expected a floating-point array, got {jax.typeof(x).str_short()}")
   if sink.shape != (WIDTH,) or sink.dtype != jnp.float32:
-    raise ValueError(f"probe: the sink must be float32 [{WIDTH}], got {sink.dtype} {list(sink.shape)}; scan over the sinks")
+    raise ValueError(
+      f"probe: expected a float32 sink of shape [{WIDTH}], got {sink.dtype} {list(sink.shape)}. fix: scan over the sinks, so "
+      "that the leading axis of layers is sliced off"
+    )
   return _tap(x, sink), summary(x)
 
 

@@ -1,4 +1,4 @@
-"""What the forward pass keeps of a layer for the backward pass, and in which memory it waits for it."""
+"""Rematerialization: the values of a layer that are saved for the backward pass, and whether they are kept on the host."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ RematPolicy = Literal["none", "minimal", "save_mlp", "save_outputs", "save_atten
 
 
 RematOffload = Literal["none", "layer_inputs", "kept", "all"]
-LAYER_INPUT = "layer_input"  # the name of what a layer reads of the carry
+LAYER_INPUT = "layer_input"  # checkpoint name of the values that a layer reads from the carry
 NAMES: dict[RematPolicy, tuple[str, ...]] = {
   "minimal": (PRODUCT,),
   "full": (),
@@ -19,28 +19,31 @@ NAMES: dict[RematPolicy, tuple[str, ...]] = {
   "save_outputs": ("output",),
   "save_mlp": ("output", "mlp"),
 }
-"""What a policy keeps of a layer, by the names that layers give it; "minimal" keeps other products too."""
+"""The checkpoint names that a policy saves. "minimal" saves all other products without batch axes too."""
 
 
 def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload = "none"):
-  """``jax.checkpoint`` under one of the named policies: what the forward pass keeps for the backward pass, and where.
+  """Apply ``jax.checkpoint`` with one of the named policies.
 
-  Where a layer is the whole body of a scan, nothing can merge its recomputation with the forward pass. Elsewhere XLA must
-  be kept from it, and from computing several layers again at once; which takes a copy of each array that was kept.
+  If a layer is the complete body of a scan, XLA cannot merge its recomputation with the forward pass. In other cases it must be
+  prevented from that, and from recomputing several layers at once. The prevention costs a copy of each saved array.
 
   Args:
-    function: (p, carry, ctx) -> anything, or where nothing is offloaded any function.
+    function: (p, carry, ctx) -> any result. Without offloading it may be any function.
     policy: see ``NAMES``.
-    alone: nothing stands beside it in the body of a scan, or the caller keeps it apart from what does.
-    offload: what of it lies in the host's memory until the backward pass comes to it: arrays of the carry ("layer_inputs"),
-      what the policy keeps besides ("kept"), "all", or "none".
+    alone: the function is the complete body of a scan, or the caller isolates it from other computations.
+    offload: saved values that are kept in host memory until the backward pass needs them: the arrays of the carry
+      ("layer_inputs"), the values that the policy saves ("kept"), "all" or "none".
 
   Raises:
-    ValueError: offload under the policy "none", which says of nothing that it is kept.
+    ValueError: offload with the policy "none", which names no saved values.
   """
   if policy == "none":
     if offload != "none":
-      raise ValueError(f"remat_offload {offload} with remat_policy none, which names nothing that is kept")
+      raise ValueError(
+        f"remat_offload={offload} has no effect with remat_policy=none, which names no saved values. fix: choose another "
+        "remat_policy, or set remat_offload=none"
+      )
     return function
   saved = _kept_on_device(policy) if offload == "none" else _kept_on_host(policy, offload)
   if offload in ("layer_inputs", "all"):
@@ -49,12 +52,12 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
 
 
 def keeps(policy: RematPolicy, name: str) -> bool:
-  """Whether a policy keeps products that layers give this name."""
+  """True if a policy saves the products with this checkpoint name."""
   return policy in ("none", "minimal") or name in NAMES[policy]
 
 
 def offload_under(policy: RematPolicy, offload: RematOffload) -> RematOffload:
-  """What an offload is under another policy: "none" names nothing that is kept, "full" nothing but what layers read."""
+  """Return the offload setting that has an effect under another policy: none with "none", only layer inputs with "full"."""
   if policy == "none" or offload == "none":
     return "none"
   return "layer_inputs" if policy == "full" else offload
@@ -81,12 +84,12 @@ def _kept_on_host(policy: RematPolicy, offload: RematOffload) -> Any:
   if policy != "minimal":
     return by_name
   dots = policies.offload_dot_with_no_batch_dims(**where) if kept else policies.dots_with_no_batch_dims_saveable
-  # Each knows one kind of instruction; ``save_from_both_policies`` takes none that offloads.
+  # Each policy handles one kind of operation, and ``save_from_both_policies`` does not accept offloading policies.
   return lambda primitive, *args, **params: (by_name if primitive.name == "name" else dots)(primitive, *args, **params)
 
 
 def _naming_its_carry(function):
-  """A layer that names what it reads of the carry, so that a policy can say where that lies."""
+  """Name the values that a layer reads from the carry, so that a policy can offload them."""
 
   def call(p, carry, ctx):
     return function(p, jax.tree.map(lambda x: checkpoint_name(x, LAYER_INPUT), carry), ctx)

@@ -1,5 +1,5 @@
-"""Logical axes to mesh axes, as a value, for parameters and activations alike. Imports no JAX until it is used, so that the
-configuration may ask for the names.
+"""Sharding rules: the mesh axes that split each logical axis, for parameters and activations. JAX is imported only on use, so
+that the configuration can read the names.
 
 B batch.
 """
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
   from maxtext_like.layers.partition import Mesh
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""Of every mesh, from the outside in: neighbours along the last talk most, within every layer."""
+"""Axes of every mesh, from the outermost to the innermost. Neighbours along the last axis communicate most, in every layer."""
 
 MeshAxes = str | tuple[str, ...] | None
 
 GATHERED = ("embed", "q_lora", "kv_lora", "per_layer")
-"""Logical axes of parameters that are split to save memory alone."""
+"""Logical axes of parameters that are split only to save memory. They are gathered before the product."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-  """Which mesh axes each logical axis is split over; None: none.
+  """The mesh axes that split each logical axis; None: not split.
 
   Attributes:
-    batch, sequence: of activations.
-    embed, q_lora, kv_lora, per_layer: of parameters, which are gathered over these before they multiply. Experts have taken
-      "expert" for themselves by then, all else lies split over it too.
-    The others: of parameters, under the names that ``Param.axes`` gives them; activations have some of them too.
+    batch, sequence: axes of activations.
+    embed, q_lora, kv_lora, per_layer: axes of parameters that are gathered before they multiply. The weights of experts are
+      split over "expert" by their first axis; all other weights are split over it by these axes.
+    others: axes of parameters, with the names in ``Param.axes``. Activations use some of them too.
   """
 
   batch: MeshAxes = ("data", "fsdp", "expert")
@@ -53,27 +53,27 @@ class Rules:
   layers: MeshAxes = None
 
   def mesh_axes(self, axis: str | None, mesh: "Mesh") -> tuple[str, ...]:
-    """The axes of this mesh, of more than one device, that the partitioner splits a logical axis over.
+    """Return the mesh axes with more than one device that split a logical axis.
 
     Raises:
-      ValueError: there is no rule for it.
+      ValueError: there is no rule for the logical axis.
     """
     if axis is None:
       return ()
     if axis not in LOGICAL_AXES:
-      raise ValueError(f"no sharding rule for the logical axis {axis!r}; there are {', '.join(LOGICAL_AXES)}")
+      raise ValueError(f"sharding: there is no rule for the logical axis {axis!r}. fix: choose from {', '.join(LOGICAL_AXES)}")
     wanted = getattr(self, axis)
     return tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted or ()) if a in free_axes(mesh))
 
   def ways(self, axis: str, mesh: "Mesh") -> int:
-    """Into how many parts a logical axis is split on this mesh."""
+    """Return the number of parts that a logical axis is split into."""
     return math.prod(mesh.shape[a] for a in self.mesh_axes(axis, mesh))
 
   def spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh") -> "PartitionSpec":
-    """The mesh axes of each dimension of an array.
+    """Return the mesh axes of each dimension of an array.
 
-    A mesh axis splits one dimension at most (the first that asks for it) and only where it divides the size: a dimension
-    that cannot be split evenly is replicated, one that is gathered anyway over the first of its axes that divide it.
+    A mesh axis splits at most one dimension, the first whose rule names it, and only if it divides the size. A dimension that
+    cannot be split evenly is replicated. A dimension that is gathered before the product is then split over fewer of its axes.
     """
     from jax.sharding import PartitionSpec
 
@@ -85,13 +85,13 @@ class Rules:
     return PartitionSpec(*entries)
 
   def uneven(self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh") -> "list[tuple[int, tuple[str, ...]]]":
-    """The dimensions that ``spec`` cannot split evenly, each with the mesh axes that it shall be split over."""
+    """Return the dimensions that ``spec`` cannot split evenly, with the mesh axes that their rules name."""
     return [(i, names) for i, (names, even) in enumerate(self._wanted(shape, axes, mesh)) if not even]
 
   def _wanted(
     self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh"
   ) -> "Iterator[tuple[tuple[str, ...], bool]]":
-    """Of every dimension the mesh axes that it is to be split over, and whether they divide it."""
+    """Yield for every dimension the mesh axes that its rule names, and whether they divide its size."""
     taken: set[str] = set()
     for size, axis in zip(shape, axes, strict=True):
       names = tuple(a for a in self.mesh_axes(axis, mesh) if a not in taken)
@@ -103,12 +103,11 @@ class Rules:
       yield names, even
 
   def rows(self, count: int, mesh: "Mesh") -> "PartitionSpec":
-    """How arrays [B, ...] of so many sequences are split; of nothing where they are not."""
+    """Return the spec of arrays [B, ...] with this many rows. It is empty if rows are not split."""
     return self.spec((count,), ("batch",), mesh)
 
   def constrain(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
-    """An activation, its leading dimensions split over the mesh in use as the rules say; x itself when no mesh is set or
-    nothing is split."""
+    """Split the leading dimensions of an activation over the current mesh. Return x if no mesh is set or nothing is split."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -117,8 +116,8 @@ class Rules:
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x
 
   def whole(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
-    """What is stored of a weight, before it multiplies: fetched from the devices that it is split over to save memory alone,
-    and split further as the rules say. x itself where it is not split so."""
+    """Gather the stored arrays of a weight from the devices that split it only to save memory, before a product. Return x if no
+    such axis is split. Other axes stay split as the rules say."""
     import jax
 
     from maxtext_like.layers.partition import free_mesh
@@ -130,8 +129,8 @@ class Rules:
     return jax.lax.with_sharding_constraint(x, self.spec(x.shape, kept, mesh))
 
   def share(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
-    """As ``constrain``, and x itself inside shard_map and where the last of the axes is not split: for what is shared out
-    inside a layer."""
+    """Split an activation inside a layer as ``constrain`` does. Return x inside shard_map, and if the last of the axes is not
+    split."""
     from maxtext_like.layers.partition import free_mesh
 
     mesh = free_mesh()
@@ -139,7 +138,7 @@ class Rules:
 
 
 def free_axes(mesh: "Mesh") -> tuple[str, ...]:
-  """The axes of several devices over which the partitioner splits: all but those of the shard_map that this is inside of."""
+  """Return the mesh axes of several devices that the partitioner splits over: all except those of an enclosing shard_map."""
   from jax.sharding import AxisType
 
   kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)

@@ -1,4 +1,4 @@
-"""Stacks: how the layers of a model become runs of equal rows, each of which ``lax.scan`` can run."""
+"""``Stack``: groups the layers of a model into runs of equal rows, so that ``lax.scan`` can run each of them."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from maxtext_like.layers.param import stack
 
 @dataclass(frozen=True)
 class Stack:
-  """``repeats`` equal rows of a few layers each, the first of which is the model's layer ``first``."""
+  """``repeats`` equal rows of a few layers each. ``first`` is the index of its first layer in the model."""
 
   name: str
   first: int
@@ -21,7 +21,7 @@ class Stack:
     return stack({f"layer_{j}": layer.params() for j, layer in enumerate(self.layers)}, self.repeats)
 
   def split(self, layers: Sequence[Block]) -> list[tuple[int, tuple[Block, ...]]]:
-    """The stack cut where the precision of its layers changes: (rows, their layers) for each run of equal rows.
+    """Split the stack where the precision of its layers changes. Return (number of rows, layers of a row) for each part.
 
     Args:
       layers: all layers of the model, with their own precisions.
@@ -32,10 +32,10 @@ class Stack:
 
 
 def find_stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:
-  """Cuts a list of layers into stacks of a repeating row.
+  """Divide a list of layers into stacks of a repeating row.
 
-  From the left, each cut takes the row whose repetition covers most layers, and of those the shortest: Gemma's 5 local
-  and 1 global layer are one row of 6, DeepSeek's dense layers and its MoE layers are two stacks of single layers.
+  Each step, from the left, chooses the row whose repetition covers most layers, and the shortest of equal choices. Gemma's 5
+  local and 1 global layer are one row of 6. DeepSeek's dense layers and its MoE layers are two stacks with rows of one layer.
   """
   stacks, at = [], 0
   while at < len(layers):

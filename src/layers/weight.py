@@ -1,11 +1,11 @@
-"""How a stored weight multiplies: the seam between the layers and what their weights are made of.
+"""How a stored weight multiplies: the interface between layers and the representation of their weights.
 
-A layer multiplies its parameters through ``product`` and reads rows of its tables through ``lookup``, never by itself. A plain
-array multiplies as ``Precision`` says. Whatever else may stand in its place in the tree of parameters (a quantised array, an
-adapter on top of one) is a ``Weight``: a registered pytree that knows how it multiplies.
+Layers multiply by parameters only through ``product`` and read rows of tables only through ``lookup``. A plain array multiplies
+as ``Precision`` says. Any other object in the tree of parameters (a quantised array, or an adapter on top of a weight) is a
+``Weight``: a registered pytree with its own product.
 
-Which axes of a weight a product sums over stands once for what is stored, ``Param.contracts``, and once for what is computed,
-the equation (``Equation.summed``); axes and shapes of scales and adapters follow from either.
+The axes that a product sums over are declared in ``Param.contracts`` and follow from the equation of the product
+(``Equation.summed``). The axes and shapes of scales and adapters are derived from one of these two.
 """
 
 import abc
@@ -36,11 +36,11 @@ from maxtext_like.layers.precision import Precision
 
 @dataclass(frozen=True)
 class Groups:
-  """Rows that are sorted by the entry of a weight which each is multiplied with, as tokens by their expert.
+  """Rows sorted by the entry of a weight that each is multiplied by, such as tokens sorted by their expert.
 
   Attributes:
-    sizes: int32 [E], rows of each entry.
-    kernel: what multiplies them.
+    sizes: int32 [E], number of rows of each entry.
+    kernel: name of the grouped kernel.
   """
 
   sizes: jax.Array
@@ -48,21 +48,22 @@ class Groups:
 
 
 class Weight(abc.ABC):
-  """A weight that is no plain array. A subclass is registered as a pytree, whose leaves are what is stored and trained."""
+  """A weight that is not a plain array. A subclass is registered as a pytree; its leaves are the stored and trained arrays."""
 
   cuts_rows: ClassVar[bool] = False
-  """A loop over the rows of a stack hands it all rows' leaves and the row's number (``in_row``), and not its own leaves."""
+  """True if a loop over the rows of a stack passes the leaves of all rows and the row's number (``in_row``) to the body,
+  instead of the leaves of one row."""
 
   def in_row(self, number: jax.Array) -> "Weight":
-    """The weight of a row, where the leaves are those of all rows: see ``cuts_rows``."""
+    """Return the weight of one row if the leaves are those of all rows (see ``cuts_rows``)."""
     raise NotImplementedError
 
   def alone(self) -> "Weight":
-    """With the leaves of its own row."""
+    """Return the weight with only the leaves of this row."""
     return self
 
   def after(self, x: jax.Array) -> tuple[jax.Array, "Weight"]:
-    """x, and the weight, whose array is made no sooner than x is there, where it has to be made."""
+    """Return x and the weight. If the weight's array must be computed, it is computed after x."""
     return x, self
 
   @abc.abstractmethod
@@ -77,19 +78,19 @@ class Weight(abc.ABC):
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
-    """See the function of this name."""
+    """Multiply x by this weight; see the function ``product``."""
 
   @abc.abstractmethod
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
-    """See the function of this name."""
+    """Read rows; see the function ``lookup``."""
 
   @abc.abstractmethod
   def values(self, dtype: str) -> jax.Array:
-    """The array that it stands for, in a dtype."""
+    """Return the array that this weight represents, in ``dtype``."""
 
   @abc.abstractmethod
   def cast(self, precision: Precision) -> "Weight":
-    """See the function of this name."""
+    """Cast the stored arrays; see the function ``cast``."""
 
 
 def product(
@@ -103,16 +104,16 @@ def product(
   unbounded: bool = False,
   large: bool = False,
 ) -> jax.Array:
-  """x times a weight.
+  """Multiply x by a weight.
 
   Args:
-    precision: dtype of operands and result, see ``Precision.einsum``.
-    equation: as of einsum, x first: "BTD,DNH->BTNH". An axis of the weight alone, with ``groups``, is one of which each row of
-      x has its own entry: "MD,EDF->MF" for rows sorted by expert.
+    precision: selects the dtype of operands and result, see ``Precision.einsum``.
+    equation: einsum specification with x first, "BTD,DNH->BTNH". With ``groups``, an axis that only the weight has is the axis
+      of groups: "MD,EDF->MF" for rows sorted by expert.
     x: activations.
     weight: an array or a ``Weight``.
-    groups: which rows of x belong to each entry of the weight's first axis.
-    float32, unbounded, large: as of ``Precision.einsum``. With groups there is float32 only, of ``Precision.grouped``.
+    groups: the rows of x that belong to each entry of the weight's first axis.
+    float32, unbounded, large: as in ``Precision.einsum``. With ``groups`` only float32 applies, as in ``Precision.grouped``.
   """
   how = {"float32": float32, "unbounded": unbounded, "large": large}
   if isinstance(weight, Weight):
@@ -125,14 +126,14 @@ def product(
 def products(
   precision: Precision, equation: str, x: jax.Array, weights: Sequence[Any], *, large: bool = False
 ) -> list[jax.Array]:
-  """x times several weights.
+  """Multiply x by several weights.
 
-  On one GPU plain weights stand side by side and multiply at once. The gradient of x is one product then, rounded once, in
-  place of one for each weight and additions. float8 has a scale for each tensor, and so keeps them apart.
+  On one GPU, plain weights are concatenated and multiplied with one product. The gradient of x is then one product, rounded
+  once, instead of a sum of one product for each weight. float8 weights stay separate, because each tensor has its own scale.
 
   Args:
-    precision, x, large: as of ``product``.
-    equation: as of ``product``, of any of them; they may differ in the first axis that x has not got.
+    precision, x, large: as in ``product``.
+    equation: as in ``product``. It holds for every weight; their first axis that x does not have may differ in size.
     weights: arrays or ``Weight``.
   """
   e = Equation.of(equation)
@@ -142,28 +143,29 @@ def products(
     return [product(precision, equation, x, w, large=large) for w in weights]
   axis = next(a for a in e.weight if a not in e.x)
   at = e.weight.index(axis)
-  beside = jnp.concatenate([precision.cast(w) for w in own], axis=at)
-  made = product(precision, equation, x, beside, large=large)
+  joined = jnp.concatenate([precision.cast(w) for w in own], axis=at)
+  made = product(precision, equation, x, joined, large=large)
   return list(jax.lax.split(made, [w.shape[at] for w in own], e.result.index(axis)))
 
 
 def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
-  """Rows of a table by their numbers, [*index.shape, ...] in ``dtype``; an index beyond the table is clamped."""
+  """Read rows of a table, [*index.shape, ...] in ``dtype``. An index beyond the table is clamped."""
   if isinstance(weight, Weight):
     return weight.lookup(precision, index)
   (weight,) = together(weight)
   copies = weight_copies()
   if copies == 1 or index.shape[0] % copies:
     return precision.cast(rows(weight, index))
-  # Each copy of the table gives its own rows, so that the gradients of each are added up where it lies, and then those of all.
+  # Each copy of the table looks up its own rows. Its gradients are then added on its own devices first, and the copies last.
   every = by_copy(repeated(weight, copies, 0))
   found = jax.vmap(rows)(every, index.reshape(copies, -1, *index.shape[1:]))
   return precision.cast(found.reshape(*index.shape, *weight.shape[1:]))
 
 
 def rows(table: jax.Array, index: jax.Array) -> jax.Array:
-  """table[index]. The gradient of a row adds up in float32 over all places that read it, as PyTorch's does: a token may stand
-  in thousands, and a sum in bfloat16 grows no further once it is 256 times what is added."""
+  """Return table[index]. The gradient of a table row is summed in float32 over all positions that read it, as in PyTorch.
+
+  A token may occur in thousands of positions. A bfloat16 sum stops growing when it is 256 times the summand."""
   if table.dtype.itemsize > 2:
     return table[index]
   like = jax.ShapeDtypeStruct(table.shape, table.dtype)
@@ -182,33 +184,34 @@ def rows(table: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def values(precision: Precision, weight: Any) -> jax.Array:
-  """The array that products multiply by, in ``dtype``."""
+  """Return the array that products multiply by, in ``dtype``."""
   return weight.values(precision.dtype) if isinstance(weight, Weight) else precision.cast(weight)
 
 
 def cast(precision: Precision, weight: Any) -> Any:
-  """The weight as products read it, before it travels to the devices that do: in ``dtype``, if it is a plain array."""
+  """Cast a weight to the form that products read, before it is sent to other devices. A plain array is cast to ``dtype``."""
   return weight.cast(precision) if isinstance(weight, Weight) else precision.cast(weight)
 
 
 def cuts_rows(x: Any) -> bool:
-  """Whether it is a weight that does: see ``Weight.cuts_rows``."""
+  """True if x is a ``Weight`` with ``Weight.cuts_rows``."""
   return isinstance(x, Weight) and x.cuts_rows
 
 
 def alone(weights: Any) -> Any:
-  """A tree of weights, each with the leaves of its own row: what enters ``shard_map``, which splits leaves."""
+  """Return a tree of weights that hold only the leaves of one row. ``shard_map`` needs this form, because it splits
+  leaves."""
   return jax.tree.map(lambda w: w.alone() if cuts_rows(w) else w, weights, is_leaf=cuts_rows)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rounded(Weight):
-  """A plain array beside itself in the narrower dtype that most products multiply by.
+  """A plain array together with a copy in the narrower dtype that most products multiply by.
 
   Attributes:
-    stored: as it is.
-    narrow: rounded.
+    stored: the array in its storage dtype.
+    narrow: the array rounded to the narrower dtype.
   """
 
   stored: jax.Array
@@ -232,16 +235,16 @@ class Rounded(Weight):
 
 
 def unstacked(spec: Spec, params: Any, precision: Precision | None) -> list[Any]:
-  """The parameters of each layer of a stack that is unrolled.
+  """Return the parameters of each layer of an unrolled stack.
 
   Args:
-    spec: of the stack.
-    params: of the same structure; in the place of an array there may be a ``Weight``.
-    precision: of all layers, if they keep what they read until the backward pass: on one GPU plain weights are rounded to
-      ``dtype`` while they are stacked, so that their gradients are put together in ``dtype`` too, as they are made, and become
-      float32 where the update reads them. Rounded layer by layer they would be put together in float32, which takes twice
-      the time. None: layers keep less, and the rounded weights of all of them are not to be kept either; or their dtypes
-      differ.
+    spec: spec of the stack.
+    params: tree with the structure of the spec; a leaf may be a ``Weight``.
+    precision: precision of all layers, if they keep all their inputs until the backward pass. On one GPU, plain weights are
+      then rounded to ``dtype`` before they are cut into layers. Their gradients are concatenated in ``dtype`` and become
+      float32 where the update reads them. If each layer rounded its own weights, the gradients would be concatenated in
+      float32, which takes twice the time. None if layers recompute, so that the rounded weights of all layers are not kept in
+      memory, or if the layers differ in dtype.
 
   Returns:
     The trees of the layers, first to last.
@@ -263,7 +266,7 @@ def unstacked(spec: Spec, params: Any, precision: Precision | None) -> list[Any]
 
 @dataclass(frozen=True)
 class Equation:
-  """The letters of "x,weight->result"."""
+  """The axis letters of an equation "x,weight->result"."""
 
   x: str
   weight: str
@@ -271,7 +274,7 @@ class Equation:
 
   @classmethod
   def of(cls, equation: str) -> "Equation":
-    """Taken apart."""
+    """Parse an equation."""
     operands, result = equation.split("->")
     x, weight = operands.split(",")
     return cls(x, weight, result)
@@ -283,18 +286,20 @@ class Equation:
 
 
 def _by_matrix(precision: Precision, e: Equation, x: jax.Array, weight: jax.Array, **how: bool) -> jax.Array:
-  """The product by a weight of more than two axes as one by a matrix: neighbours that it sums over are one axis of it, and
-  neighbours that it hands on are the other.
+  """Multiply by a weight of more than two axes as by a matrix: merge neighbouring axes that are summed, and those that are
+  kept.
 
-  For the gradient's sake, which is a matrix then too. Of a matrix a TPU leaves each device its part of the sum over devices;
-  of [D, N, H], whose layout has D in the middle, it sends all of them the whole. One device has nothing to send, and keeps the
-  product as it stands, whose last digits are others.
+  The gradient of the weight is then also a matrix. A TPU adds a matrix over devices with a reduce-scatter, so that each device
+  receives its part. For [D, N, H], whose memory layout has D in the middle, it uses an all-reduce. On one device nothing
+  is sent, and the product keeps its original form, because merging changes the last digits.
   """
+  # Find the runs of summed and of kept axes. Merging needs each run to be contiguous in the other operand or the result too.
   mesh = jax.sharding.get_abstract_mesh()
   runs = ["".join(run) for _, run in itertools.groupby(e.weight, key=lambda axis: axis in e.summed)]
   alike = all(run in (e.x if run[0] in e.summed else e.result) for run in runs)
   if mesh.empty or mesh.size == 1 or len(runs) == len(e.weight) or not alike:
     return precision.einsum(f"{e.x},{e.weight}->{e.result}", x, weight, **how)
+  # Replace each run by one axis, multiply, and split the axes of the result again.
   sizes = dict(zip(e.x + e.weight, x.shape + weight.shape, strict=True))
   merged = sizes | {run[0]: math.prod(sizes[axis] for axis in run) for run in runs}
   x_axes, result, matrix = e.x, e.result, "".join(run[0] for run in runs)

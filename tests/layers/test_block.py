@@ -23,7 +23,7 @@ def test_every_layer_is_found_where_its_parameters_are(family, tiny_decoder):
       assert 0 <= row < theirs.shape[0]
       assert theirs.trainable == mine.trainable
   for outside in (-1, len(decoder.layers)):
-    with pytest.raises(ValueError, match=f"layer {outside} of a model with layers 0 to {len(decoder.layers) - 1}"):
+    with pytest.raises(ValueError, match=f"layer {outside} .*0 to {len(decoder.layers) - 1}"):
       decoder.locate(outside)
 
 

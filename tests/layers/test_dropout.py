@@ -50,5 +50,5 @@ def test_what_is_left_is_as_it_was_and_its_gradient_too():
 
 
 def test_entries_of_nobody_are_refused():
-  with pytest.raises(ValueError, match="7 entries of 4 rows"):
+  with pytest.raises(ValueError, match=r"7 entries .*4 rows"):
     Dropout(keys(), 0.3)(jnp.ones((7, 5)))

@@ -206,7 +206,7 @@ def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(fam
 def test_a_decoder_refuses_layers_of_another_stream(tiny_decoder):
   decoder = tiny_decoder("gemma3")
   other = type(decoder.layers[0])(decoder.layers[0].cfg, Precision(dtype="float32", weight_dtype="bfloat16"))
-  with pytest.raises(ValueError, match="layer 0: its precision differs from the decoder's in more than dtype"):
+  with pytest.raises(ValueError, match=r"layer 0: its precision .*only in dtype"):
     Decoder(decoder.cfg, decoder.precision, (other, *decoder.layers[1:]))
   with pytest.raises(ValueError, match="weight_dtype cannot differ between layers"):
     decoder.precision.in_layer(weight_dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Multi-head attention with grouped queries: normed q and k (and v), biases, rotary positions, sliding or global.
+"""Multi-head attention with grouped queries: norms of q, k and v, biases, rotary positions, sliding window or global.
 
 B batch, T query, S key, D model, N query heads, K key-value heads, H head.
 """
@@ -23,26 +23,27 @@ from maxtext_like.layers.weight import product, products
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-  """What attention needs to know.
+  """Settings of an attention layer.
 
   Attributes:
     emb_dim, num_query_heads, num_kv_heads, head_dim: D, N, K, H.
-    scale: multiplies q.k: query_pre_attn_scalar ** -0.5 in Gemma 3, 1 in Gemma 4, whose q norm absorbs it.
-    soft_cap: the scores, scaled and not yet masked, become cap * tanh(scores / cap); None: they stay.
+    scale: factor on q.k: query_pre_attn_scalar ** -0.5 in Gemma 3; 1 in Gemma 4, where the q norm contains it.
+    soft_cap: the scaled, unmasked scores become cap * tanh(scores / cap); None: no cap.
     rope: the rotary table of this layer.
-    window: keys a query sees, itself included; None: global.
-    norm: of the heads of q and k, with a scale each; None: neither is normed.
-    value_norm: v is normed as they are, without a parameter (Gemma 4).
+    window: number of keys a query sees, including itself; None: global attention.
+    norm: norm of the heads of q and k, each with its own scale; None: q and k are not normed.
+    value_norm: v is normed in the same way, without a parameter (Gemma 4).
     value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
     qkv_bias, o_bias: biases on q, k and v, and on the output.
     query_gain, output_gain: factors on the initial values of queries and of the output projection.
-    lends: name under which later layers find this one's keys and values; None: nobody shares them.
-    borrows: name of the keys and values of an earlier layer; only q and the output are projected. None: it has its own.
+    lends: name under which later layers reuse the keys and values of this layer; None: no other layer uses them.
+    borrows: name of the keys and values of an earlier layer that this layer reuses; it then projects only q and the output.
+      None: it projects its own keys and values.
     bidirectional_images: tokens of one image see each other in this layer.
-    kernel: what the configuration asks for.
-    platform: "cpu", "gpu" or "tpu", where the program will run.
-    capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
-    failed: kernels that failed their self-test there.
+    kernel: the kernel that the configuration selects.
+    platform: "cpu", "gpu" or "tpu": where the program will run.
+    capability: CUDA compute capability of that device; None if it is not an NVIDIA GPU or not known.
+    failed: kernels that failed their self-test on that device.
   """
 
   emb_dim: int
@@ -70,27 +71,34 @@ class AttentionConfig:
 
   def __post_init__(self):
     if self.num_query_heads % self.num_kv_heads:
-      raise ValueError(f"{self.num_query_heads} query heads do not divide among {self.num_kv_heads} key-value heads")
+      raise ValueError(
+        f"attention: num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}, so "
+        "the query heads cannot be grouped. fix: change one of the two keys"
+      )
     if self.window is not None and self.window < 1:
-      raise ValueError(f"a sliding window needs at least 1 key (the query itself), got {self.window}")
+      raise ValueError(
+        f"attention: the sliding window is {self.window}, but a query always sees itself. fix: set it to 1 or more"
+      )
     if self.soft_cap is not None and not self.soft_cap > 0:
-      raise ValueError(f"a soft cap of scores is above 0, got {self.soft_cap}")
+      raise ValueError(f"attention: the soft cap of the scores is {self.soft_cap}. fix: set it above 0, or remove it")
     if self.rope.dim != self.head_dim:
-      raise ValueError(f"rotary dimension {self.rope.dim} differs from head_dim {self.head_dim}")
+      raise ValueError(f"attention: the rotary dimension {self.rope.dim} differs from head_dim={self.head_dim}")
     if self.norm is not None and self.norm.dim != self.head_dim:
-      raise ValueError(f"a norm of {self.norm.dim} numbers for heads of {self.head_dim}")
+      raise ValueError(f"attention: the norm of q and k is for {self.norm.dim} numbers, but head_dim={self.head_dim}")
     if self.value_norm and self.norm is None:
-      raise ValueError("value_norm norms v as q and k are normed, and they are not")
+      raise ValueError("attention: value_norm is set, but v is normed in the same way as q and k, and norm is None")
     if self.lends and self.borrows:
-      raise ValueError(f"a layer that borrows {self.borrows!r} has no keys and values of its own to lend as {self.lends!r}")
+      raise ValueError(
+        f"attention: the layer reuses the keys and values {self.borrows!r}, so it cannot share its own as {self.lends!r}"
+      )
 
   @property
   def score_stddev(self) -> float:
-    """Standard deviation of the scores before training, of queries and keys whose elements have mean square 1."""
+    """Standard deviation of the scores before training, for queries and keys whose elements have a mean square of 1."""
     return self.scale / self.head_dim**-0.5 * self.query_gain
 
   def layer(self, precision: Precision) -> "Attention":
-    """The mixer of this configuration."""
+    """Return the layer with this configuration."""
     return Attention(self, precision)
 
 
@@ -102,6 +110,7 @@ class Attention:
   precision: Precision
 
   def params(self) -> dict:
+    # Projections. A layer that reuses keys and values has only q and o.
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, K, H = c.emb_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
     heads = {"q": (N, "heads")}
@@ -111,11 +120,13 @@ class Attention:
         heads["v"] = (K, "kv_heads")
     spec: dict = {name: Param((D, count, H), ("embed", axis, "head_dim"), dtype) for name, (count, axis) in heads.items()}
     spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))
+    # Norms of q and k, and the initial scale of the queries.
     if c.norm:
       spec |= {f"{name}_norm": RMSNorm(c.norm, self.precision).params() for name in heads if name != "v"}
       spec["q_norm"] = RMSNorm(replace(c.norm, initial_scale=c.query_gain), self.precision).params()
     else:
       spec["q"] = replace(spec["q"], init=fan_in(0, gain=c.query_gain))
+    # Biases.
     if c.qkv_bias:
       axes = {name: (axis, "head_dim") for name, (_, axis) in heads.items()}
       spec |= {f"{name}_bias": Param((heads[name][0], H), a, dtype, constant(0.0)) for name, a in axes.items()}
@@ -124,19 +135,27 @@ class Attention:
     return spec
 
   def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Slots of a cache for rows of ``length`` tokens, and its arrays' shapes without batch and slots; no array where keys and
-    values are borrowed."""
+    """Return the number of cache slots for rows of ``length`` tokens, and the shapes of the cached arrays without batch and
+    slots.
+
+    There are no arrays if the layer reuses the keys and values of another layer."""
     c = self.cfg
     shapes = {} if c.borrows else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
     return capacity(c.window, length), shapes
 
   def lent(self) -> dict[str, tuple[int, ...]]:
-    """Shapes of the keys and values that later layers share, by name, without batch and positions."""
+    """Return the shapes of the keys and values that later layers reuse, by name, without batch and positions."""
     return {self.cfg.lends: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.lends else {}
 
   def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case:
-    """What a kernel has to do for rows of ``length`` positions, with images among them or not, of several documents or of one,
-    on so many devices each."""
+    """Describe the computation that a kernel must support.
+
+    Args:
+      length: positions in a row.
+      images: the rows contain images.
+      documents: a row may contain several documents.
+      context: number of devices that the positions of a row are split over.
+    """
     c = self.cfg
     return Case(
       platform=c.platform,
@@ -155,19 +174,19 @@ class Attention:
     )
 
   def _heads(self, p: dict, x_BTD: jax.Array) -> dict[str, jax.Array]:
-    """Heads [B, T, N or K, H] of "q", and of "k" and "v" where the layer has them, not yet normed."""
+    """Project to heads [B, T, N or K, H]: "q", and "k" and "v" if the layer has them, before their norms."""
     names = [name for name in ("q", "k", "v") if name in p]
     weights = [p[name] for name in names]
     heads = zip(names, products(self.precision, "BTD,DNH->BTNH", x_BTD, weights, large=True), strict=True)
     return {name: self.precision.plus(y, p[f"{name}_bias"]) if self.cfg.qkv_bias else y for name, y in heads}
 
   def _positioned(self, p: dict, name: str, y_BTNH: jax.Array, table) -> jax.Array:
-    """Heads of "q" or "k", normed and rotated."""
+    """Norm and rotate the heads of "q" or "k"."""
     norm = self.cfg.norm
     return rotate(named(RMSNorm(norm, self.precision), p, f"{name}_norm", y_BTNH) if norm else y_BTNH, table)
 
   def _keys_and_values(self, p: dict, heads: dict[str, jax.Array], table) -> KeysValues:
-    """Normed and rotated keys, and values, both [B, T, K, H]."""
+    """Return normed and rotated keys, and values, both [B, T, K, H]."""
     c = self.cfg
     v_BTKH = heads["k" if c.value_is_key else "v"]
     if c.value_norm and c.norm:
@@ -177,30 +196,30 @@ class Attention:
   def alone(
     self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens(), kv: KeysValues | None = None
   ) -> tuple[jax.Array, KeysValues]:
-    """The layer by itself, as a face calls it: the output, and the keys and values that were used, both [B, T, K, H].
+    """Run the layer outside a decoder, as a module wrapper does. Return the output and the keys and values, both [B, T, K, H].
 
     Args:
-      p, x_BTD, positions, tokens: as in the call and its context.
-      kv: keys and values of an earlier layer, for one that borrows them.
+      p, x_BTD, positions, tokens: as in ``__call__`` and its context.
+      kv: keys and values of an earlier layer, if this layer reuses them.
     """
     shared = {} if kv is None or not self.cfg.borrows else {self.cfg.borrows: kv}
     out_BTD, kv = self._attend(p, x_BTD, Context(positions, tokens, shared=shared))
     return zeroed(out_BTD, tokens.real), kv
 
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    """Attends.
+    """Compute attention.
 
     Args:
       p: parameters.
       x_BTD: normed input.
-      ctx: positions and tokens; in generation the cache {"k", "v"} [B, C, K, H] of earlier tokens; keys and values that it
-        borrows. What it lends goes there.
+      ctx: positions and tokens; in generation the cache {"k", "v"} [B, C, K, H] of earlier tokens; shared keys and values. The
+        layer adds its own keys and values to ``ctx`` if later layers reuse them.
 
     Returns:
-      [B, T, D] in ``dtype`` (float32 with float16); of padding anything, where ``Tokens.real`` tells of it.
+      [B, T, D] in ``dtype`` (float32 with float16). The values at padding are undefined if ``Tokens.real`` is set.
 
     Raises:
-      ValueError: a layer that borrows keys and values finds none.
+      ValueError: the context does not contain the keys and values that the layer reuses.
     """
     out, kv = self._attend(p, x_BTD, ctx)
     if self.cfg.lends:
@@ -209,17 +228,23 @@ class Attention:
 
   @jax.named_scope("attention")
   def _attend(self, p: dict, x_BTD: jax.Array, ctx: Context) -> tuple[jax.Array, KeysValues]:
+    # Project and rotate the queries.
     c, table = self.cfg, rope_table(self.cfg.rope, ctx.positions)
     heads = self._heads(p, x_BTD)
     q_BTNH = self._positioned(p, "q", heads["q"], table)
+    # Keys and values: those of an earlier layer, or this layer's own. In generation they include the cached ones.
     if c.borrows:
       kv = ctx.shared.get(c.borrows)
       if kv is None:
-        raise ValueError(f"this layer borrows the keys and values {c.borrows!r} of an earlier layer, and was given none")
+        raise ValueError(
+          f"attention: the layer reuses the keys and values {c.borrows!r} of an earlier layer, but the context has only "
+          f"{sorted(ctx.shared)}"
+        )
     else:
       k, v = self._keys_and_values(p, heads, table)
       held = ctx.remember(k=k, v=v)
       kv = held["k"], held["v"]
+    # Attend. Generation uses the cached mask and the unfused kernel; other passes use the kernel that fits the case.
     if ctx.step is not None:
       T, S = x_BTD.shape[1], kv[0].shape[1]
       images = ctx.tokens.images if c.bidirectional_images else None
@@ -245,6 +270,7 @@ class Attention:
       )
       if not kernel.named:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
+    # Project to the residual stream.
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
     out_BTD = checkpoint_name(out_BTD, "output")
     return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv

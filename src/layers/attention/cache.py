@@ -1,7 +1,7 @@
-"""Caches for generation: what a forward pass over T new tokens reads of the tokens before them, and leaves for those after.
+"""Caches for generation. A forward pass over T new tokens reads the cache of earlier tokens and stores its own entries in it.
 
-Rows are padded on the left, so that every row's next token stands at the same index. A cache of C slots holds index i in
-slot i % C: all of a row when C is its length, the last C tokens when C is the window of a sliding layer.
+Rows are padded on the left, so the next token of every row has the same index. A cache of C slots holds index i in slot i % C:
+the complete row if C is its length, or the last C tokens if C is the window of a sliding layer.
 
 B batch, T new tokens, C slots, S = C + T keys: the cached ones, then the new ones.
 """
@@ -17,11 +17,11 @@ from maxtext_like.layers.attention.masks import causal_mask, same_image
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-  """Where the new tokens stand.
+  """The position of the new tokens in their rows.
 
   Attributes:
-    start: int32 scalar, the index in the row of the first new token; what the cache holds stands before it.
-    first: int32 [B], the index of each row's first real token; before it is padding.
+    start: int32 scalar, index of the first new token. The cache holds tokens with smaller indices.
+    first: int32 [B], index of the first real token of each row. Smaller indices are padding.
   """
 
   start: jax.Array
@@ -29,19 +29,19 @@ class Step:
 
 
 def capacity(window: int | None, length: int) -> int:
-  """Slots that a layer needs in rows of ``length`` tokens."""
+  """Return the number of slots that a layer needs for rows of ``length`` tokens."""
   return length if window is None else min(window, length)
 
 
 def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
-  """Which keys each new token sees.
+  """Return a mask of the keys that each new token sees.
 
   Args:
-    step: where the new tokens stand.
+    step: position of the new tokens.
     new: T.
     slots: C.
-    window: keys a token sees, itself included; None: all before it.
-    images: int32 [B, T], those among the new tokens, whose tokens see each other; None: none do.
+    window: number of keys a token sees, including itself; None: all earlier keys.
+    images: int32 [B, T], image numbers of the new tokens. Tokens of one image see each other. None: there are no images.
 
   Returns:
     bool [B, T, C + T].
@@ -52,17 +52,17 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images:
   key = jnp.concatenate([held, query])
   same = None if images is None else jnp.pad(same_image(images, images), ((0, 0), (0, 0), (slots, 0)))
   mask = causal_mask(query, key, window=window, images=same)
-  # An index before the row's first real token is padding, or (below 0) a slot that nothing was written to.
+  # An index below the first real token of the row is padding, or (below 0) an empty slot.
   return mask & (key[None, :] >= step.first[:, None])[:, None]
 
 
 def joined(cache: jax.Array, new: jax.Array) -> jax.Array:
-  """Cached and new entries, [B, C + T, ...]."""
+  """Concatenate cached and new entries to [B, C + T, ...]."""
   return jnp.concatenate([cache, new.astype(cache.dtype)], axis=1)
 
 
 def stored(cache: jax.Array, new: jax.Array, step: Step) -> jax.Array:
-  """The cache [B, C, ...] after the new entries [B, T, ...]; of more than C, the last C."""
+  """Return the cache [B, C, ...] with the new entries [B, T, ...] stored. Of more than C entries, the last C are stored."""
   slots, T = cache.shape[1], new.shape[1]
   kept = min(slots, T)
   at = jnp.mod(step.start + jnp.arange(T - kept, T), slots)

@@ -1,9 +1,9 @@
-"""Attention where the positions of a row are split over devices: each has the queries of its part and fetches their keys.
+"""Context parallelism: attention with the positions of a row split over devices.
 
-A global layer gathers the keys and values of the whole row; a layer with a window fetches those of the positions just before
-its part, from the neighbours that have them. Whatever goes with keys (their documents, their images) travels in the same way.
-Queries, and with them all work on scores, stay where they are. The parts are contiguous, so that of a causal row the last
-device has most to look at; all of them compute what the last one does.
+Each device keeps the queries of its part and fetches the keys and values that they need. A global layer gathers those of the
+complete row. A layer with a window fetches only those of the positions before its part, from the neighbouring devices. Document
+and image numbers of the keys are fetched in the same way. The parts are contiguous, so the last device of a causal row
+has most visible keys; all devices compute as much as the last one.
 
 B batch, T position of a row, t position of a part, S key.
 """
@@ -20,11 +20,12 @@ from maxtext_like.layers.kernels.attention.registry import Name, kernel
 from maxtext_like.layers.partition import axes_of, free_mesh, gathered, on_devices, vary
 from maxtext_like.layers.sharding_rules import Rules
 
-_UNIT = 128  # positions: rows of fused kernels are a multiple
+_UNIT = 128  # fused kernels need row lengths that are a multiple of this many positions
 
 
 def parts(rules: Rules, length: int) -> int:
-  """Into how many parts rows of so many positions are split on the mesh in use; 1 where they do not divide."""
+  """Return the number of parts that rows of ``length`` positions are split into on the current mesh; 1 if they do not
+  divide."""
   mesh = free_mesh()
   ways = 1 if mesh is None else rules.ways("sequence", mesh)
   return ways if length % ways == 0 else 1
@@ -32,22 +33,23 @@ def parts(rules: Rules, length: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-  """One device's part of the rows, inside shard_map.
+  """One device's part of the rows. Use it inside shard_map.
 
   Attributes:
     axes: mesh axes that positions are split over.
-    past: how many positions before the part are fetched; None: all of the row, those behind it too.
+    past: number of positions before the part that are fetched; None: fetch the complete row.
   """
 
   axes: tuple[str, ...]
   past: int | None = None
 
   def fetch(self, x_Bt: jax.Array) -> jax.Array:
-    """[B, S, ...] of the part's own [B, t, ...]; zeros for what would stand before the row."""
+    """Extend [B, t, ...] of this part to [B, S, ...], the positions of the keys. Positions before the row are zeros."""
     if self.past is None:
       return gathered(x_Bt, self.axes, 1)
     if not self.past:
       return x_Bt
+    # The nearest neighbour has the positions just before this part. Continue with farther ones until all are fetched.
     size, devices = x_Bt.shape[1], jax.lax.axis_size(self.axes)
     found, missing, distance = [x_Bt], self.past, 1
     while missing > 0:
@@ -58,17 +60,17 @@ class Part:
     return jnp.concatenate(found, axis=1)
 
   def keys(self, tokens: Tokens, batch: int, size: int) -> tuple[Tokens, Keys]:
-    """Of the queries and of the keys, given the part's own tokens: [batch, size] positions."""
+    """Return the tokens of the queries and of the keys. The argument holds this part's tokens, [batch, size] positions."""
     if self.past is None:
       return tokens, Keys(jax.tree.map(self.fetch, tokens), jax.lax.axis_index(self.axes) * size)
-    if tokens.segments is None:  # what stands before the row is nobody's document
+    if tokens.segments is None:  # positions before the row get segment 0, which no query sees
       tokens = Tokens(jnp.ones((batch, size), jnp.int32), tokens.images)
     return tokens, Keys(jax.tree.map(self.fetch, tokens), self.past)
 
 
 def past_of(window: int | None, images: bool, size: int, ways: int, *, unit: int = 1) -> int | None:
-  """``Part.past`` of a layer whose rows are split into so many parts of ``size``; a multiple of the unit."""
-  if window is None or images:  # an image's tokens see those behind them
+  """Return ``Part.past`` for rows split into ``ways`` parts of ``size`` positions, rounded up to a multiple of ``unit``."""
+  if window is None or images:  # tokens of an image also see later tokens of it
     return None
   past = -(-(window - 1) // unit) * unit
   return past if past <= size * (ways - 1) else None
@@ -77,14 +79,15 @@ def past_of(window: int | None, images: bool, size: int, ways: int, *, unit: int
 def attend(
   name: Name, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, tokens: Tokens, *, rules: Rules, **how: Any
 ) -> jax.Array:
-  """As ``registry.attend``, where the rows are split over devices.
+  """Compute ``registry.attend`` with the positions of the rows split over devices.
 
   Args:
-    name: of the kernel that runs on each of them.
-    q_BTNH, k_BTKH, v_BTKV, tokens: of whole rows, as the partitioner sees them.
-    rules: how they lie on the mesh in use.
-    how: window, bidirectional_images, scale, precision; soft_cap where there is one.
+    name: name of the kernel that runs on each device.
+    q_BTNH, k_BTKH, v_BTKV, tokens: complete rows, before partitioning.
+    rules: sharding of the rows on the current mesh.
+    how: window, bidirectional_images, scale, precision; soft_cap if the model has one.
   """
+  # Find how rows, positions and heads are split.
   mesh, chosen = free_mesh(), kernel(name)
   assert mesh is not None, "rows are split over a mesh"
   heads, kv_heads = (
@@ -95,6 +98,7 @@ def attend(
   axes = axes_of(heads[1])
   ways = rules.ways("sequence", mesh)
   size = q_BTNH.shape[1] // ways
+  # Find how many earlier positions each part needs.
   images = how["bidirectional_images"] and tokens.images is not None
   past = past_of(how["window"], images, size, ways, unit=_UNIT if chosen.fused else 1)
   part = Part(axes, past)
@@ -106,8 +110,9 @@ def attend(
     tokens, keys = part.keys(tokens, *q.shape[:2])
     if not chosen.fused:
       return chosen.run(q, k, v, tokens, keys=keys, rules=rules, **how)
+    # Fused kernels need as many queries as keys: pad the queries on the left, and cut the result.
     assert past is not None, "refused: see registry.whole_rows"
-    q = jnp.pad(q, ((0, 0), (past, 0), (0, 0), (0, 0)))  # as many queries as keys
+    q = jnp.pad(q, ((0, 0), (past, 0), (0, 0), (0, 0)))
     return chosen.run(q, k, v, keys.tokens, rules=rules, **how)[:, past:]
 
   specs = (heads, kv_heads, kv_heads, rows)
@@ -115,9 +120,12 @@ def attend(
 
 
 def _read_by(k_BTKH: jax.Array, own: int, heads: int, axes: tuple[str, ...]) -> jax.Array:
-  """The key-value heads that this device's queries read, of all of them: ``own`` of so many heads are here."""
+  """Return the key-value heads that this device's ``own`` query heads (of ``heads`` in total) read."""
   group = heads // k_BTKH.shape[2]
   if own % group and group % own:
-    raise ValueError(f"{own} query heads of a device read parts of groups of {group}: {k_BTKH.shape[2]} key-value heads")
+    raise ValueError(
+      f"context parallelism: each device has {own} query heads, and {group} query heads share a key-value head (of "
+      f"{k_BTKH.shape[2]}), so a device would need parts of groups. fix: change the size of the mesh axis that splits heads"
+    )
   first = jax.lax.axis_index(axes) * own // group
   return jax.lax.dynamic_slice_in_dim(vary(k_BTKH, axes), first, max(1, own // group), axis=2)

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek V3.2: which keys each query attends to, and the loss that trains the choice.
+"""The lightning indexer of DeepSeek V3.2: it selects the keys of each query. Also the loss that trains it.
 
 B batch, T query, S key, D model, R query latent, X index heads, H index head dimension.
 """
@@ -17,19 +17,19 @@ from maxtext_like.layers.partition import vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import product
 
-_DIGIT = 4  # bits at a time: fifteen numbers are tried in one pass over the scores
+_DIGIT = 4  # bits found in one pass over the scores, by comparing them with fifteen numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerConfig:
-  """What the indexer needs to know.
+  """Settings of the indexer.
 
   Attributes:
     emb_dim, q_lora_rank: D and R.
     num_heads, head_dim: X and H.
-    topk: keys a query keeps.
-    rope: the main attention's table; it rotates the first ``rope.dim`` of H, in half-split pairs.
-    epsilon: of the key norm.
+    topk: number of keys that each query keeps.
+    rope: the table of the main attention. It rotates the first ``rope.dim`` elements of a head, in half-split pairs.
+    epsilon: epsilon of the key norm.
   """
 
   emb_dim: int
@@ -42,11 +42,13 @@ class IndexerConfig:
 
   def __post_init__(self):
     if self.topk < 1:
-      raise ValueError(f"the indexer keeps at least 1 key, got {self.topk}")
+      raise ValueError(f"indexer: topk={self.topk}, but a query must keep at least 1 key. fix: set it to 1 or more")
     if self.rope.dim > self.head_dim:
-      raise ValueError(f"rotary dimension {self.rope.dim} exceeds the index head dimension {self.head_dim}")
+      raise ValueError(f"indexer: the rotary dimension {self.rope.dim} exceeds the head dimension {self.head_dim}")
     if self.q_lora_rank < 1:
-      raise ValueError("the indexer reads the query latent: q_lora_rank must be at least 1")
+      raise ValueError(
+        f"indexer: q_lora_rank={self.q_lora_rank}, but the indexer reads the query latent. fix: set q_lora_rank to 1 or more"
+      )
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Indexer:
 
   @jax.named_scope("indexer")
   def keys(self, p: dict, x_BTD: jax.Array, positions: jax.Array) -> jax.Array:
-    """Index keys [B, T, H] of the normed input of the layer: what a cache holds."""
+    """Compute index keys [B, T, H] from the normed input of the layer. They are stored in the cache."""
     k_BTH = named(self._k_norm, p, "k_norm", product(self.precision, "BTD,DH->BTH", jax.lax.stop_gradient(x_BTD), p["k"]))
     return self._rotate(k_BTH, rope_table(self.cfg.rope, positions))
 
@@ -79,45 +81,45 @@ class Indexer:
   def __call__(
     self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array, k_BSH: jax.Array | None = None
   ) -> jax.Array:
-    """Index scores of every pair, unmasked.
+    """Compute unmasked index scores of every pair of query and key.
 
     Args:
       p: parameters.
       x_BTD: normed input of the layer.
       latent_BTR: normed query latent of the main attention.
       positions: int32 [B, T], in tokens.
-      k_BSH: index keys; None: those of x itself.
+      k_BSH: index keys; None: those of x.
 
     Returns:
-      [B, T, S], float32 with ``indexer_float32_logits``, else ``dtype``. No gradient leaves through the inputs: the
-      language-model loss and the indexer's loss train disjoint parameters.
+      [B, T, S], float32 with ``indexer_float32_logits``, else ``dtype``. The inputs receive no gradient: the language-model
+      loss and the indexer's loss train disjoint parameters.
     """
     k_BSH = self.keys(p, x_BTD, positions) if k_BSH is None else k_BSH
     return self.score(*self.queries(p, x_BTD, latent_BTR, positions), k_BSH)
 
   @jax.named_scope("indexer")
   def queries(self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rotated index queries [B, T, X, H], and the weight of each head [B, T, X]; arguments as of the call."""
+    """Compute rotated index queries [B, T, X, H] and head weights [B, T, X]. The arguments are as in ``__call__``."""
     c, precision = self.cfg, self.precision
     x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
     q_BTXH = self._rotate(product(precision, "BTR,RXH->BTXH", latent_BTR, p["q"]), rope_table(c.rope, positions))
     return q_BTXH, self.head_weights(p, x_BTD)
 
   def head_weights(self, p: dict, x_BTD: jax.Array) -> jax.Array:
-    """The weight of each head [B, T, X], float32 with ``indexer_float32_logits``."""
+    """Compute the weight of each head [B, T, X], in float32 with ``indexer_float32_logits``."""
     exact = self.precision.exact if self.precision.indexer_float32_logits else self.precision
     weights = product(exact, "BTD,DX->BTX", x_BTD, p["weights"])
     return weights * jnp.asarray(self.cfg.num_heads**-0.5, weights.dtype)
 
   @jax.named_scope("indexer")
   def score(self, q_BTXH: jax.Array, weights_BTX: jax.Array, k_BSH: jax.Array) -> jax.Array:
-    """Index scores [B, T, S] of ``queries`` and ``keys``."""
+    """Compute index scores [B, T, S] from ``queries`` and ``keys``."""
     float32 = self.precision.indexer_float32_logits
     with jax.named_scope("indexer_product"):
       products = self.precision.einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
     with jax.named_scope("indexer_sum"):
       relu = jax.nn.relu(products * jnp.asarray(self.cfg.head_dim**-0.5, products.dtype))
-      # A sum of signed terms over heads: rounding the terms would decide which keys stand at the cut.
+      # The sum over heads has terms of both signs. Rounding them would change which keys are selected near the threshold.
       return jnp.einsum("BXTS,BTX->BTS", relu, weights_BTX, precision="highest" if float32 else None)
 
   def _rotate(self, x, table):
@@ -126,13 +128,14 @@ class Indexer:
 
   @jax.named_scope("indexer")
   def select(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
-    """The ``topk`` best visible keys of each query; of equal scores the earlier key.
+    """Select the ``topk`` best visible keys of each query. Of equal scores the earlier keys are selected.
 
-    Nothing is sorted: the score at the cut is found by its binary digits, and so is where the keys end that have just it.
+    Nothing is sorted. A digit-by-digit search finds the score at the threshold. A second search finds the position up to which
+    keys with exactly this score are selected.
 
     Args:
       scores_BTS: index scores.
-      mask: bool [B or 1, T, S], what the query may see at all.
+      mask: bool [B or 1, T, S], the keys that each query can see.
 
     Returns:
       bool [B, T, S]: visible and selected.
@@ -140,8 +143,10 @@ class Indexer:
     S = scores_BTS.shape[-1]
     if self.cfg.topk >= S:
       return jnp.broadcast_to(mask, scores_BTS.shape)
+    # Find the score at the threshold. Masked keys have rank 0.
     rank = jnp.where(mask, _rank(jax.lax.stop_gradient(scores_BTS)), jnp.uint32(0))
     cut = _largest(lambda cut: _count(rank[:, :, None] >= cut) >= self.cfg.topk, 32, rank[..., :1])
+    # Fill the remaining places with the earliest keys that have exactly the threshold score.
     equal, key = rank == cut, jax.lax.broadcasted_iota(jnp.uint32, rank.shape, rank.ndim - 1)
     left = self.cfg.topk - _count(rank > cut)[..., None]
     end = _largest(lambda end: _count(equal[:, :, None] & (key[:, :, None] < end)) <= left, S.bit_length(), rank[..., :1])
@@ -149,36 +154,38 @@ class Indexer:
 
   @jax.named_scope("indexer")
   def best(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
-    """The same as indices [B, T, min(topk, S)] int32, best first, which name masked keys too where fewer are visible."""
+    """Return the keys of ``select`` as indices [B, T, min(topk, S)] int32, best first. If fewer keys are visible, the last
+    indices are masked keys."""
     scores = jnp.maximum(_ordered(jax.lax.stop_gradient(scores_BTS)), jnp.finfo(scores_BTS.dtype).min)
-    scores = jnp.where(mask, scores, -jnp.inf)  # below -inf of a visible key, too
+    scores = jnp.where(mask, scores, -jnp.inf)  # masked keys are lower than a visible key with -inf, which is the lowest finite
     return jax.lax.top_k(scores, min(self.cfg.topk, scores.shape[-1]))[1]
 
 
 def _ordered(scores: jax.Array) -> jax.Array:
-  """The scores as they are compared: -0 is 0, and NaN of either sign is as good as the best. What is chosen is in the loss,
-  which is not finite then; what is not chosen nobody would hear of."""
+  """Prepare scores for comparison: -0 equals 0, and NaN of either sign equals the best score.
+
+  A NaN key is therefore selected, and makes the loss non-finite. Otherwise the fault would remain unnoticed."""
   return jnp.where(jnp.isnan(scores), jnp.inf, jnp.where(scores == 0, 0, scores))
 
 
 def _rank(scores: jax.Array) -> jax.Array:
-  """uint32, above 0, in the order of the scores, which may have 16 bits."""
+  """Map scores (of 16 or 32 bits) to uint32 above 0 in the same order."""
   bits = jax.lax.bitcast_convert_type(_ordered(scores.astype(jnp.float32)), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _count(found: jax.Array) -> jax.Array:
-  """How many along the last axis."""
+  """Count the true elements along the last axis."""
   return jnp.sum(found, axis=-1, dtype=jnp.int32)
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array) -> jax.Array:
-  """The largest uint32 of so many bits or a few more, [B, T, 1], for which something holds that holds for all smaller ones.
+  """Find the largest uint32 [B, T, 1] for which a condition holds. The condition must hold for all smaller numbers too.
 
   Args:
-    holds: of numbers uint32 [B, T, n, 1], bool [B, T, n].
-    bits: a multiple of ``_DIGIT`` is looked at.
-    like: uint32 [B, T, 1].
+    holds: maps numbers uint32 [B, T, n, 1] to bool [B, T, n].
+    bits: number of bits to search, rounded up to a multiple of ``_DIGIT``.
+    like: any uint32 array [B, T, 1]; only its shape and sharding are used.
   """
 
   def step(i, found):
@@ -195,14 +202,16 @@ def divergence(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array) -> 
   """KL(p || softmax(I)) of each query, float32 [B, T], in nats.
 
   Args:
-    scores_BTS: index scores; the gradient goes here alone.
-    probs_BTS: the main attention's probabilities summed over heads, any positive scale; detached.
-    mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected ones in sparse training.
+    scores_BTS: index scores. Only they receive a gradient.
+    probs_BTS: probabilities of the main attention, summed over heads, with any positive scale.
+    mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected keys in sparse training.
   """
+  # The target distribution: the attention probabilities over the masked keys, normalised.
   target = jax.lax.stop_gradient(probs_BTS).astype(jnp.float32)
   target = jnp.where(mask, target, 0)
   total = jnp.sum(target, axis=-1, keepdims=True)
   target = target / jnp.where(total == 0, 1, total)
+  # The log-softmax of the index scores over the same keys.
   scores = scores_BTS.astype(jnp.float32)
   top = jax.lax.stop_gradient(jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True))
   shifted = jnp.where(mask, scores - top, 0)
@@ -214,15 +223,15 @@ def divergence(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array) -> 
 
 @jax.named_scope("indexer_loss")
 def indexer_loss(divergence_BT: jax.Array, real: jax.Array | None = None, over: tuple[str, ...] = ()) -> jax.Array:
-  """The loss that trains the indexer: the mean over tokens of ``divergence``.
+  """Compute the loss that trains the indexer: the mean of ``divergence`` over tokens.
 
   Args:
-    divergence_BT: of each query.
-    real: bool [B, T], real tokens; a mean over no token is 0.
-    over: inside shard_map, the mesh axes that tokens are split over.
+    divergence_BT: KL divergence of each query.
+    real: bool [B, T], real tokens. The mean over no token is 0.
+    over: inside shard_map, the mesh axes that split tokens.
 
   Returns:
-    float32 scalar, in nats a token.
+    float32 scalar, in nats per token.
   """
   counts = jnp.ones(divergence_BT.shape, jnp.float32) if real is None else real.astype(jnp.float32)
   total, tokens = jnp.sum(divergence_BT * counts), jnp.sum(counts)
@@ -232,5 +241,5 @@ def indexer_loss(divergence_BT: jax.Array, real: jax.Array | None = None, over: 
 
 
 def index_distribution(scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
-  """softmax over visible keys of the index scores, float32 [B, T, S]: what the KL loss compares."""
+  """Return softmax of the index scores over visible keys, float32 [B, T, S], which the KL loss compares."""
   return masked_softmax(scores_BTS.astype(jnp.float32), mask)

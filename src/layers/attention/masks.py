@@ -1,7 +1,7 @@
-"""Attention masks: boolean, combined once, never added to anything.
+"""Attention masks: boolean arrays, combined once and never added to scores.
 
-B batch, T query, S key. Indices count along the row of the batch; documents packed into a row are told apart by segment,
-so that a window of W keys is the same in the row and in the document.
+B batch, T query, S key. Positions are indices in the row of the batch. Segments separate documents packed into one row. A
+window of W keys is therefore the same in the row and in the document.
 """
 
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tokens:
-  """Where the tokens of a batch stand.
+  """Documents and images of the tokens of a batch.
 
   Attributes:
     segments: int32 [B, T], 0 is padding, documents count from 1; None: every row is one document without padding.
-    images: int32 [B, T], 0 is text, images count from 1: tokens of one image see each other; None: no images.
-    one_document: every row is known to be one document from its beginning on, padding behind it: what is causal sees no other.
+    images: int32 [B, T], 0 is text, images count from 1. Tokens of one image see each other. None: no images.
+    one_document: every row is known to be one document followed by padding, so causal attention needs no document mask.
   """
 
   segments: jax.Array | None = None
@@ -28,32 +28,32 @@ class Tokens:
 
   @property
   def several_documents(self) -> bool:
-    """Whether a row may hold several, for all that is known without its numbers."""
+    """True if a row may hold several documents, judging by what is known before the arrays are read."""
     return self.segments is not None and not self.one_document
 
   @property
   def real(self) -> jax.Array | None:
-    """Of rows known to be one document, which tokens are no padding, bool [B, T]; None: of other rows.
+    """bool [B, T]: which tokens are not padding, if rows are known to be one document; None for other rows.
 
-    Rows known to be one document get no mask, and padding in them sees what stands before it (and is seen by padding alone).
-    What a layer makes of its causal attention there is to be zeroed (``zeroed``), which keeps its gradients from all of that.
-    Other rows have zeros there already.
+    Rows known to be one document have no document mask, so padding sees the tokens before it. Only padding sees padding. The
+    output of causal attention at these positions must be set to zero with ``zeroed``, which also blocks their gradients. Other
+    rows have zeros there already.
     """
     return self.segments > 0 if self.segments is not None and self.one_document else None
 
 
 def zeroed(x: jax.Array, real_BT: jax.Array | None) -> jax.Array:
-  """x, [B, T, ...], with zeros where it is not real; None: x."""
+  """Set x [B, T, ...] to zero where ``real_BT`` is False; return x unchanged if it is None."""
   return x if real_BT is None else jnp.where(real_BT.reshape(*real_BT.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 @dataclass(frozen=True)
 class Keys:
-  """Keys that are not those of the queries' own positions.
+  """Keys at other positions than the queries.
 
   Attributes:
     tokens: segments and images of the keys, [B, S].
-    first: the number of the key that stands where the first query does; an array where a program decides it as it runs.
+    first: index of the key at the position of the first query; an array if it is known only at run time.
   """
 
   tokens: Tokens
@@ -61,12 +61,12 @@ class Keys:
 
 
 def causal_mask(query: jax.Array, key: jax.Array, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
-  """Which keys each query sees by where both stand: itself and those before it, and all of its own image.
+  """Return a mask by position: each query sees itself, earlier keys, and all tokens of its image.
 
   Args:
-    query, key: int32 [T] and [S], indices along the row.
-    window: W, the query itself and the W - 1 keys before it; None: all keys before it. It cuts the past of images too.
-    images: bool [B, T, S], which of them belong to one image; None: none do.
+    query, key: int32 [T] and [S], indices in the row.
+    window: W, the query itself and the W - 1 keys before it; None: all keys before it. It also limits the past of images.
+    images: bool [B, T, S], which pairs belong to one image; None: no images.
 
   Returns:
     bool [B or 1, T, S].
@@ -80,12 +80,13 @@ def causal_mask(query: jax.Array, key: jax.Array, *, window: int | None, images:
 
 
 def same_image(query: jax.Array, key: jax.Array) -> jax.Array:
-  """bool [B, T, S]: which tokens belong to one image, of their ``Tokens.images``."""
+  """Return bool [B, T, S]: which tokens belong to the same image, from their ``Tokens.images``."""
   return (query[:, :, None] == key[:, None, :]) & (query[:, :, None] > 0)
 
 
 def same_document(query: jax.Array, key: jax.Array) -> jax.Array:
-  """bool [B, T, S]: which tokens belong to one document, of the segments int32 [B, T] and [B, S]; padding to none."""
+  """Return bool [B, T, S]: which tokens belong to the same document, from segments [B, T] and [B, S]. Padding belongs to
+  none."""
   return (query[:, :, None] == key[:, None, :]) & (key[:, None, :] > 0)
 
 
@@ -99,20 +100,21 @@ def attention_mask(
   among: tuple[int, Keys] | None = None,
   causal: bool = True,
 ) -> jax.Array:
-  """Which keys each query sees.
+  """Return a mask of the keys that each query sees.
 
   Args:
     tokens: segments and images of the queries.
     batch: B, rows.
     length: T, positions in a row.
     window: W, the query itself and the W - 1 keys before it; None: all keys before it.
-    bidirectional_images: tokens of one image also see later tokens of that image (the window still cuts the past).
-    among: S and the keys, where they are not those of the queries' own positions.
-    causal: it sees none behind itself; False: all of its document, and ``window`` is None.
+    bidirectional_images: tokens of one image also see later tokens of that image. The window still limits the past.
+    among: S and the keys, if they are at other positions than the queries.
+    causal: queries do not see later keys. False: queries see their complete document, and ``window`` must be None.
 
   Returns:
     bool [B or 1, T, S].
   """
+  # Combine the masks by position, image and document.
   count, keys = among or (length, Keys(tokens, 0))
   images = None
   if bidirectional_images and tokens.images is not None and keys.tokens.images is not None:
@@ -127,7 +129,7 @@ def attention_mask(
 
 
 def numbered_images(token_types: jax.Array) -> jax.Array:
-  """``Tokens.images``: every run of image (1) or video (2) tokens of a row is one image, numbered from 1.
+  """Compute ``Tokens.images``: every run of image (1) or video (2) tokens of a row is one image, numbered from 1.
 
   Args:
     token_types: int32 [B, T]: 0 text, 1 image, 2 video; other types count as text.
@@ -141,21 +143,21 @@ def numbered_images(token_types: jax.Array) -> jax.Array:
 
 
 def masked_fill(x: jax.Array, mask: jax.Array) -> jax.Array:
-  """x where the mask is true, else the lowest finite number of x's dtype, which no visible entry can be below.
+  """Replace masked elements of x by the lowest finite number of x's dtype, so that no visible element is lower.
 
-  Nothing may be added to the result: it would become infinite.
+  Do not add anything to the result: it could become infinite.
   """
   return jnp.where(mask, x, jnp.finfo(x.dtype).min)
 
 
 def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
-  """Softmax over the last dimension among the unmasked entries, in the dtype of the scores.
+  """Softmax over the unmasked elements of the last dimension, in the dtype of the scores.
 
-  A row without any visible entry gives zeros, and zero gradients, instead of NaN. The backward pass is written out, so that it
-  keeps the result alone; there is no forward mode (``jax.jvp``).
+  A row without any visible element gives zeros and zero gradients instead of NaN. The custom backward pass saves only the
+  result. Forward mode (``jax.jvp``) is not supported.
 
   Args:
-    scores: [..., S], of the result's shape.
+    scores: [..., S], with the shape of the result.
     mask: bool, broadcast to the scores.
   """
   return _masked_softmax(scores, mask)
@@ -164,7 +166,7 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _masked_softmax(scores, mask) -> Any:
   top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
-  # The inner where keeps the exponent of a masked entry, which can lie far above the top, from overflowing.
+  # A masked score can be far above the maximum. The inner where keeps its exponential from overflowing.
   weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
   total = jnp.sum(weights, axis=-1, keepdims=True)
   return weights / jnp.where(total == 0, 1, total)
@@ -176,7 +178,8 @@ def _masked_softmax_fwd(scores, mask):
 
 
 def _masked_softmax_bwd(probs, g):
-  # In float32: the difference can leave float16. What arrives at an entry that has no weight, even an infinity, is not seen.
+  # Compute in float32, because the difference can overflow float16. Cotangents of elements without weight are dropped, also if
+  # they are infinite.
   p, g = probs.astype(jnp.float32), jnp.where(probs > 0, g.astype(jnp.float32), 0)
   return (p * (g - jnp.sum(p * g, axis=-1, keepdims=True))).astype(probs.dtype), None
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of DeepSeek V3, and its sparse form in V3.2.
+"""Multi-head latent attention (MLA) of DeepSeek V3, and its sparse form with an indexer in V3.2.
 
 B batch, T query, S key, D model, N heads, R query latent, C key-value latent, P rotary part of a head, Q unrotated part,
 V value head.
@@ -31,13 +31,13 @@ from maxtext_like.layers.weight import Rounded, Weight, alone, product, rows, va
 
 Axes = tuple[str, ...]
 
-# DeepSeek fixes the epsilon of the latent norms; the configuration's is for the others.
+# DeepSeek uses this epsilon for the norms of latents. The epsilon of the configuration applies to the other norms.
 LATENT_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
-  """What latent attention needs to know.
+  """Settings of latent attention.
 
   Attributes:
     emb_dim, num_heads: D and N.
@@ -47,14 +47,14 @@ class MLAConfig:
     rope: the table of the rotary part.
     bias: biases on q_a, kv_a and o.
     query_gain, output_gain: factors on the initial values of queries and of the output projection.
-    indexer: sparse attention; None: dense.
-    indexer_sparse: attend to the selected keys; False is the dense warm-up, where the indexer is trained to predict
-      attention and does not act on it.
-    indexer_loss_weight: of the KL loss; 0 computes none.
-    kernel: what the configuration asks for.
-    platform: "cpu", "gpu" or "tpu", where the program will run.
-    capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
-    failed: kernels that failed their self-test there.
+    indexer: settings of the indexer for sparse attention; None: dense attention.
+    indexer_sparse: attend to the selected keys only. False is the dense warm-up, in which the indexer is trained to predict
+      attention but does not select keys.
+    indexer_loss_weight: weight of the KL loss; 0 computes none.
+    kernel: the kernel that the configuration selects.
+    platform: "cpu", "gpu" or "tpu": where the program will run.
+    capability: CUDA compute capability of that device; None if it is not an NVIDIA GPU or not known.
+    failed: kernels that failed their self-test on that device.
   """
 
   emb_dim: int
@@ -78,10 +78,10 @@ class MLAConfig:
 
   def __post_init__(self):
     if self.rope.dim != self.rope_dim:
-      raise ValueError(f"rotary table of {self.rope.dim} dimensions for a rotary part of {self.rope_dim}")
+      raise ValueError(f"MLA: the rotary table has {self.rope.dim} dimensions, but rope_dim={self.rope_dim}")
 
   def layer(self, precision: Precision) -> "MLA":
-    """The mixer of this configuration."""
+    """Return the layer with this configuration."""
     return MLA(self, precision)
 
   @property
@@ -94,12 +94,14 @@ class MLAConfig:
 
   @property
   def score_stddev(self) -> float:
-    """Standard deviation of the scores before training, of queries and keys whose elements have mean square 1."""
+    """Standard deviation of the scores before training, for queries and keys whose elements have a mean square of 1."""
     return self.scale / (self.nope_dim + self.rope_dim) ** -0.5 * self.query_gain
 
   def gathers(self, count: int) -> bool:
-    """Whether queries that may see so many keys attend to gathered ones: it takes fewer multiplications, and no TPU has to read
-    rows one by one. Latents are wider than the keys and values of a head."""
+    """True if queries that see ``count`` keys should gather the selected keys.
+
+    Gathering takes fewer multiplications for large ``count``, because a query then computes only ``topk`` scores. But the
+    latents are wider than the keys and values of a head. TPUs never gather, because they read single rows slowly."""
     if self.indexer is None or not self.indexer_sparse or self.platform == "tpu":
       return False
     work = self.indexer.topk * (2 * self.kv_lora_rank + self.rope_dim)
@@ -108,7 +110,7 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class MLA:
-  """Attention whose keys and values are expanded from one latent of C numbers a token (DeepSeek-V2, section 2.1)."""
+  """Attention whose keys and values are projected from one latent of C numbers per token (DeepSeek-V2, section 2.1)."""
 
   cfg: MLAConfig
   precision: Precision
@@ -119,6 +121,7 @@ class MLA:
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, R, C, Q, P, V = c.emb_dim, c.num_heads, c.q_lora_rank, c.kv_lora_rank, c.nope_dim, c.rope_dim, c.value_dim
+    # Keys and values, the output, then queries: in two steps if there is a query latent, else in one.
     spec = {
       "kv_a": Param((D, C + P), ("embed", "kv_lora"), dtype),
       "kv_a_norm": self._latent_norm(C).params(),
@@ -143,7 +146,7 @@ class MLA:
     return self.precision.plus(y, p[f"{name}_bias"]) if self.cfg.bias else y
 
   def _queries(self, p, x_BTD, table):
-    """Queries [B, T, N, Q + P], rotated, and the normed latent [B, T, R] (None without q_lora_rank)."""
+    """Return rotated queries [B, T, N, Q + P], and the normed latent [B, T, R] (None without q_lora_rank)."""
     c = self.cfg
     latent = None
     if c.q_lora_rank:
@@ -155,31 +158,32 @@ class MLA:
     return jnp.concatenate([nope, rotate(rope, table, interleave=c.rope.interleave)], axis=-1), latent
 
   def latents(self, p: dict, x_BTD: jax.Array, table) -> tuple[jax.Array, jax.Array]:
-    """What a cache holds: the normed latent [B, T, C] and the rotated key part all heads share [B, T, P]."""
+    """Return the entries of the cache: the normed latent [B, T, C], and the rotated part of the keys [B, T, P].
+
+    All heads share the rotated part."""
     c = self.cfg
     latent, k_rope = jnp.split(self._project(p, "kv_a", x_BTD), [c.kv_lora_rank], axis=-1)
     return named(self._latent_norm(c.kv_lora_rank), p, "kv_a_norm", latent), rotate(k_rope, table, interleave=c.rope.interleave)
 
   def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Slots of a cache for rows of ``length`` tokens, and its arrays' shapes without batch and slots."""
+    """Return the number of cache slots for rows of ``length`` tokens, and the shapes of the arrays without batch and slots."""
     c = self.cfg
     shapes = {"latent": (c.kv_lora_rank,), "k_rope": (c.rope_dim,)}
     return length, shapes | ({"index_k": (c.indexer.head_dim,)} if c.indexer else {})
 
   def lent(self) -> dict[str, tuple[int, ...]]:
-    """No layer shares what this one has."""
+    """Shapes of keys and values that later layers reuse: none for this layer."""
     return {}
 
   def expand(self, kv_b: Any, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys [B, S, N, Q + P] and values [B, S, N, V] of cached latents."""
+    """Project latents to keys [B, S, N, Q + P] and values [B, S, N, V]."""
     kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, kv_b, large=True)
     k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
     k_rope: jax.Array = repeated(k_rope_BSP, k_nope.shape[2], 2)
     return jnp.concatenate([k_nope, k_rope], axis=-1), v
 
   def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case:
-    """What a kernel has to do for rows of ``length`` positions, of several documents or of one, on so many devices each;
-    DeepSeek has no images."""
+    """Describe the computation that a kernel must support. See ``Attention.case``. DeepSeek has no images."""
     del images
     c = self.cfg
     return Case(
@@ -193,19 +197,25 @@ class MLA:
       length=length,
       context=context,
       documents=documents,
-      probabilities=c.indexer is not None,  # which selects keys, and whose loss reads them
+      probabilities=c.indexer is not None,  # the indexer selects keys, and its loss reads the probabilities
     )
 
   def may_gather(self, kv_b: Any, length: int) -> bool:
-    """Whether queries of rows of so many positions may attend to gathered keys, given what expands latents; where they see
-    enough of them (``MLAConfig.gathers``) they do. Short rows keep to one form, whatever their weights are made of; float16 to
-    the numbers whose bounds are known (``risk``)."""
+    """True if queries of rows of ``length`` positions may gather the selected keys. ``MLAConfig.gathers`` makes the choice.
+
+    Short rows never gather, and neither do quantised or adapted weights. float16 does not, because ``risk`` has no bounds for
+    the numbers in the absorbed form."""
     plain = isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight)
     return length > sparse_attention_tiles.TILE and plain and self.precision.dtype != "float16"
 
   def pairs(self, length: int, kv_b: Any, parts: int = 1) -> int:
-    """(query, key) pairs of a row, which so many devices share, whose scores are made in tiles of queries, given what expands
-    latents; 0: it has no tiles."""
+    """Return the number of (query, key) pairs of a row whose scores are computed in tiles of queries; 0 without tiles.
+
+    Args:
+      length: positions of a row.
+      kv_b: the weight that projects latents to keys and values.
+      parts: number of devices that share a row.
+    """
     c = self.cfg
     if (indexer := c.indexer) is None or length <= sparse_attention_tiles.TILE:
       return 0
@@ -214,16 +224,18 @@ class MLA:
     return sum(count * keys(seen) for count, seen in sparse_attention_tiles.stretches(length, parts))
 
   def tile_bytes(self, rows: int, length: int, heads: int, kv_b: Any, parts: int = 1) -> int:
-    """What the backward pass of a tile of queries (``query_tiles``) has at once beside its arguments, as read in programs
-    compiled for a GPU: products of index heads once, what heads make of pairs twice, and gradients of keys and values; where
-    keys are gathered these and what heads make of them.
+    """Return the bytes that the backward pass of one tile of queries (``query_tiles``) needs in addition to its arguments.
+
+    The terms were read from programs compiled for a GPU: the products of index heads once, the scores of the attention heads
+    twice, and the gradients of keys and values. If keys are gathered: the gathered latents, and the scores of the attention
+    heads.
 
     Args:
-      rows: of one device.
-      length: of the keys.
-      heads: of the attention, of one device.
-      kv_b: what expands latents, or its shape.
-      parts: devices that share a row.
+      rows: rows of one device.
+      length: number of keys.
+      heads: attention heads of one device.
+      kv_b: the weight that projects latents to keys and values, or its shape.
+      parts: number of devices that share a row.
     """
     c = self.cfg
     if (indexer := c.indexer) is None or length <= sparse_attention_tiles.TILE:
@@ -239,23 +251,24 @@ class MLA:
     return 4 * rows * max(floats(seen) for _, seen in sparse_attention_tiles.stretches(length, parts))
 
   def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
-    """The layer by itself, as a face calls it: the output and all that it notes and taps."""
+    """Run the layer outside a decoder, as a module wrapper does. Return the output and all values that it reports."""
     ctx = Context(positions, tokens, capture=frozenset(CAPTURES)).collecting()
     return zeroed(self(p, x_BTD, ctx), tokens.real), ctx.aux
 
   @jax.named_scope("mla")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    """Attends.
+    """Compute attention.
 
     Args:
       p: parameters.
       x_BTD: normed input.
       ctx: positions and segments; in generation the cache {"latent" [B, S', C], "k_rope" [B, S', P], "index_k"} of earlier
-        tokens. With an indexer it notes "indexer_loss" and taps "indexer.topk_idx" [B, T, min(topk, S)].
+        tokens. With an indexer the layer reports "indexer_loss", and "indexer.topk_idx" [B, T, min(topk, S)] if captured.
 
     Returns:
-      [B, T, D] in ``dtype`` (float32 with float16); of padding anything, where ``Tokens.real`` tells of it.
+      [B, T, D] in ``dtype`` (float32 with float16). The values at padding are undefined if ``Tokens.real`` is set.
     """
+    # Project to queries and to the latents of keys and values. The indexer has its own queries and keys.
     c, tokens = self.cfg, ctx.tokens
     T = x_BTD.shape[1]
     table = rope_table(c.rope, ctx.positions)
@@ -263,12 +276,14 @@ class MLA:
     latent, k_rope = self.latents(p, x_BTD, table)
     queries, keys = {"q": q}, {"latent": latent, "k_rope": k_rope}
     if c.indexer:
-      assert q_latent is not None, "IndexerConfig asks for q_lora_rank"
+      assert q_latent is not None, "IndexerConfig requires q_lora_rank"
       indexer = Indexer(c.indexer, self.precision)
       queries["index_q"], queries["index_weights"] = indexer.queries(p["indexer"], x_BTD, q_latent, ctx.positions)
       keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
+    # In generation, add the cached entries.
     keys = ctx.remember(**keys)
     named, wanted = False, "indexer" in ctx.capture
+    # Attend. There are four cases: generation, rows split over devices, an indexer, and plain attention with a kernel.
     if ctx.step is not None:
       visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
       k, v = self.expand(p["kv_b"], keys["latent"], keys["k_rope"])
@@ -285,6 +300,7 @@ class MLA:
       else:
         k, v = self.expand(p["kv_b"], keys["latent"], keys["k_rope"])
         out_BTNV, indices, loss = attend(kernel.name, q, k, v, tokens, rules=ctx.rules, **self._how), None, None
+    # Report the indexer's results, and project to the residual stream.
     if indices is not None:
       ctx.tap("indexer.topk_idx", indices)
     if loss is not None:
@@ -297,24 +313,24 @@ class MLA:
 
   @property
   def _how(self) -> dict[str, Any]:
-    """Of a kernel that is not told which keys are selected."""
+    """Arguments of a kernel for attention without selected keys."""
     return {"window": None, "bidirectional_images": False, "scale": self.cfg.scale, "precision": self.precision}
 
   def _attend(
     self, keys: Arrays, queries: Arrays, visible: jax.Array, *, wanted: int | None = None, heads_on: Axes = ()
   ) -> Arrays:
-    """Attention with every score written out, or, where that is less work, those of the chosen keys.
+    """Compute attention with all scores in memory, or with gathered keys if that needs less work.
 
     Args:
-      keys: "k", "v"; with an indexer "index_k", and where chosen keys can be gathered "latent", "k_rope" and "kv_b".
+      keys: "k", "v"; with an indexer "index_k"; if keys may be gathered also "latent", "k_rope" and "kv_b".
       queries: "q"; with an indexer "index_q" and "index_weights".
       visible: bool [B or 1, T, S].
-      wanted: how many keys there are in all, where what is chosen of them is asked for.
-      heads_on: inside shard_map, the mesh axes that heads are split over.
+      wanted: the total number of keys if the indices of the selected keys are captured, else None.
+      heads_on: inside shard_map, the mesh axes that split heads.
 
     Returns:
-      "out" [B, T, N, V]; with an indexer "indices" [B, T, min(topk, wanted)], if asked for, and if it is trained the
-      "divergence" [B, T].
+      "out" [B, T, N, V]; with an indexer also "indices" [B, T, min(topk, wanted)] if captured, and the "divergence" [B, T] if
+      the indexer is trained.
     """
     c = self.cfg
     plainly = functools.partial(
@@ -322,17 +338,20 @@ class MLA:
     )
     if not c.indexer:
       return {"out": plainly(visible)[0]}
+    # Index scores, and the indices for a capture.
     found, indexer = {}, Indexer(c.indexer, self.precision)
     scores = indexer.score(queries["index_q"], queries["index_weights"], keys["index_k"])
     if wanted is not None:
       more = ((0, 0), (0, 0), (0, wanted - scores.shape[-1]))
       found["indices"] = indexer.best(jnp.pad(scores, more), jnp.pad(visible, more))
+    # Attention over gathered keys, or over all keys with a mask.
     if "kv_b" in keys and c.gathers(scores.shape[-1]):
       scores, mask, found["out"], probs = self._gathered(keys, queries["q"], scores, visible)
     else:
       mask = chosen(indexer.select(scores, visible)) if c.indexer_sparse else visible
       found["out"], probs = plainly(mask)
       probs = probs[:, :, 0]
+    # The divergence of the index scores from the attention probabilities, summed over the heads of all devices.
     if c.indexer_loss_weight:
       heads_summed = jnp.sum(jax.lax.stop_gradient(probs).astype(jnp.float32), axis=1)
       if heads_on:
@@ -343,18 +362,22 @@ class MLA:
   def _gathered(
     self, keys: Arrays, q_BTNH: jax.Array, scores_BTS: jax.Array, visible: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Attention to the chosen keys alone, whose latents all heads share: queries are brought to the latents' numbers, and what
-    they attend to is brought back (DeepSeek-V2, section 2.1.2: the weight that expands latents is absorbed).
+    """Compute attention over gathered keys. All heads share the latents of the selected keys.
+
+    Queries are multiplied by the key part of the weight that expands latents, so that scores are computed with latents. The
+    outputs are multiplied by its value part (DeepSeek-V2, section 2.1.2: the weight is absorbed).
 
     Returns:
-      Of the K chosen keys the index scores [B, T, K], and which of them are visible; the output [B, T, N, V], and the
-      probabilities [B, N, T, K].
+      For the K selected keys: index scores [B, T, K], bool [B, T, K] which of them are visible, the output [B, T, N, V], and
+      the probabilities [B, N, T, K].
     """
     c, precision = self.cfg, self.precision
     assert c.indexer is not None
+    # Gather the latents of the selected keys.
     indices = chosen(Indexer(c.indexer, precision).best(scores_BTS, visible))
     seen = jnp.take_along_axis(jnp.broadcast_to(visible, scores_BTS.shape), indices, axis=-1)
     latent_BTKC, rope_BTKP = (jax.vmap(rows)(keys[name], indices) for name in ("latent", "k_rope"))
+    # Absorb the key part of the weight into the queries.
     of_keys, of_values = jnp.split(keys["kv_b"], [c.nope_dim], axis=-1)
     nope, rope = jnp.split(q_BTNH, [c.nope_dim], axis=-1)
     q_BTNC = jnp.concatenate([precision.einsum("BTNQ,CNQ->BTNC", nope, of_keys, large=True), rope], axis=-1)
@@ -382,16 +405,16 @@ class MLA:
     tokens_on: Axes = (),
     heads_on: Axes = (),
   ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Attention with an indexer, a tile of queries at a time.
+    """Compute attention with an indexer, one tile of queries at a time.
 
     Args:
-      kv_b: the weight that expands latents.
+      kv_b: the weight that projects latents to keys and values.
       queries: "q", "index_q" and "index_weights".
       keys: "latent", "k_rope" and "index_k".
-      tokens, real: of the queries; ``real`` is bool [B, T].
-      where: the keys stand.
-      wanted: whether what is chosen is asked for.
-      tokens_on, heads_on: inside shard_map, the mesh axes that they are split over.
+      tokens, real: segments of the queries, and bool [B, T]: real tokens.
+      where: position of the keys.
+      wanted: the indices of the selected keys are captured.
+      tokens_on, heads_on: inside shard_map, the mesh axes that split tokens and heads.
 
     Returns:
       [B, T, N, V], the best keys [B, T, min(topk, S)] or None, and the loss.
@@ -406,8 +429,10 @@ class MLA:
   def _attend_in_parts(
     self, kernel: AttentionKernel, kv_b, queries: Arrays, keys: Arrays, tokens: Tokens, rules: Rules, wanted: bool
   ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The same where the positions of a row are split over devices: each gathers the latents, small as they are, and expands
-    them for its own queries. See ``context_parallel``."""
+    """Compute attention with the positions of a row split over devices (see ``context_parallel``).
+
+    Each device gathers the latents of the row, which are small, and expands them for its own queries."""
+    # Find how queries and the weight are sharded.
     mesh = free_mesh()
     assert mesh is not None, "rows are split over a mesh"
     plain = not isinstance(kv_b, Weight)

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021): frequency tables (default, linear, proportional, YaRN) and the rotation.
 
-B batch, T position, N heads, H head dimension. Angles are float32: bfloat16 cannot tell position 1001 from 1000.
+B batch, T position, N heads, H head dimension. Angles are float32, because bfloat16 cannot distinguish positions 1000 and 1001.
 """
 
 import math
@@ -43,11 +43,11 @@ class RopeConfig:
 
   def __post_init__(self):
     if self.dim % 2 or self.dim <= 0:
-      raise ValueError(f"rotary dimension must be even and positive, got {self.dim}")
+      raise ValueError(f"rope: the rotary dimension must be even and positive, got {self.dim}")
 
   @property
   def attention_factor(self) -> float:
-    """What cos and sin are multiplied by: YaRN's temperature on the rotated part of q and k."""
+    """Factor on cos and sin: YaRN's temperature for the rotated part of q and k."""
     if self.kind != "yarn":
       return 1.0
     if self.mscale and self.mscale_all_dim:
@@ -56,14 +56,14 @@ class RopeConfig:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-  """0.1 * mscale * ln(factor) + 1, and 1 without extension (YaRN, section 3.4)."""
+  """Return 0.1 * mscale * ln(factor) + 1, or 1 without extension (YaRN, section 3.4)."""
   return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
-  """float32 [dim / 2], in radians a token, bit for bit as Hugging Face's tables.
+  """Return float32 [dim / 2], in radians per token, equal to Hugging Face's tables in every bit.
 
-  The exponent is rounded to float32 and the power is rounded once. A table one unit in the last place away moves logits by
+  The exponent is rounded to float32, and the power is rounded once. An error of one unit in the last place changes logits by
   1e-2 at position 100000.
   """
   exponent = np.arange(0, cfg.dim, 2, dtype=np.float32) / np.float32(cfg.dim)
@@ -77,7 +77,7 @@ def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
   if cfg.kind == "yarn":
 
     def pair_with(rotations: float) -> float:
-      """The pair that makes this many rotations over the original context."""
+      """Return the index of the pair that makes this many rotations over the original context."""
       return cfg.dim * math.log(cfg.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(cfg.theta))
 
     low, high = max(math.floor(pair_with(cfg.beta_fast)), 0), min(math.ceil(pair_with(cfg.beta_slow)), cfg.dim - 1)
@@ -90,21 +90,21 @@ def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
 
 
 def rope_table(cfg: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """cos and sin, float32 [B, T, dim / 2], of integer positions [B, T] in tokens."""
+  """Return cos and sin, float32 [B, T, dim / 2], for integer positions [B, T] in tokens."""
   angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(cfg)
   return jnp.cos(angles) * cfg.attention_factor, jnp.sin(angles) * cfg.attention_factor
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, interleave: bool = False) -> jax.Array:
-  """Rotates every pair of the last dimension.
+  """Rotate every pair of the last dimension.
 
   Args:
     x: [B, T, N, H] or [B, T, H].
     table: cos and sin, [B, T, H / 2].
-    interleave: pairs are (2m, 2m + 1); the result is in half-split order either way, which q.k does not see.
+    interleave: pairs are (2m, 2m + 1). The result is always in half-split order, which does not change q.k.
 
   Returns:
-    The same shape and dtype. The rotation is done in float32: it costs nothing there and rounds once.
+    The same shape and dtype. The rotation is computed in float32, which is fused and rounds once.
   """
   cos, sin = (t[:, :, None, :] if x.ndim == 4 else t for t in table)
   x32 = x.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Soft caps of logits and attention scores (Gemma 2): cap * tanh(x / cap) is x where it is small, and never beyond the cap."""
+"""Soft caps of logits and attention scores (Gemma 2): cap * tanh(x / cap) is about x for small x and never exceeds the cap."""
 
 import functools
 from typing import Any
@@ -10,26 +10,28 @@ from maxtext_like.layers.precision import Precision
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-  """cap * tanh(x / cap), in the dtype of x; x without a cap."""
+  """Return cap * tanh(x / cap) in the dtype of x, or x if there is no cap."""
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def slope(capped: jax.Array, cap: float) -> jax.Array:
-  """The derivative of ``soft_cap`` where it gave ``capped``: 1 - tanh^2, float32; 0 where that was rounded beyond the cap."""
+  """Return the derivative of ``soft_cap``, 1 - tanh^2, in float32. ``capped`` is the value of ``soft_cap``.
+
+  The derivative is 0 where rounding has moved ``capped`` beyond the cap."""
   tanh = jnp.clip(capped.astype(jnp.float32) / cap, -1, 1)
   return (1 - tanh) * (1 + tanh)
 
 
 def softmax_scores(scores: jax.Array, precision: Precision, cap: float | None) -> jax.Array:
-  """Scores after the scale as the softmax takes them: capped, in the dtype of ``float32_logits``."""
+  """Cap the scaled scores and return them in the dtype of the softmax (``float32_logits``)."""
   return capped_scores(scores, precision, cap)[0]
 
 
 def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) -> tuple[jax.Array, jax.Array]:
-  """``softmax_scores``, and what the cap made of them, which ``slope`` is of, in the dtype in which it did.
+  """Return ``softmax_scores``, and the capped scores in the dtype in which they were computed, for ``slope``.
 
-  They are capped in float32 where either of ``float32_qk_product`` and ``float32_logits`` has them in it, and under the scope
-  of the one that does.
+  Scores are capped in float32 if either ``float32_qk_product`` or ``float32_logits`` keeps them in float32. The operations are
+  in the named scope of the key that decides their dtype.
   """
   dtype = jnp.float32 if precision.float32_logits else precision.dtype
   capped: Any
@@ -46,8 +48,8 @@ def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _capped(scores: jax.Array, cap: float) -> jax.Array:
-  """``soft_cap``, whose gradient has no step that is larger than its result: JAX's own would multiply by 2 * cap on its way,
-  which float16 may not hold."""
+  """``soft_cap`` with a gradient whose intermediate values never exceed the result. JAX's own derivative would multiply by
+  2 * cap, which may overflow float16."""
   return soft_cap(scores, cap)
 
 

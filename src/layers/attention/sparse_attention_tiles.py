@@ -1,8 +1,9 @@
-"""Attention whose keys an indexer chooses, a tile of queries at a time.
+"""Sparse attention, computed for one tile of queries at a time. It is used with an indexer.
 
-Scores of every pair, those of each index head and of each attention head, would be the largest arrays of a model by far: 8.6 GB
-for one layer and row of 4096 positions of DeepSeek V3.2. Here those of a tile exist at a time. The backward pass makes them
-again, but for what was chosen, which is kept: a bit that came out otherwise would make it the gradient of something else.
+The scores of all pairs, for each index head and each attention head, would be by far the largest arrays of a model: 8.6 GB for
+one layer and one row of 4096 positions of DeepSeek V3.2. Only the scores of one tile exist at a time. The backward pass
+recomputes them, but not the selection of keys, which is saved. A recomputed selection could differ in rounding, and the
+gradient would then belong to other keys.
 
 B batch, T query, S key, t queries of a tile, s keys that any of them may see.
 """
@@ -18,15 +19,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.attention.masks import Keys, Tokens, attention_mask
 
-TILE = 256  # queries; with fewer, keys and their gradients travel more than scores do. Rows of at most this many are one tile
-STRETCHES = 4  # of tiles in one loop, which meet the keys of its last: a quarter more pairs than queries see. Each is compiled
+TILE = 256  # queries per tile. With fewer, moving keys and their gradients costs more than scores. Shorter rows are one tile
+# Loops over tiles. All tiles of a loop use the keys of its last tile, which are 25 % more pairs than needed. More loops would
+# need fewer pairs, but each loop is compiled separately.
+STRETCHES = 4
 CHOSEN = "chosen keys"
 
 Arrays = dict[str, jax.Array]
 
 
 def chosen(x: jax.Array) -> jax.Array:
-  """x, what queries were found to attend to: kept for the backward pass."""
+  """Mark x, the selection of keys, to be saved for the backward pass."""
   return checkpoint_name(x, CHOSEN)
 
 
@@ -38,15 +41,15 @@ def over_queries(
   tokens: Tokens,
   where: Keys,
 ) -> Arrays:
-  """What ``attend`` makes of all queries, given a tile of them at a time.
+  """Apply ``attend`` to all queries, one tile at a time.
 
   Args:
-    attend: (``shared`` and keys by name [B, s, ...], queries by name [B, t, ...], visible bool [B or 1, t, s]) -> results by
-      name [B, t, ...].
-    shared: what else all queries meet, by name.
+    attend: maps (``shared`` and keys by name [B, s, ...], queries by name [B, t, ...], visible bool [B or 1, t, s]) to results
+      by name [B, t, ...].
+    shared: further arrays that all queries use, by name.
     keys, queries: by name, [B, S, ...] and [B, T, ...].
-    tokens: of the queries.
-    where: the keys stand; with an array ``first`` all queries meet all keys.
+    tokens: tokens of the queries.
+    where: position of the keys. If its ``first`` is an array, every tile uses all keys.
 
   Returns:
     Results by name, [B, T, ...].
@@ -59,13 +62,14 @@ def over_queries(
 
   if S <= TILE:
     return attend(shared | keys, queries, visible(tokens, where.first, T, S))
-  tile = min(TILE, T)  # of a part of a row there may be less, whose scores are as many as there are keys
-  # Of what all tiles read: as it is, and in float32, which has the gradients, to be added up.
+  tile = min(TILE, T)  # a part of a row may have fewer queries than TILE, but all keys
+  # Pass each shared array twice: without gradient for reading, and in float32 to receive the gradients, which are added.
   twice: Any = lambda own: {name: (jax.lax.stop_gradient(x), x.astype(jnp.float32)) for name, x in own.items()}
   all_of, of_keys = twice(shared), twice(keys)
   count, known = -(-T // tile), isinstance(where.first, int)
   all_parts: Any = jax.tree.map(lambda x: cut(x, tile), (queries, tokens))
   found = []
+  # One loop for each group of tiles. Its body is rematerialized except for the selected keys.
   for begin, end in _stretches(count, known):
     last = min(S, int(where.first) + min(end * tile, T)) if known else S
 
@@ -83,7 +87,7 @@ def over_queries(
 
 @jax.custom_vjp
 def _read(x: jax.Array, summed: jax.Array) -> Any:
-  """x, whose gradient goes to the other in float32. That one is never read: no compiler makes it."""
+  """Return x. Its gradient goes to ``summed``, in float32. ``summed`` is never read, so XLA does not compute its value."""
   del summed
   return x
 
@@ -92,8 +96,9 @@ _read.defvjp(lambda x, summed: (x, None), lambda _, g: (None, g.astype(jnp.float
 
 
 def stretches(length: int, parts: int = 1) -> list[tuple[int, int]]:
-  """Of rows that so many devices share, how many queries each stretch has, and how many keys they meet: where it is decided as
-  a program runs which keys those are, all."""
+  """Return (queries, keys) for each loop over tiles of a row that ``parts`` devices share.
+
+  Every tile uses all keys if the row is split, because the visible keys are then only known at run time."""
   if parts > 1:
     return [(length, length)]
   ends = [min(end * TILE, length) for _, end in _stretches(-(-length // TILE), True)]
@@ -101,19 +106,19 @@ def stretches(length: int, parts: int = 1) -> list[tuple[int, int]]:
 
 
 def _stretches(count: int, known: bool) -> list[tuple[int, int]]:
-  """Of so many tiles, the first and the one behind the last of each loop."""
+  """Return the first tile and the one after the last of each loop over ``count`` tiles."""
   size = -(-count // STRETCHES) if known else count
   return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
 def cut(x_BT: jax.Array, tile: int) -> jax.Array:
-  """[n, B, t, ...] of [B, T, ...], with zeros in the last tile for what is not there: so tiles are alike, for one loop."""
+  """Cut [B, T, ...] into tiles [n, B, t, ...]. The last tile is padded with zeros, so that one loop can run all of them."""
   B, T = x_BT.shape[:2]
   x_BT = jnp.pad(x_BT, ((0, 0), (0, -T % tile), *((0, 0),) * (x_BT.ndim - 2)))
   return jnp.moveaxis(x_BT.reshape(B, -1, tile, *x_BT.shape[2:]), 1, 0)
 
 
 def joined(x_nBt: jax.Array, length: int) -> jax.Array:
-  """[B, T, ...] again of what ``cut`` makes."""
+  """Undo ``cut``: return [B, T, ...]."""
   n, B, t = x_nBt.shape[:3]
   return jnp.moveaxis(x_nBt, 0, 1).reshape(B, n * t, *x_nBt.shape[3:])[:, :length]

@@ -1,4 +1,4 @@
-"""The feed-forward of Gemma 4 26B: an MLP beside experts, each behind norms of its own.
+"""The feed-forward layer of Gemma 4 26B: the sum of an MLP and of experts, each with its own norms.
 
 B batch, T position, D model.
 """
@@ -17,27 +17,27 @@ from maxtext_like.layers.precision import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class DenseBesideMoEConfig:
-  """The MLP, the experts, and the norm of both outputs and of the experts' input."""
+  """Settings of the MLP, of the experts, and of the norms of both outputs and of the experts' input."""
 
   mlp: MLPConfig
   moe: MoEConfig
   norm: NormConfig
 
   def layer(self, precision: Precision) -> "DenseBesideMoE":
-    """The feed-forward of this configuration."""
+    """Return the layer with this configuration."""
     return DenseBesideMoE(self, precision)
 
   @property
   def experts(self) -> MoEConfig:
-    """Of every feed-forward: the configuration of its experts."""
+    """The configuration of the experts. Every feed-forward configuration has this property."""
     return self.moe
 
 
 @dataclass(frozen=True)
 class DenseBesideMoE:
-  """norm(mlp(x)) + norm(moe(norm(stream))); the router reads the residual stream itself, with its own norm."""
+  """norm(mlp(x)) + norm(moe(norm(stream))). The router has its own norm and reads the residual stream."""
 
-  name: ClassVar[str | None] = None  # its parameters stand in the block's tree, beside the others
+  name: ClassVar[str | None] = None  # its parameters are entries of the block's tree
 
   cfg: DenseBesideMoEConfig
   precision: Precision
@@ -53,8 +53,17 @@ class DenseBesideMoE:
     }
 
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    """x: the MLP's normed input [B, T, D]; ctx: with the stream it was made of. Returns [B, T, D] in the residual dtype."""
-    assert ctx.stream is not None, "a block gives its feed-forward the stream"
+    """Add the two branches.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input of the MLP.
+      ctx: its ``stream`` is the residual stream from which x was computed.
+
+    Returns:
+      [B, T, D] in the residual dtype.
+    """
+    assert ctx.stream is not None, "a block passes the residual stream to its feed-forward layer"
     norm, residual = RMSNorm(self.cfg.norm, self.precision), self.precision.residual
     dense = MLP(self.cfg.mlp, self.precision)(p["mlp"], x_BTD, ctx)
     sparse = MoE(self.cfg.moe, self.precision)(p["moe"], named(norm, p, "pre_moe_norm", ctx.stream), ctx, ctx.stream)

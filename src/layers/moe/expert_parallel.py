@@ -1,15 +1,15 @@
-"""Tokens that travel to their experts: each device of the expert axis holds its share of the experts and is sent the rows that
-chose them. Nothing is dropped, whatever the router does.
+"""Expert parallelism: each device has a part of the experts, and tokens are sent to the devices of their experts.
 
-How many rows a device sends to another is known only when the program runs, and a program's arrays have fixed sizes. Arrays
-that hold the worst case (every row of every device chooses one device) would be as many times too large as there are devices.
-So rows travel in rounds of a fixed capacity, the first a little above an even share, and where the load is uneven smaller ones
-behind it, as many as the fullest pair of devices needs. The result is that of one device either way.
+No token is dropped, whatever the router chooses. The number of rows that one device sends to another is known only at run time,
+but arrays have fixed sizes. Arrays for the worst case (all rows of all devices choose the same device) would be too large by
+a factor of the number of devices. Rows are therefore sent in rounds with a fixed capacity. The first round takes a little more
+than an even share. If the load is uneven, smaller rounds follow until the fullest pair of devices is done. The result equals
+that of one device.
 
-``jax.lax.ragged_all_to_all`` would send no padding; it needs the worst case as its output, and a CPU does not run it (JAX 0.10,
-0.12).
+``jax.lax.ragged_all_to_all`` would send no padding, but its output must have the worst-case size, and CPUs do not support it
+(JAX 0.10, 0.12).
 
-N tokens of a device, k experts a token, M = N * k choices, D model, E experts, P devices of the axis, C rows of a round from
+N tokens of a device, k experts per token, M = N * k choices, D model, E experts, P devices of the axis, C rows of a round from
 one device to another.
 """
 
@@ -29,17 +29,17 @@ from maxtext_like.layers.sharding_rules import Rules
 from maxtext_like.layers.weight import Weight
 
 SLACK = 1.25
-"""Rows that the first round takes from one device to another, in shares of an even load."""
+"""Capacity of the first round from one device to another, relative to an even load."""
 
 LATER = 4
-"""A round behind the first takes that part of the rows of the first, and of its memory: what is left over is little."""
+"""Divisor: a later round has this fraction of the rows and the memory of the first, because few rows remain."""
 
 MORE = "more_rounds"
-"""``jax.named_scope`` of the loop over the rounds behind the first: it does not turn where no device is sent more than that."""
+"""``jax.named_scope`` of the loop over the later rounds. The loop has no iteration if all rows fit into the first round."""
 
 Run = Callable[..., tuple[jax.Array, jax.Array]]
-"""(parameters of the own experts, rows [R, D], int32 [R] which of them each row is for, their number, some=True) -> (their
-outputs [R, D], zeros for a row whose number is beyond them; the number of rescued values)."""
+"""(parameters of this device's experts, rows [R, D], int32 [R]: expert index of each row, number of experts, some=True) ->
+(outputs [R, D], zeros for rows without an expert here; number of clamped values)."""
 
 
 Axes = tuple[str, ...]
@@ -47,15 +47,16 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-  """Where tokens and the weights of experts lie on a mesh.
+  """The sharding of tokens and of the experts' weights on a mesh.
 
   Attributes:
-    tokens: of [B, T].
-    weights: how each weight lies.
-    experts: mesh axes that the experts are split over.
-    travel: tokens are split over these too, and travel; else every device has all tokens of the axis and runs its share.
-    partial: mesh axes over which every device computes a part of each output: sums to be added up.
-    every: all mesh axes that anything is split over.
+    tokens: spec of arrays [B, T].
+    weights: sharding of each weight.
+    experts: mesh axes that split the experts.
+    travel: these axes also split the tokens, so tokens are sent to their experts. False: every device along these axes has the
+      same tokens and computes the outputs of its experts.
+    partial: mesh axes over which each device computes a part of every output; the parts are added.
+    every: all mesh axes that split anything.
   """
 
   tokens: PartitionSpec
@@ -69,31 +70,35 @@ class Layout:
   def of(
     cls, spec: Mapping[str, Param], weights: Mapping[str, Any], rows: tuple[int, ...], rules: Rules, mesh: Mesh
   ) -> "Layout":
-    """The rules' layout.
+    """Derive the layout from sharding rules.
 
     Args:
-      spec: declared weights of the experts; the experts are their first dimension.
-      weights: themselves.
+      spec: declared weights of the experts; their first dimension is that of experts.
+      weights: the weights.
       rows: B and T.
-      rules, mesh: as they are.
+      rules, mesh: sharding rules and the current mesh.
 
     Raises:
-      ValueError: the experts do not divide, or lie partly on axes that tokens are split over.
+      ValueError: the experts do not divide among the devices, or only some of their mesh axes split tokens.
     """
     tokens = rules.spec(rows, ("batch", "sequence"), mesh)
     of_tokens = tuple(axis for entry in tokens for axis in axes_of(entry))
     experts = rules.mesh_axes("expert", mesh)
     count, devices = next(iter(spec.values())).shape[0], math.prod(mesh.shape[a] for a in experts)
+    # Check that the experts divide among the devices.
     if count % devices:
       names = " and ".join(repr(a) for a in experts)
       raise ValueError(
-        f"{count} experts (num_experts) do not divide among the {devices} devices of the mesh axis {names}: "
-        f"set ici_expert_parallelism to a divisor of {count}"
+        f"num_experts={count} is not a multiple of the {devices} devices of the mesh axis {names}, so the experts cannot be "
+        f"split. fix: set ici_expert_parallelism to a divisor of {count}"
       )
     shared = [a in of_tokens for a in experts]
     if any(shared) and not all(shared):
-      raise ValueError(f"experts lie on the mesh axes {experts}, of which tokens are split over some only: {of_tokens}")
-    # Whatever is no plain array says itself how it multiplies, and is split by expert alone.
+      raise ValueError(
+        f"sharding: the mesh axes {experts} split experts, but only some of them split tokens ({of_tokens}). fix: let all "
+        "or none of them split tokens"
+      )
+    # Find the sharding of the weights. A weight that is not a plain array is split over experts only.
     plain = not any(isinstance(w, Weight) for w in weights.values())
     hidden = _hidden_axes(spec, rules, mesh) if plain else ()
     hidden = () if set(hidden) & set(of_tokens) else hidden
@@ -116,8 +121,8 @@ class Layout:
 def _hidden_axes(spec: Mapping[str, Param], rules: Rules, mesh: Mesh) -> Axes:
   """Return the mesh axes that split the hidden size in every weight of the experts.
 
-  A mesh axis splits one dimension of an array, and dimensions that come first in a weight take it. With ``embed: tensor`` the
-  hidden size is split in ``down`` and not in ``gate``, so the parts of a device would not fit together: return () then.
+  A mesh axis splits only one dimension of an array, the first one that the rules allow. With ``embed: tensor`` the hidden size
+  is split in ``down`` but not in ``gate``. The parts on a device would then not match, so the function returns ().
   """
   found: set[Axes] = set()
   for weight in spec.values():
@@ -127,30 +132,31 @@ def _hidden_axes(spec: Mapping[str, Param], rules: Rules, mesh: Mesh) -> Axes:
 
 
 def capacity(choices: int, devices: int) -> int:
-  """C: rows of the first round from one device to another."""
+  """Return C, the number of rows that the first round sends from one device to another."""
   return min(choices, -(-int(choices * SLACK) // devices))
 
 
 def travel(
   run: Run, p: Any, x_ND: jax.Array, experts_Nk: jax.Array, num_experts: int, axes: Axes, mesh_axes: Axes
 ) -> tuple[jax.Array, jax.Array]:
-  """What the chosen experts make of every token, inside shard_map.
+  """Send tokens to their experts and return the experts' outputs. Call it inside shard_map.
 
   Args:
-    run: the own experts on rows.
+    run: applies this device's experts to rows.
     p: their parameters, a pytree.
     x_ND: tokens of this device.
-    experts_Nk: int32, their choices.
-    num_experts: E, of all devices.
-    axes: mesh axes that the experts lie on.
-    mesh_axes: all axes over which tokens differ: devices that wait for each other.
+    experts_Nk: int32, experts chosen by each token.
+    num_experts: E, over all devices.
+    axes: mesh axes that split the experts.
+    mesh_axes: all axes over which tokens differ. Devices along them run the same number of rounds.
 
   Returns:
-    [N, k, D] and the number of rescued values on this device.
+    [N, k, D], and the number of clamped values on this device.
   """
   N, k = experts_Nk.shape
   P = jax.lax.axis_size(axes)
   own, C = num_experts // P, capacity(N * k, P)
+  # Sort the choices by expert and count the rows for each device.
   chosen = experts_Nk.reshape(-1)
   order = jnp.argsort(chosen, stable=True)
   counts_P = jnp.bincount(chosen // own, length=P)
@@ -158,7 +164,8 @@ def travel(
   more = -(-C // LATER)
   rounds = jax.lax.pmax(jnp.max(-(-jnp.maximum(counts_P - C, 0) // more)), mesh_axes)
   p, x_ND = jax.tree.map(lambda w: vary(w, mesh_axes), p), vary(x_ND, mesh_axes)
-  # The first round is plain code, whose backward pass keeps what it needs; a loop of unknown length cannot.
+  # The first round is plain code, whose backward pass saves its residuals. A loop with a dynamic number of rounds cannot do
+  # this.
   out_MD, rescued = _round(run, (own, C, axes), plan, jnp.zeros((), jnp.int32), p, x_ND)
   one = lambda plan, number, p, x_ND: _round(run, (own, more, axes), plan, C + number * more, p, x_ND)
   rest: Any = _later(one, mesh_axes, plan, rounds, p, x_ND)
@@ -167,23 +174,27 @@ def travel(
 
 
 def _round(run: Run, static: tuple[int, int, Axes], plan, begin, p, x_ND) -> tuple[jax.Array, jax.Array]:
-  """[M, D]: outputs for the choices of one round at their places, zeros for the others; and the number of rescued values.
-  Of the rows from each device to each other the round takes C, those from ``begin`` on."""
+  """Run one round. It sends up to C rows from each device to each other one, starting with row number ``begin``.
+
+  Returns:
+    [M, D]: outputs at the positions of this round's choices, zeros elsewhere; and the number of clamped values."""
   own, C, axes = static
   chosen, M = plan["chosen"], plan["chosen"].size
   P = plan["counts"].size
   exchange = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
+  # Choose the rows of this round. Unused slots have zeros and the expert number ``own``, which no expert has.
   nth_C = begin + jnp.arange(C)
   real_PC = nth_C < plan["counts"][:, None]
   choice_PC = plan["order"][jnp.minimum(plan["starts"][:, None] + nth_C, M - 1)]
   rows_PCD = jnp.where(real_PC[..., None], x_ND[choice_PC // (M // x_ND.shape[0])], 0)
   expert_PC = jnp.where(real_PC, chosen[choice_PC] % own, own)
+  # Send the rows, run the experts, send the outputs back.
   with jax.named_scope("to_experts"):
     rows_PCD, expert_PC = exchange(rows_PCD), exchange(expert_PC)
   out, rescued = run(p, rows_PCD.reshape(P * C, -1), expert_PC.reshape(-1), own, some=True)
   with jax.named_scope("from_experts"):
     out = exchange(out.reshape(P, C, -1))
-  # A place of its own for every row, that of padding beyond the end, where it is dropped.
+  # Each output has its own position. Unused slots get positions beyond the end, where they are dropped.
   place_PC = jnp.where(real_PC, choice_PC, M + jnp.arange(P * C).reshape(P, C))
   empty = vary(jnp.zeros((M, out.shape[-1]), out.dtype), varying_axes(out))
   return empty.at[place_PC].set(out, mode="drop", unique_indices=True), rescued
@@ -191,13 +202,13 @@ def _round(run: Run, static: tuple[int, int, Axes], plan, begin, p, x_ND) -> tup
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _later(one, mesh_axes, plan, rounds, p, x_ND) -> Any:
-  """The sum of the rounds behind the first; the backward pass runs each of them again."""
+  """Add the outputs of all later rounds. The backward pass runs each of them again."""
   like = jax.eval_shape(one, plan, rounds, p, x_ND)
   return _summed(lambda number: one(plan, number, p, x_ND), rounds, like, mesh_axes)
 
 
 def _summed(one: Callable[[jax.Array], Any], rounds: jax.Array, like: Any, mesh_axes: Axes) -> Any:
-  """The sum of one(number) over so many rounds; like: arrays of its shapes and dtypes."""
+  """Return the sum of one(number) for number < rounds. ``like`` has its shapes and dtypes."""
   zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), mesh_axes), like)
   body = lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], one(carry[0])))
   with jax.named_scope(MORE):
@@ -209,9 +220,10 @@ def _later_forward(one, mesh_axes, plan, rounds, p, x_ND):
 
 
 def _later_backward(one, mesh_axes, saved, cotangents):
+  # Differentiate floating-point leaves only: a quantised weight has integers.
   plan, rounds, p, x_ND = saved
   leaves, tree = jax.tree.flatten(p)
-  trained = [i for i, w in enumerate(leaves) if jnp.issubdtype(w.dtype, jnp.floating)]  # a quantised weight has integers
+  trained = [i for i, w in enumerate(leaves) if jnp.issubdtype(w.dtype, jnp.floating)]
 
   def outputs(number, floats, x):
     both = leaves.copy()

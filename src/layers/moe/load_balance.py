@@ -1,10 +1,10 @@
 """Computation of the auxiliary losses of a router: statistics of a layer, and the losses of a model.
 
-Trainers use the words "load balancing loss" for sums that differ by factors of k (experts a token), of the number of layers
-and of the part of the batch that statistics are taken over. So ``load_balance_loss`` names a definition, and a weight is right
-for one definition only. docs/explanation/load-balancing.md has the formulas side by side.
+Trainers use the name "load balancing loss" for sums that differ by factors of k (experts per token), of the number of layers,
+and of the part of the batch over which statistics are computed. Therefore ``load_balance_loss`` selects a definition, and a
+weight is suitable for one definition only. docs/explanation/load-balancing.md compares the formulas.
 
-B batch, T position, E experts, k experts a token, L layers with experts.
+B batch, T position, E experts, k experts per token, L layers with experts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from maxtext_like.layers.moe.router_losses import LOSS, Z_LOSS, RouterLosses
 
 LOAD = "balance_load"
-"""float32 [L, E], expert choices a token, mean over the tokens of a batch: of this batch in aux, of the complete batch where a
-batch brings it (``RouterLosses.needs_batch_load``)."""
+"""float32 [L, E], expert choices per token, averaged over tokens. In aux it is that of this batch. In a batch it is that of the
+complete batch, if the batch is one of several parts (``RouterLosses.needs_batch_load``)."""
 
 _PROBS, _BY_ROW = "balance_probs", "balance_by_row"
 
@@ -38,10 +38,11 @@ def statistics(
   tokens = jnp.maximum(jnp.sum(tokens_B), 1.0)
   if losses.weight:
     E = probs_BTE.shape[-1]
-    # Summed over k before the products, since [B, T, k, E] in float32 would be larger than the experts' own activations.
+    # Sum over k before the products: [B, T, k, E] in float32 would be larger than the activations of the experts.
     chosen_BTE = jnp.sum(jax.nn.one_hot(experts_BTk, E, dtype=jnp.float32), axis=2)
     counts_BE = jnp.einsum("BTE,BT->BE", chosen_BTE, real_BT)
     probs_BE = jnp.einsum("BTE,BT->BE", probs_BTE.astype(jnp.float32), real_BT)
+    # Either a loss for each row, or the two means over all tokens, whose product is taken after the layers are combined.
     if losses.by_row:
       divisor_B = jnp.maximum(tokens_B, 1.0)
       loss_B = E * jnp.sum(counts_BE * probs_BE, axis=1) / jnp.square(divisor_B)
@@ -49,7 +50,7 @@ def statistics(
     else:
       found |= {LOAD: jnp.sum(counts_BE, axis=0) / tokens, _PROBS: jnp.sum(probs_BE, axis=0) / tokens}
   if losses.z_weight:
-    assert logits_BTE is not None, "the router hands out its logits where there is a z-loss"
+    assert logits_BTE is not None, "the router returns its logits if there is a z-loss"
     log_z_BT = jax.nn.logsumexp(logits_BTE.astype(jnp.float32), axis=-1)
     found[Z_LOSS] = jnp.sum(jnp.square(log_z_BT) * real_BT) / tokens
   return found
@@ -58,13 +59,13 @@ def statistics(
 def totals(
   losses: RouterLosses, layers: Mapping[str, jax.Array], k: int, load_LE: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-  """The weighted losses of a model, float32 scalars by name; only those that have a weight.
+  """Compute the weighted losses of a model, float32 scalars by name. Losses without a weight are left out.
 
   Args:
     losses: the definition and the weights.
     layers: ``statistics`` of all layers with experts, stacked along a first axis of L.
-    k: experts a token.
-    load_LE: ``LOAD`` of the complete batch, where ``layers`` are those of a part of it.
+    k: experts per token.
+    load_LE: ``LOAD`` of the complete batch, if ``layers`` are those of a part of it.
   """
   found: dict[str, jax.Array] = {}
   if losses.weight and losses.by_row:

@@ -1,6 +1,6 @@
-"""Mixture of experts: the two routers (softmax, and DeepSeek's grouped sigmoid), the experts, nothing dropped.
+"""Mixture of experts: two routers (softmax, and DeepSeek's grouped sigmoid) and the experts. No token is dropped.
 
-B batch, T position, D model, E experts, k experts a token, F hidden size of an expert, G groups of experts.
+B batch, T position, D model, E experts, k experts per token, F hidden size of an expert, G groups of experts.
 """
 
 import functools
@@ -29,20 +29,20 @@ from maxtext_like.layers.weight import Groups, alone, cast, product
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-  """What routing and experts need to know.
+  """Settings of the router and the experts.
 
   Attributes:
     emb_dim, mlp_dim: D and F.
     num_experts, num_experts_per_tok: E and k.
-    activation: of every expert.
+    activation: activation of every expert.
     router: "softmax" (Qwen3, Gemma 4) or "sigmoid" (DeepSeek "noaux_tc").
-    router_norm: of what the router reads, times a learned scale and D ** -0.5 (Gemma 4); None: the router reads it as it is.
-    per_expert_scale: the weights are multiplied by a learned number for each expert (Gemma 4).
-    norm_topk_prob: the chosen weights are divided by their sum.
-    routed_scaling_factor: multiplies the sigmoid router's weights.
-    n_groups, topk_groups: experts are chosen from the best groups only (sigmoid router); 1, 1 is no limit.
-    selection_bias: the sigmoid router has a bias for the choice.
-    shared_experts: experts that see every token, as one MLP of this many times F.
+    router_norm: norm of the router's input, followed by a learned scale and D ** -0.5 (Gemma 4); None: no norm.
+    per_expert_scale: multiply the weights by a learned number for each expert (Gemma 4).
+    norm_topk_prob: divide the weights of the chosen experts by their sum.
+    routed_scaling_factor: factor on the sigmoid router's weights.
+    n_groups, topk_groups: choose experts from the best groups only (sigmoid router); 1, 1 is no limit.
+    selection_bias: the sigmoid router adds a bias to the scores when it chooses experts.
+    shared_experts: number of experts that every token passes, computed as one MLP with this many times F.
     losses: auxiliary losses of the router.
     output_gain: factor on the initial values of every expert's output projection.
   """
@@ -66,33 +66,43 @@ class MoEConfig:
 
   def __post_init__(self):
     if not 1 <= self.num_experts_per_tok <= self.num_experts:
-      raise ValueError(f"cannot choose {self.num_experts_per_tok} of {self.num_experts} experts")
+      raise ValueError(
+        f"MoE: num_experts_per_tok={self.num_experts_per_tok} is not between 1 and num_experts={self.num_experts}"
+      )
     if self.num_experts % self.n_groups or not 1 <= self.topk_groups <= self.n_groups:
-      raise ValueError(f"{self.num_experts} experts in {self.n_groups} groups, best {self.topk_groups}: not possible")
+      raise ValueError(
+        f"MoE: {self.num_experts} experts cannot be split into n_groups={self.n_groups} with topk_groups={self.topk_groups}. "
+        "fix: n_groups must divide the number of experts, and topk_groups must be between 1 and n_groups"
+      )
     if self.num_experts_per_tok > self.topk_groups * self.num_experts // self.n_groups:
-      raise ValueError(f"{self.topk_groups} groups hold fewer than {self.num_experts_per_tok} experts")
+      raise ValueError(
+        f"MoE: topk_groups={self.topk_groups} groups hold {self.topk_groups * self.num_experts // self.n_groups} experts, "
+        f"fewer than num_experts_per_tok={self.num_experts_per_tok}. fix: increase topk_groups"
+      )
     if self.router == "sigmoid" and (self.router_norm or self.per_expert_scale):
-      raise ValueError("router_norm and per_expert_scale belong to the softmax router")
+      raise ValueError("MoE: router_norm and per_expert_scale apply to the softmax router only, but router is sigmoid")
     if self.router_norm and (self.router_norm.dim != self.emb_dim or self.router_norm.with_scale):
-      raise ValueError("router_norm norms emb_dim numbers, and its scale is the router's own")
+      raise ValueError(
+        f"MoE: router_norm must norm emb_dim={self.emb_dim} numbers without a scale, because the router has its own scale"
+      )
 
   def layer(self, precision: Precision) -> "MoE":
-    """The feed-forward of this configuration."""
+    """Return the layer with this configuration."""
     return MoE(self, precision)
 
   @property
   def experts(self) -> "MoEConfig":
-    """Of every feed-forward: the configuration of its experts."""
+    """The configuration of the experts. Every feed-forward configuration has this property."""
     return self
 
 
 @dataclass(frozen=True)
 class Router:
-  """Which experts a token goes to, and with which weights.
+  """Chooses the experts of each token and their weights.
 
-  "softmax": probabilities over all experts, the k largest, renormalised with ``norm_topk_prob``. "sigmoid": scores in
-  (0, 1); a bias that no gradient changes takes part in the choice and not in the weight (Wang et al. 2024), and experts come
-  from the groups whose two best biased scores sum highest (DeepSeek-V3, 2.1.2).
+  "softmax": probabilities over all experts; the k largest are chosen, and renormalised with ``norm_topk_prob``. "sigmoid":
+  scores in (0, 1). A bias, which gradients never change, is added to choose experts but not to weight them (Wang et al. 2024).
+  Experts are chosen from the groups with the highest sum of their two best biased scores (DeepSeek-V3, 2.1.2).
   """
 
   cfg: MoEConfig
@@ -106,7 +116,7 @@ class Router:
     if c.per_expert_scale:
       spec["per_expert_scale"] = Param((c.num_experts,), (None,), dtype, constant(1.0))
     if c.router == "sigmoid" and c.selection_bias:
-      # float32 always: the update of 0.001 a step is below bfloat16's spacing.
+      # Always float32: an update of 0.001 per step is below the spacing of bfloat16.
       spec["bias"] = Param((c.num_experts,), (None,), "float32", constant(0.0), trainable=False)
     return spec
 
@@ -116,11 +126,11 @@ class Router:
 
   @jax.named_scope("router")
   def __call__(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
-    """Routes.
+    """Choose experts.
 
     Args:
       p: parameters.
-      x: [B, T, D], normed; the residual stream where the router has its own norm.
+      x: [B, T, D], normed; the residual stream if the router has its own norm.
 
     Returns:
       weights [B, T, k] float32, experts [B, T, k] int32, and aux: "scores" [B, T, E] (softmax probabilities, or raw
@@ -128,6 +138,7 @@ class Router:
       probabilities [B, T, E] and the choices [B, T, k] of its definition; with a z-loss "logits" [B, T, E].
     """
     c = self.cfg
+    # Softmax router.
     if c.router == "softmax":
       if c.router_norm:
         x = RMSNorm(c.router_norm, self.precision)({}, x, "float32" if self.precision.float32_gate_logits else None)
@@ -140,6 +151,7 @@ class Router:
       if c.per_expert_scale:
         weights = weights * in_float32(p["per_expert_scale"])[experts]
       return weights, experts, {"scores": probs, "probs": probs} | self._for_losses(logits, probs, experts)
+    # Sigmoid router. The bias is used to choose experts only.
     logits = self._logits(p, x)
     scores = jax.nn.sigmoid(logits)
     experts = self._choose(scores + p["bias"].astype(scores.dtype) if c.selection_bias else scores)
@@ -152,33 +164,33 @@ class Router:
     return weights * c.routed_scaling_factor, experts, {"scores": logits, "probs": probs} | self._for_losses(logits, *balanced)
 
   def _for_losses(self, logits: jax.Array, probs: jax.Array, experts: jax.Array) -> dict:
-    """Entries of aux that the losses of the router read."""
+    """Return the entries of aux for the losses of the router."""
     losses = self.cfg.losses
     return ({"balanced": (probs, experts)} if losses.weight else {}) | ({"logits": logits} if losses.z_weight else {})
 
   def _balanced(
     self, p: dict, logits: jax.Array, scores: jax.Array, probs: jax.Array, experts: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and choices of the load-balancing loss of the sigmoid router.
+    """Return the probabilities and choices that the load-balancing loss of the sigmoid router uses.
 
     Args:
       p: parameters.
-      logits, scores, probs: [B, T, E]; the scores are sigmoids, the probabilities are scores divided by their sum.
+      logits, scores, probs: [B, T, E]; scores are sigmoids, probabilities are scores divided by their sum.
       experts: [B, T, k], the router's choices.
     """
     definition = self.cfg.losses.definition
     if definition == "switch":
       return probs, experts
-    if definition == "maxtext":  # MaxText's softmax reads what MaxText chooses by: scores with their bias
+    if definition == "maxtext":  # MaxText applies its softmax to the biased scores that it chooses by
       bias = p["bias"].astype(jnp.float32) if self.cfg.selection_bias else 0
       return jax.nn.softmax(scores + bias, axis=-1), experts
     if definition == "huggingface":
       probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    # Both count the largest values, whatever bias and groups the router chooses with.
+    # Both definitions count the largest values, independent of the router's bias and groups.
     return probs, jax.lax.top_k(jax.lax.stop_gradient(probs), self.cfg.num_experts_per_tok)[1]
 
   def _choose(self, biased: jax.Array) -> jax.Array:
-    """The k best of the biased scores [B, T, E] within the best groups; ties go to the lower index."""
+    """Return the k best biased scores [B, T, E] within the best groups. Of equal scores, the lower index is chosen."""
     c = self.cfg
     biased = jax.lax.stop_gradient(biased)
     if c.n_groups > 1:
@@ -193,7 +205,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-  """E gated MLPs; every token goes through its k, in one grouped product over tokens sorted by expert."""
+  """E gated MLPs. Tokens are sorted by expert, and a grouped product applies to each token the k experts that it chose."""
 
   cfg: MoEConfig
   precision: Precision
@@ -211,24 +223,24 @@ class Experts:
   def __call__(
     self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array, rules: Rules = RULES, by: Name = "ragged_dot"
   ) -> tuple[jax.Array, jax.Array]:
-    """The weighted sum of the chosen experts' outputs.
+    """Compute the weighted sum of the chosen experts' outputs.
 
     Args:
       p: parameters.
       x_BTD: normed input.
-      weights, experts: [B, T, k] of the router.
-      rules: how tokens and experts lie on the mesh in use.
-      by: the kernel of the grouped products.
+      weights, experts: [B, T, k], results of the router.
+      rules: sharding of tokens and experts on the current mesh.
+      by: name of the grouped kernel.
 
     Returns:
-      [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of rescued values.
+      [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of clamped values.
     """
     p = {name: cast(self.precision, w) for name, w in p.items()}
     mesh = free_mesh()
     layout = None if mesh is None else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
     if mesh is None or layout is None or not layout.every:
       return self._on_device({name: as_stored(w) for name, w in p.items()}, x_BTD, weights, experts, by)
-    # Each device sorts its own tokens: sorted globally, every token would cross the network.
+    # Each device sorts its own tokens. A global sort would send every token over the network.
 
     def on_device(p, x, w, e):
       p = {name: layout.weights[name].gather(w) for name, w in p.items()}
@@ -241,11 +253,13 @@ class Experts:
     return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(alone(p), x_BTD, weights, experts)
 
   def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
-    """The weighted sum for the tokens of one device, whose experts are all of them or those of a layout."""
+    """Compute the weighted sum for the tokens of one device, which has all experts or those that the layout assigns to it."""
     B, T, D = x_BTD.shape
     k, E = self.cfg.num_experts_per_tok, self.cfg.num_experts
     x_ND, chosen_Nk = self.precision.cast(x_BTD).reshape(B * T, D), experts.reshape(B * T, k)
     run = functools.partial(self._run, by)
+    # All experts are on this device; or tokens are sent to the devices of their experts; or every device has all tokens and
+    # computes the outputs of the experts that it stores.
     if layout is None or not layout.experts:
       out_MD, rescued = run(p, x_ND, chosen_Nk.reshape(-1), E)
     elif layout.travel:
@@ -258,33 +272,34 @@ class Experts:
     return jax.lax.psum(out, layout.partial) if layout and layout.partial else out, rescued
 
   def _run(self, by, p, x_ND, expert_M, count: int, *, some: bool = False):
-    """Experts on rows.
+    """Apply experts to rows.
 
     Args:
-      by: the kernel of the grouped products.
+      by: name of the grouped kernel.
       p: parameters of ``count`` experts.
       x_ND: rows in ``dtype``.
       expert_M: int32, M / N experts for each row.
-      some: there are choices of no expert, numbered ``count``.
+      some: some choices have no expert on this device. They have the number ``count``.
 
     Returns:
-      [M, D] in the order of choices, zeros where there is no expert; and the number of rescued values.
+      [M, D] in the order of choices, zeros for choices without an expert; and the number of clamped values.
     """
     M, N = expert_M.size, x_ND.shape[0]
-    order = jnp.argsort(expert_M, stable=True)  # choices, grouped by expert
+    # Sort the choices by expert.
+    order = jnp.argsort(expert_M, stable=True)
     groups = Groups(jnp.bincount(expert_M, length=count).astype(jnp.int32), by)
     real_M1 = (jnp.arange(M) < jnp.sum(groups.sizes))[:, None]
 
     def multiply(x, w):
       y = product(self.precision, "MD,EDF->MF", x, w, groups=groups, float32=self.sums)
-      return jnp.where(real_M1, y, 0) if some else y  # what a kernel leaves behind the groups is nobody's
+      return jnp.where(real_M1, y, 0) if some else y  # a kernel leaves undefined values after the last group
 
     out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
-    # Back to the order of choices; each has its own place, so this is a permutation and not a scatter that adds.
+    # Restore the order of choices. This is a permutation, because each choice has its own place.
     return jnp.zeros_like(out).at[order].set(out, unique_indices=True), rescued
 
   def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-    """The same sum with every expert run on every token: E / k times the work, and nothing to get wrong."""
+    """Compute the same sum by applying every expert to every token: E / k times the work, as a simple reference."""
     B, T, D = x_BTD.shape
     p = {name: cast(self.precision, w) for name, w in p.items()}
     x = self.precision.cast(x_BTD).reshape(1, B * T, D)
@@ -298,7 +313,7 @@ class Experts:
     return self._combine(chosen.reshape(B, T, -1, D), weights)
 
   def _gated(self, p, rows, multiply):
-    """down(act(gate(rows)) * up(rows)) with ``multiply`` for the three products."""
+    """Return down(act(gate(rows)) * up(rows)), with ``multiply`` for the three products."""
     gate, up = multiply(rows, p["gate"]), multiply(rows, p["up"])
     if not keep_float32(self.precision):
       gate, up = self.precision.cast(gate), self.precision.cast(up)
@@ -307,7 +322,7 @@ class Experts:
 
   @property
   def sums(self) -> bool:
-    """The products hand on their float32 sums."""
+    """True if the products return their float32 sums."""
     return self.precision.dtype == "float16" or keep_float32(self.precision)
 
   @jax.named_scope("weight_sum")
@@ -319,7 +334,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class MoE:
-  """Router, experts and, in DeepSeek, the shared experts that every token passes."""
+  """Router, experts and, in DeepSeek, the shared experts that every token passes through."""
 
   name: ClassVar[str | None] = "moe"
 
@@ -345,10 +360,11 @@ class MoE:
   def alone(
     self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, real: jax.Array | None = None
   ) -> tuple[jax.Array, Aux]:
-    """Runs the layer outside a decoder, as a face does: the output, all that it notes and taps, and the router's losses.
+    """Run the layer outside a decoder, as a module wrapper does. Return the output, all reported values and the router's
+    losses.
 
     Args:
-      p, x_BTD, router_input: as in the call.
+      p, x_BTD, router_input: as in ``__call__``.
       real: bool [B, T], real tokens; None: all of them.
     """
     tokens = Tokens(None if real is None else real.astype(jnp.int32))
@@ -357,33 +373,37 @@ class MoE:
     return out, {name: x for name, x in ctx.aux.items() if name not in NAMES} | self.losses(ctx.aux)
 
   def losses(self, aux: Aux) -> dict[str, jax.Array]:
-    """The router's losses by name, for a model that has no other layer with experts; aux: noted by a call."""
+    """Return the router's losses by name, for a model without other experts. aux: the values that ``__call__`` reported."""
     statistics = {name: aux[name][None] for name in NAMES if name in aux}
     return load_balance.totals(self.cfg.losses, statistics, self.cfg.num_experts_per_tok)
 
   @jax.named_scope("moe")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context, router_input: jax.Array | None = None) -> jax.Array:
-    """Routes and sums.
+    """Route each token to its experts and return the weighted sum of their outputs.
 
     Args:
       p: parameters.
       x_BTD: normed input of the experts.
-      ctx: its padding is computed and does not count in loads and losses. Noted: "moe_load" [E] share of choices,
-        ``load_balance.statistics``, "rescued" int32; tapped: "router.scores", "router.topk_weights", "router.topk_idx".
-      router_input: [B, T, D], where the router reads something else than the experts (Gemma 4: the residual).
+      ctx: its padding is computed but not counted in loads and losses. Reported statistics: "moe_load" [E], the share of
+        choices, ``load_balance.statistics``, and "rescued" int32. Captures: "router.scores", "router.topk_weights" and
+        "router.topk_idx".
+      router_input: [B, T, D], if the router's input differs from that of the experts (Gemma 4: the residual stream).
 
     Returns:
       [B, T, D].
     """
+    # Route, and run the experts.
     c = self.cfg
     read = x_BTD if router_input is None else router_input
     weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), alone(p["router"]), read)
     out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
     ctx.note("rescued", rescued)
+    # Shared experts.
     if c.shared_experts:
       with jax.named_scope("shared_experts"):
         shared = self._shared(p["shared"], x_BTD, ctx)
       out = out + shared.astype(out.dtype)
+    # Statistics over real tokens, for the load and the auxiliary losses.
     counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.real is None else ctx.real.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counts), 1.0)
     chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)

@@ -1,11 +1,11 @@
-"""A weight with a trained low-rank addition: LoRA (Hu et al. 2021), ``W + scale * A B``; and DoRA (Liu et al. 2024), which
-trains the norm of each output beside it, ``m * (W + scale * A B) / |W + scale * A B|``.
+"""Low-rank adapters of a weight: LoRA (Hu et al. 2021), ``W + scale * A B``, and DoRA (Liu et al. 2024), which also trains the
+norm of each output, ``m * (W + scale * A B) / |W + scale * A B|``.
 
-It stands in the tree of parameters where the weight stood, so that no layer knows of it. The factors of every weight follow
-from its ``Param``: the axes that products sum over go to A, the others to B, and experts have factors of their own.
+An adapted weight replaces the weight in the tree of parameters, so layers do not change. The factors follow from the ``Param``
+of the weight: A has the axes that products sum over, B the other ones. Each expert has its own factors.
 
-R rank. [*groups, *summed, R] and [*groups, R, *kept], and magnitudes [*groups, *kept]: ``groups`` is the axis of experts, where
-a weight has one.
+R rank. A is [*groups, *summed, R], B is [*groups, R, *kept], magnitudes are [*groups, *kept]. ``groups`` is the axis of
+experts, if the weight has one.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ LETTERS = "abcdefg"
 
 @dataclass(frozen=True)
 class Layout:
-  """How the axes of a weight are divided between its factors.
+  """The axes of a weight that each factor has.
 
   Attributes:
-    rank: number of axes of the weight, in one layer.
-    summed: those that its products sum over.
+    rank: number of axes of the weight, for one layer.
+    summed: axes that products sum over.
     grouped: the first axis is that of experts.
   """
 
@@ -41,14 +41,16 @@ class Layout:
 
   @classmethod
   def of(cls, p: Param) -> "Layout":
-    """That of a declared weight.
+    """Create the layout of a declared weight.
 
     Raises:
-      ValueError: nothing is multiplied by it.
+      ValueError: no product multiplies by it.
     """
     own = one_layer(p)
     if not own.contracts:
-      raise ValueError(f"an array of the axes {own.axes} multiplies nothing, and can have no low-rank addition")
+      raise ValueError(
+        f"adapter: an array with the axes {own.axes} is not multiplied by anything, so it cannot have a low-rank adapter"
+      )
     return cls(len(own.shape), own.contracts, own.axes[0] == "expert")
 
   @property
@@ -63,17 +65,17 @@ class Layout:
 
 
 def one_layer(p: Param) -> Param:
-  """The same without the axis of a stack."""
+  """Return the declaration without the axis of a stack."""
   return p if p.rows is None else dataclasses.replace(p, shape=p.shape[1:], axes=p.axes[1:], rows=None)
 
 
 def factors(p: Param, rank: int, *, dora: bool = False) -> dict[str, Param]:
-  """The declared factors of a weight: "lora_a", drawn as wide as its inputs, and "lora_b", zeros; all float32.
+  """Declare the factors of a weight: "lora_a", with initial values for its number of inputs, and "lora_b", zeros; all float32.
 
   Args:
     p: the weight, of one layer or stacked.
     rank: R.
-    dora: with "lora_magnitude", which begins as the norms of the weight (``LowRank.norms``): nobody can draw them.
+    dora: add "lora_magnitude". Its initial value is the norm of the weight (``LowRank.norms``), which the caller must set.
   """
   own, layout = one_layer(p), Layout.of(p)
   pick = lambda of, axes: tuple(of[i] for i in axes)
@@ -102,10 +104,10 @@ class LowRank(Weight):
   Attributes:
     base: an array or a ``Weight``.
     a, b: float32, see ``factors``.
-    layout: which axes are whose.
+    layout: the axes of the factors.
     scale: alpha / R, or alpha / sqrt(R) (Kalajdzievski 2023).
-    magnitude: float32, the norm that each output has (DoRA); None: that which comes of the sum.
-    dropout: of what a multiplies, in training. Looked up rows have none.
+    magnitude: float32, the trained norm of each output (DoRA); None: the norm is not changed.
+    dropout: dropout of the input of a, in training. It does not apply to looked-up rows.
   """
 
   base: Any
@@ -127,8 +129,11 @@ class LowRank(Weight):
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
-    """The two products beside the base's. What stands between them is float32, with groups where their sums are: in float16 it
-    is no more bounded than the base's result. They are small, and no ``matmul_dtype`` is for them."""
+    """Add the low-rank product to that of the base.
+
+    The intermediate result is float32, because a float16 one could overflow. With groups it is float32 only if the sums are.
+    The two products are small, so ``matmul_dtype`` does not apply to them."""
+    # Find the letters of each factor in the equation.
     e = Equation.of(equation)
     group = "".join(e.weight[i] for i in self.layout.group)
     summed = "".join(e.weight[i] for i in self.layout.summed)
@@ -136,6 +141,7 @@ class LowRank(Weight):
     inner = "".join(c for c in e.x if c not in summed) + "r"
     wide = {"float32": float32} if groups is not None else {"float32": True, "unbounded": unbounded}
     given = {"groups": groups, "float32": float32, "unbounded": unbounded}
+    # Multiply by a and by b, and add the product of the base.
     scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)
     with jax.named_scope("lora"):
       seen = x if self.dropout is None else self.dropout(x)
@@ -146,27 +152,28 @@ class LowRank(Weight):
     out = product(precision, equation, x, self.base, large=large, **given) + added
     if self.magnitude is None:
       return out
+    # DoRA: scale each output to its magnitude. This rounds a second time, by a factor of about one.
     with jax.named_scope("dora"):
       own = self
       if isinstance(self.base, Weight):
         own = dataclasses.replace(self, base=self.base.after(jax.lax.stop_gradient(out))[1])
       factor = own._factor(precision)
-      if groups is not None:  # each row has its expert's
+      if groups is not None:  # each row has the factor of its expert
         factor = jnp.repeat(factor, groups.sizes, axis=0, total_repeat_length=out.shape[0])
       else:
         factor = factor[tuple(slice(None) if c in group + kept else None for c in e.result if c != ".")]
-      return (out.astype(jnp.float32) * factor).astype(out.dtype)  # rounded once more, by a factor of about one
+      return (out.astype(jnp.float32) * factor).astype(out.dtype)
 
   def _factor(self, precision: Precision) -> jax.Array:
-    """float32 [*groups, *kept]: what brings each output to its magnitude."""
+    """Return float32 [*groups, *kept]: the factor that gives each output its magnitude."""
     assert self.magnitude is not None
     return self.magnitude / self.norms(precision)
 
   def norms(self, precision: Precision) -> jax.Array:
-    """float32 [*groups, *kept]: the norm of each output of base + scale * a b, 1 where it is zero. No gradient goes through it,
-    as in the paper (4.3).
+    """Return float32 [*groups, *kept]: the norm of each output of base + scale * a b, or 1 if it is zero.
 
-    |w + s A b|^2 = |w|^2 + 2 s (A^T w) b + s^2 b^T (A^T A) b: of the size of the weight nothing is made but itself.
+    No gradient passes through it, as in the paper (4.3). The norm is computed without the sum, to save an array of the size
+    of the weight: |w + s A b|^2 = |w|^2 + 2 s (A^T w) b + s^2 b^T (A^T A) b.
     """
     base, a, b = jax.lax.stop_gradient((self.base, self.a, self.b))
     w = values(precision, base)
@@ -182,8 +189,10 @@ class LowRank(Weight):
     return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 1)
 
   def _crossed(self, precision: Precision, a: jax.Array, w: jax.Array) -> jax.Array:
-    """A^T w, float32 [*groups, rank, *kept], of matrices: XLA of JAX 0.10 to 0.12 stops on a CPU ("Unsupported element type for
-    DotThunk") at bfloat16 arrays of more axes, the first of them summed over and the result float32."""
+    """Compute A^T w, float32 [*groups, rank, *kept], with matrices.
+
+    XLA for CPUs (JAX 0.10 to 0.12) fails with "Unsupported element type for DotThunk" on bfloat16 arrays with more axes if
+    the first axis is summed and the result is float32."""
     group, summed, kept = self.layout.group, self.layout.summed, self.layout.kept
     sizes = lambda axes: [w.shape[i] for i in axes]
     inputs = math.prod(sizes(summed))
@@ -193,7 +202,7 @@ class LowRank(Weight):
     return crossed.reshape(*crossed.shape[:-1], *sizes(kept))
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
-    """Rows of the table and of the addition."""
+    """Read rows of the table, and add those of the adapter."""
     by_row = 0 not in self.layout.summed
     rows = jnp.moveaxis(self.b[:, index], 0, -1) if by_row else self.a[index]
     other = jnp.moveaxis(self.a, -1, 0) if by_row else self.b
@@ -205,20 +214,20 @@ class LowRank(Weight):
     return precision.cast(out.astype(jnp.float32) * factor)
 
   def values(self, dtype: str) -> jax.Array:
-    """The sum as it stands, in a dtype."""
+    """Return the sum of base and adapter in a dtype."""
     return merged(
       values(Precision(dtype="float32"), self.base), self.a, self.b, self.layout, self.scale, self.magnitude
     ).astype(dtype)
 
   def cast(self, precision: Precision) -> "LowRank":
-    """The base in ``dtype``; the factors are cast by their products."""
+    """Cast the base to ``dtype``. The products cast the factors."""
     return dataclasses.replace(self, base=cast(precision, self.base))
 
 
 def merged(
   base: jax.Array, a: jax.Array, b: jax.Array, layout: Layout, scale: float, magnitude: jax.Array | None = None
 ) -> jax.Array:
-  """The weight that base and addition stand for, float32; a stack's rows lead in all of them."""
+  """Return the sum of base and adapter, float32. All arguments may have a leading axis of layers."""
   letters = LETTERS[: layout.rank]
   pick = lambda axes: "".join(letters[i] for i in axes)
   group = pick(layout.group)
@@ -228,7 +237,7 @@ def merged(
 
 
 def with_magnitude(total: jax.Array, layout: Layout, magnitude: jax.Array) -> jax.Array:
-  """A weight in float32 whose outputs have the norms of ``magnitude``; a stack's rows lead in both."""
+  """Scale the outputs of a float32 weight to the norms of ``magnitude``. Both may have a leading axis of layers."""
   axes = tuple(i - layout.rank for i in layout.summed)
   norms = jnp.sqrt(jnp.sum(jnp.square(total), axis=axes, keepdims=True))
   return total * (jnp.expand_dims(magnitude, axes) / jnp.where(norms > 0, norms, 1))

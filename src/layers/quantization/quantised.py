@@ -1,8 +1,8 @@
-"""Weights in 4, 8 or 16 bits that stay as they are: what is stored, how it is made of a weight, and what it stands for.
+"""Frozen weights stored in 4, 8 or 16 bits: the stored arrays, quantisation and dequantisation.
 
-What is stored follows from the ``Param`` of the weight. Every expert, and every layer of a stack, is quantised by itself, as
-the files of a checkpoint have them apart. A product dequantises the weight to ``dtype``, and its backward pass once more, so
-that nothing but the codes is kept between the two.
+The stored arrays follow from the ``Param`` of the weight. Every expert and every layer of a stack is quantised separately, as
+in checkpoint files. A product dequantises the weight to ``dtype``. Its backward pass dequantises again, so only the codes are
+kept in memory between the two.
 
 K all inputs (axes that products sum over) as one axis, M all outputs, E experts, B blocks along K.
 """
@@ -30,7 +30,7 @@ FormName = Literal["bfloat16", "nf4", "int8", "fp8_block"]
 Arrays = dict[str, jax.Array]
 
 CODES = "codes"
-"""The one array that every form has, of the weight's own axes; the others say what it means."""
+"""Name of the array that every form has, in the axes of the weight. The other arrays are needed to decode it."""
 SCALES = "scales"
 
 NF4 = np.array(
@@ -41,19 +41,20 @@ NF4 = np.array(
   ],
   np.float32,
 )  # fmt: skip
-"""The 16 numbers of NormalFloat (Dettmers et al. 2023, appendix E)."""
+"""The 16 values of NormalFloat (Dettmers et al. 2023, appendix E)."""
 
 
 def dynamic_map() -> np.ndarray:
-  """float32 [256]: the numbers that block maxima are rounded to (the signed dynamic type of Dettmers 2016, as in QLoRA).
+  """Return float32 [256]: the values that block maxima are rounded to (the signed dynamic type of Dettmers 2016, as in QLoRA).
 
-  For every power of ten down to 1e-6 the middles of so many equal parts of [0.1, 1] as its bits leave, both signs; 0 and 1.
+  For each power of ten down to 1e-6, [0.1, 1] is divided into 2^n equal parts, where n bits remain. The values are the centres
+  of these parts with both signs, and 0 and 1.
   """
   low, high, positive = np.float32(0.1), np.float32(1), []
   for exponent in range(7):
     parts = 2**exponent
     step, number = np.float64((high - low) / np.float32(parts)), np.arange(parts + 1)
-    # From the nearer end, and rounded once, as torch does: these numbers are the same to the last bit.
+    # Computed from the nearer end and rounded once, as torch does, so that all bits are equal.
     bounds = np.where(number < (parts + 1) // 2, low + step * number, high - step * (parts - number)).astype(np.float32)
     positive.append(np.float32(10.0 ** (exponent - 6)) * ((bounds[:-1] + bounds[1:]) / np.float32(2)))
   values = np.concatenate(positive)
@@ -61,9 +62,10 @@ def dynamic_map() -> np.ndarray:
 
 
 def dynamic_number(code: jax.Array) -> jax.Array:
-  """float32 entries of ``dynamic_map``, computed to 4e-7 of each: without a gather, which a TPU has no unit for."""
+  """Compute the float32 entries of ``dynamic_map`` with a relative error up to 4e-7, without a gather, which is slow on
+  TPUs."""
   code = code.astype(jnp.int32)
-  number = jnp.abs(code - 127)  # 0, and 1 to 127 for both signs; 128 is 1
+  number = jnp.abs(code - 127)  # 0, and 1 to 127 for both signs; 128 encodes 1
   zero = _zero(code)
   low, step, exponent = zero, zero, 0
   for exponent in range(7):
@@ -76,12 +78,13 @@ def dynamic_number(code: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Plan:
-  """A weight's axes as quantisation sees them: experts, inputs, outputs.
+  """The axes of a weight in groups: experts, inputs, outputs.
 
   Attributes:
-    experts: E, or () where there are none.
+    experts: E, or () without experts.
     inputs, outputs: sizes.
-    axes: logical axes of (the experts,) the inputs and the outputs: of the first of each, which is split if any is.
+    axes: logical axes of (the experts,) the inputs and the outputs. Of several inputs or outputs it is the first, which is the
+      one that may be split.
   """
 
   experts: tuple[int, ...]
@@ -91,36 +94,39 @@ class Plan:
 
   @classmethod
   def of(cls, p: Param) -> "Plan":
-    """That of a declared weight, of one layer or stacked.
+    """Create the plan of a declared weight, of one layer or stacked.
 
     Raises:
-      ValueError: it is no map from inputs to outputs, as a table.
+      ValueError: the weight does not map inputs to outputs (it is a table).
     """
     own, layout = one_layer(p), Layout.of(p)
     lead = len(layout.group)
-    by_rows = own.axes[0] == "vocab"  # whichever of its axes an addition to it sums over
+    by_rows = own.axes[0] == "vocab"  # an embedding table, whichever axis an adapter for it sums over
     if by_rows or layout.summed != tuple(range(lead, lead + len(layout.summed))) or not layout.kept:
-      raise ValueError(f"an array of the axes {own.axes} is a table and no map, and cannot be quantised")
+      raise ValueError(
+        f"quantisation: an array with the axes {own.axes} is a table, which maps no inputs to outputs, so it cannot be "
+        "quantised"
+      )
     pick = lambda axes: tuple(own.shape[i] for i in axes)
     names = tuple(own.axes[i] for i in (*layout.group, layout.summed[0], layout.kept[0]))
     return cls(pick(layout.group), pick(layout.summed), pick(layout.kept), names)
 
   @property
   def K(self) -> int:
-    """Inputs."""
+    """Number of inputs."""
     return math.prod(self.inputs)
 
   @property
   def M(self) -> int:
-    """Outputs."""
+    """Number of outputs."""
     return math.prod(self.outputs)
 
   def matrix(self, x: jax.Array) -> jax.Array:
-    """[E?, K, M] of a weight as it is declared, whose number of experts is its own."""
+    """Reshape a weight from its declared shape to [E?, K, M]. The number of experts may differ from the declared one."""
     return x.reshape(*x.shape[: len(self.experts)], self.K, self.M)
 
   def declared(self, x: jax.Array) -> jax.Array:
-    """The opposite."""
+    """Reshape [E?, K, M] to the declared shape."""
     return x.reshape(*x.shape[: len(self.experts)], *self.inputs, *self.outputs)
 
   @property
@@ -131,25 +137,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Form(abc.ABC):
-  """A way to store weights."""
+  """A format for storing weights."""
 
   name: ClassVar[FormName]
   input_block: ClassVar[int] = 1
-  """Inputs that share a number, which no mesh axis may part that a product's sum or result is split over."""
+  """Number of inputs that share a scale. A mesh axis that splits a product's sum or result must not split these blocks."""
   output_block: ClassVar[int] = 1
-  """The same of outputs, all of them as one axis."""
+  """The same for outputs, all of them as one axis."""
 
   @abc.abstractmethod
   def params(self, plan: Plan) -> dict[str, Param]:
-    """What is stored of a weight of one layer."""
+    """Declare the stored arrays of a weight of one layer."""
 
   @abc.abstractmethod
   def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
-    """Of a weight [E?, K, M] in float32."""
+    """Quantise a weight [E?, K, M] in float32."""
 
   @abc.abstractmethod
   def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    """[E?, K, M] in a dtype, rounded once."""
+    """Dequantise to [E?, K, M] in a dtype, rounded once."""
 
 
 def _stored(plan: Plan, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str) -> Param:
@@ -162,14 +168,14 @@ def _blocks(size: int, block: int) -> int:
 
 
 def _padded(x: jax.Array, axis: int, block: int) -> jax.Array:
-  """With zeros up to a whole number of blocks."""
+  """Pad an axis with zeros to a multiple of the block size."""
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, -x.shape[axis] % block)
   return jnp.pad(x, widths) if widths[axis][1] else x
 
 
 def _spread(x: jax.Array, axis: int, block: int, size: int) -> jax.Array:
-  """Each entry of an axis so many times, and of that the first ``size``; a view, where a gather would be slow."""
+  """Repeat each entry of an axis ``block`` times and keep the first ``size``. It is a broadcast; a gather would be slow."""
   shape = (*x.shape[: axis + 1], block, *x.shape[axis + 1 :])
   wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), shape).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
   return wide if wide.shape[axis] == size else jax.lax.slice_in_dim(wide, 0, size, axis=axis)
@@ -180,7 +186,7 @@ def _nonzero(x: jax.Array) -> jax.Array:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-  """Of the last axis, pair by pair: the same bits on every kind of device."""
+  """Sum over the last axis by adding pairs, which gives the same bits on every kind of device."""
   while x.shape[-1] > 1:
     x = _padded(x, x.ndim - 1, 2)
     x = x[..., ::2] + x[..., 1::2]
@@ -188,7 +194,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _nearest(x: jax.Array, codebook: np.ndarray) -> jax.Array:
-  """uint8 numbers of the nearest entries of a sorted codebook."""
+  """Return the uint8 indices of the nearest entries of a sorted codebook."""
   middles = ((codebook[:-1].astype(np.float64) + codebook[1:]) / 2).astype(np.float32)
   if len(codebook) <= 16:
     return sum(((x > middle).astype(jnp.uint8) for middle in middles), jnp.zeros(x.shape, jnp.uint8))
@@ -196,13 +202,15 @@ def _nearest(x: jax.Array, codebook: np.ndarray) -> jax.Array:
 
 
 def _zero(codes: jax.Array) -> jax.Array:
-  """float32 zero, to add to a constant among all codes: jax takes what depends on nothing out of a loop that it differentiates,
-  at full size, and a GPU would keep and read an array in the place of every constant. XLA knows it for a zero."""
+  """Return a float32 zero that depends on the codes, to be added to constants.
+
+  JAX moves computations that depend on no input out of a loop that it differentiates, at full size. A GPU would then store and
+  read an array instead of each constant. XLA simplifies the addition of this zero."""
   return (codes[(0,) * codes.ndim] & 0).astype(jnp.float32)
 
 
 def _chosen(codes: jax.Array, codebook: np.ndarray) -> jax.Array:
-  """float32 entries of a codebook of 16, by halves, which is no gather either."""
+  """Look up a codebook of 16 entries with four selections, without a gather."""
   entries: list[Any] = [_zero(codes) + value for value in codebook]
   for bit in range(4):
     high = (codes >> bit) & 1 == 1
@@ -212,7 +220,7 @@ def _chosen(codes: jax.Array, codebook: np.ndarray) -> jax.Array:
 
 @dataclass(frozen=True)
 class BFloat16Form(Form):
-  """16 bits each, as most checkpoints come."""
+  """16 bits per weight, the format of most checkpoints."""
 
   name: ClassVar[FormName] = "bfloat16"
 
@@ -228,10 +236,11 @@ class BFloat16Form(Form):
 
 @dataclass(frozen=True)
 class NF4Form(Form):
-  """4 bits each, one of 16 numbers times the largest of a block of 64 inputs (QLoRA, Dettmers et al. 2023).
+  """4 bits per weight: one of 16 values times the maximum of a block of 64 inputs (QLoRA, Dettmers et al. 2023).
 
-  Double quantisation, as bitsandbytes has it: those maxima, less their mean, are 8 bits of ``dynamic_map`` times the largest of
-  256 of them, counted through the inputs of the first output, then of the next. 4.127 bits a weight.
+  The block maxima are quantised too, as in bitsandbytes: their mean is subtracted, and the differences are stored in 8 bits
+  (``dynamic_map``) relative to the maximum of 256 of them. The maxima are ordered by output, then by block. 4.127 bits per
+  weight in total.
   """
 
   name: ClassVar[FormName] = "nf4"
@@ -248,15 +257,19 @@ class NF4Form(Form):
     }
 
   def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+    # 4-bit codes, relative to the maximum of each block.
     axis, lead, B = plan.input, x.shape[: plan.input], _blocks(plan.K, self.input_block)
     x = _padded(x, axis, self.input_block).reshape(*lead, B, self.input_block, plan.M)
     largest = jnp.max(jnp.abs(x), axis=axis + 1)
     codes = _nearest(x * jnp.expand_dims(1 / _nonzero(largest), axis + 1), NF4)
-    # A byte has inputs i and i + 32 of a block: its halves lie apart as tiles of a TPU do, and nothing is woven together again.
+    # A byte holds inputs i and i + 32 of a block. The two halves of a block are then contiguous, as in the tiles of a TPU, and
+    # need not be interleaved.
     first, second = jnp.split(codes, 2, axis=axis + 1)
+    # Quantise the block maxima: subtract their mean, and encode groups of 256.
     listed = jnp.swapaxes(largest, axis, axis + 1).reshape(*lead, -1)
     total = _sum(listed)
-    # A number that no compiler knows: by a known one it multiplies, and leaves out a rounding where the mean is taken off.
+    # The added zero makes the divisor unknown to the compiler. XLA replaces division by a constant with a multiplication, and
+    # fuses it with the following subtraction, which changes the rounding.
     mean = total / (listed.shape[-1] + 0 * total)
     centred = _padded(listed - mean[..., None], axis, self.maxima).reshape(*lead, -1, self.maxima)
     most = jnp.max(jnp.abs(centred), axis=-1)
@@ -279,7 +292,7 @@ class NF4Form(Form):
 
 @dataclass(frozen=True)
 class Int8Form(Form):
-  """8 bits each, whole numbers up to 127 times a number of the output."""
+  """8 bits per weight: an integer up to 127 times a scale for each output."""
 
   name: ClassVar[FormName] = "int8"
 
@@ -301,7 +314,7 @@ class Int8Form(Form):
 
 @dataclass(frozen=True)
 class Float8BlockForm(Form):
-  """float8 e4m3 times a number of a block of 128 inputs and 128 outputs, as DeepSeek V3's checkpoints are stored."""
+  """float8 e4m3 times a scale for each block of 128 inputs and 128 outputs, the format of DeepSeek V3's checkpoints."""
 
   name: ClassVar[FormName] = "fp8_block"
   input_block: ClassVar[int] = 128
@@ -321,7 +334,7 @@ class Float8BlockForm(Form):
     whole = _padded(_padded(x, axis, self.input_block), axis + 1, self.output_block)
     grid = whole.reshape(*lead, -1, self.input_block, whole.shape[-1] // self.output_block, self.output_block)
     scales = jnp.max(jnp.abs(grid), axis=(axis + 1, axis + 3)) / self.largest
-    # Beyond the range astype gives NaN; a rounded quotient may be.
+    # A quotient may be rounded beyond the range, where astype would give NaN: clip it.
     codes = jnp.clip(x / self._each(plan, _nonzero(scales)), -self.largest, self.largest).astype(jnp.float8_e4m3fn)
     return {CODES: codes, SCALES: scales}
 
@@ -329,17 +342,17 @@ class Float8BlockForm(Form):
     return (stored[CODES].astype(jnp.float32) * self._each(plan, stored[SCALES])).astype(dtype)
 
   def _each(self, plan: Plan, scales: jax.Array) -> jax.Array:
-    """[E?, K, M]: the scale of every weight."""
+    """Expand the scales to [E?, K, M], one for every weight."""
     return _spread(_spread(scales, plan.input, self.input_block, plan.K), plan.input + 1, self.output_block, plan.M)
 
 
 @dataclass(frozen=True)
 class Outline(Form):
-  """What a form stores, of which nothing is computed: where shapes alone are asked for, as tracing a form's own numbers takes
-  most of the time.
+  """A form with the stored arrays of another form but without its computation. Use it if only shapes are needed, because
+  tracing the dequantisation takes most of the time.
 
   Attributes:
-    of: the form.
+    of: the other form.
   """
 
   of: Form
@@ -358,17 +371,17 @@ FORMS: dict[FormName, Form] = {form.name: form for form in (BFloat16Form(), NF4F
 
 
 def stored_params(form: Form, p: Param) -> dict[str, Param]:
-  """The declared arrays in the place of a weight, of one layer or stacked.
+  """Declare the stored arrays of a weight, of one layer or stacked.
 
   Raises:
-    ValueError: it is a table.
+    ValueError: the weight is a table.
   """
   spec = form.params(Plan.of(p))
   return spec if p.rows is None else stack(spec, p.rows)
 
 
 def quantise(form: Form, p: Param, x: jax.Array) -> Arrays:
-  """What is stored of one layer's weight; p: of one layer or stacked."""
+  """Quantise the weight x of one layer. p: its declaration, of one layer or stacked."""
   plan = Plan.of(p)
   return form.quantise(plan, plan.matrix(x.astype(jnp.float32)))
 
@@ -376,16 +389,16 @@ def quantise(form: Form, p: Param, x: jax.Array) -> Arrays:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised(Weight):
-  """A weight of one layer that is stored in a form, and is not trained.
+  """A frozen weight of one layer, stored in a ``Form``.
 
   Attributes:
-    stored: see ``Form``; with a row, of all layers of a stack.
-    row: which layer of the stack it is, int32; None: what is stored is of one layer.
-    form: of it.
-    param: the weight that it stands for.
-    rules: how it is split over the mesh in use. What is stored is fetched from the devices that share it before it is
-      dequantised: that is the least that can travel, and no block need lie on one of them.
-    dtype: that it is dequantised to; None: the ``dtype`` of whatever multiplies it.
+    stored: the arrays of the form; if ``row`` is set, those of all layers of a stack.
+    row: index of the layer in the stack, int32; None if ``stored`` holds one layer.
+    form: the form.
+    param: declaration of the weight.
+    rules: sharding on the current mesh. The stored arrays are gathered before they are dequantised. This sends the fewest
+      bytes, and blocks may be split over devices.
+    dtype: dtype of the dequantised weight; None: ``dtype`` of the layer.
   """
 
   cuts_rows: ClassVar[bool] = True
@@ -399,7 +412,7 @@ class Quantised(Weight):
 
   @jax.named_scope("dequantise")
   def values(self, dtype: str) -> jax.Array:
-    """The weight as it is declared."""
+    """Dequantise to the declared shape."""
     plan = Plan.of(self.param)
     axes = {name: p.axes for name, p in self.form.params(plan).items()}
     stored = {name: self.rules.whole(self._of_row(x), *axes[name]) for name, x in self.stored.items()}
@@ -409,15 +422,18 @@ class Quantised(Weight):
     return x if self.row is None else as_stored(jax.lax.dynamic_index_in_dim(x, self.row, keepdims=False))
 
   def in_row(self, number: jax.Array) -> "Quantised":
-    """Cut out where it multiplies: what all layers of a row store, a compiler would cut out before the first of them."""
+    """Keep the row number instead of slicing. The product slices the row, because XLA would slice the weights of all layers of
+    a row before the first layer runs."""
     return dataclasses.replace(self, row=number)
 
   def alone(self) -> "Quantised":
     return dataclasses.replace(self, stored={name: self._of_row(x) for name, x in self.stored.items()}, row=None)
 
   def after(self, x: jax.Array) -> tuple[jax.Array, "Quantised"]:
-    """x, and the weight, which is dequantised no sooner than x is there: as it depends on nothing else, a compiler would make
-    the weights of all layers of a row whole before the first of them."""
+    """Return x, and the weight behind a barrier, so that it is dequantised after x is computed.
+
+    Dequantisation depends on no other value. Without the barrier, XLA would dequantise the weights of all layers of a row
+    before the first layer runs."""
     if self.row is None:
       return jax.lax.optimization_barrier((x, self))
     x, row = jax.lax.optimization_barrier((x, self.row))
@@ -434,28 +450,28 @@ class Quantised(Weight):
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
-    """By the dequantised weight."""
+    """Multiply x by the dequantised weight."""
     sizes = None if groups is None else groups.sizes
     how = _How(precision, equation, None if groups is None else groups.kernel, float32, unbounded, large)
     out: Any = _product(how, x, sizes, self)
     return checkpoint_name(out, PRODUCT) if groups is None else out
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
-    """Rows of a table, which is none of these.
+    """Raise an error: a quantised weight is never a table.
 
     Raises:
       TypeError: always.
     """
-    raise TypeError(f"a weight stored in {self.form.name} is no table")
+    raise TypeError(f"quantisation: a weight stored in {self.form.name} cannot be read as a table")
 
   def cast(self, precision: Precision) -> "Quantised":
-    """The same codes, for they are what travels, and the dtype that they are to become."""
+    """Keep the codes, which are what devices exchange, and set the dtype to dequantise to."""
     return dataclasses.replace(self, dtype=precision.dtype)
 
 
 @dataclass(frozen=True)
 class _How:
-  """A product without its operands."""
+  """The settings of a product."""
 
   precision: Precision
   equation: str
@@ -473,7 +489,7 @@ class _How:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, sizes: jax.Array | None, weight: Quantised) -> Any:
-  """The product; its backward pass dequantises again."""
+  """Multiply by the dequantised weight. The backward pass dequantises it again."""
   x, weight = weight.after(x)
   return how(x, sizes, weight)
 

@@ -1,4 +1,4 @@
-"""Attention in a vision tower: every patch of an image sees all patches of it, by the kernel that fits.
+"""Attention of a vision tower: every patch of an image sees all patches of this image. A suitable kernel is chosen.
 
 I images, P patches of one image (padding included), N heads, H head.
 """
@@ -15,15 +15,15 @@ from maxtext_like.layers.sharding_rules import Rules
 
 
 class TowerConfig(Protocol):
-  """What the configuration of a tower says of its attention.
+  """Attributes of a tower's configuration that its attention needs.
 
   Attributes:
     num_heads, head_dim: N, H.
     padded: images have padding among their patches.
-    kernel: what the configuration asks for.
-    platform: "cpu", "gpu" or "tpu", where the program will run.
-    capability: CUDA's compute capability there; None: no NVIDIA GPU, or not known.
-    failed: kernels that failed their self-test there.
+    kernel: the kernel that the configuration selects.
+    platform: "cpu", "gpu" or "tpu": where the program will run.
+    capability: CUDA compute capability of that device; None if it is not an NVIDIA GPU or not known.
+    failed: kernels that failed their self-test on that device.
   """
 
   padded: ClassVar[bool]
@@ -43,7 +43,7 @@ class TowerConfig(Protocol):
 
 
 def case_of(cfg: TowerConfig, precision: Precision, patches: int) -> Case:
-  """What a kernel has to do for images of so many patches."""
+  """Describe the computation that a kernel must support for images with this number of patches."""
   return Case(
     platform=cfg.platform,
     capability=cfg.capability,
@@ -68,15 +68,15 @@ def attend_patches(
   *,
   scale: float,
 ) -> jax.Array:
-  """Full attention.
+  """Compute full attention within each image.
 
   Args:
-    cfg: of the tower.
-    precision: flags.
-    rules: how images lie on the mesh in use, as rows do.
+    cfg: configuration of the tower.
+    precision: selects the dtypes.
+    rules: sharding of images on the current mesh, which is that of rows.
     q_IPNH, k_IPNH, v_IPNH: queries, keys, values.
-    real_IP: int32, 1 for a patch and 0 for padding, which nothing sees; None: there is no padding.
-    scale: multiplies the scores.
+    real_IP: int32, 1 for a patch and 0 for padding, which no patch sees; None: there is no padding.
+    scale: factor on the scores.
 
   Returns:
     [I, P, N, H] in ``dtype``; zeros for padding.

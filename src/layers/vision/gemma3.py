@@ -1,4 +1,4 @@
-"""The vision tower of Gemma 3 (SigLIP) and its projector: from pixels to image tokens for the decoder.
+"""The vision tower of Gemma 3 (SigLIP) and its projector. It converts pixels to image tokens for the decoder.
 
 I images, P patches of one image, C channels, D tower width, N heads, H head, F MLP, O decoder width, S image tokens.
 """
@@ -32,9 +32,9 @@ class SiglipConfig:
     emb_dim, mlp_dim, num_layers, num_heads: D, F, depth, N.
     tokens_per_image: S, a square number that divides the grid of patches.
     output_dim: O.
-    epsilon: of every norm, the projector's included.
+    epsilon: epsilon of every norm, including that of the projector.
     output_gain: factor on the initial values of the output projections of attention and MLP.
-    kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
+    kernel, platform, capability, failed: settings of attention, as in ``vision_attention.TowerConfig``.
   """
 
   padded: ClassVar[bool] = False
@@ -57,16 +57,22 @@ class SiglipConfig:
 
   def __post_init__(self):
     if self.image_size % self.patch_size or self.emb_dim % self.num_heads:
-      raise ValueError(f"image of {self.image_size} in patches of {self.patch_size}, {self.emb_dim} in {self.num_heads} heads")
+      raise ValueError(
+        f"vision tower: image_size={self.image_size} must be a multiple of patch_size={self.patch_size}, and "
+        f"emb_dim={self.emb_dim} a multiple of num_heads={self.num_heads}"
+      )
     if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
-      raise ValueError(f"a grid of {self.side} x {self.side} patches cannot be pooled to {self.tokens_per_image} tokens")
+      raise ValueError(
+        f"vision tower: a grid of {self.side} x {self.side} patches cannot be pooled to tokens_per_image="
+        f"{self.tokens_per_image}. fix: it must be a square number whose root divides the side of the grid"
+      )
 
   def depth_scaled(self) -> "SiglipConfig":
-    """The same tower with output projections scaled by depth before training."""
+    """Return the same tower with the initial output projections scaled by depth."""
     return replace(self, output_gain=(2 * self.num_layers) ** -0.5)
 
   def layer(self, precision: Precision) -> "Siglip":
-    """The tower of this configuration."""
+    """Return the tower with this configuration."""
     return Siglip(self, precision)
 
   @property
@@ -87,9 +93,9 @@ class SiglipConfig:
 
 @dataclass(frozen=True)
 class SiglipLayer:
-  """Norm, full attention, add; norm, MLP, add; everything with biases (Zhai et al. 2023).
+  """Norm, full attention, add; norm, MLP, add; all projections have biases (Zhai et al. 2023).
 
-  ``rules``: how images lie on the mesh.
+  ``rules``: sharding of images on the mesh.
   """
 
   cfg: SiglipConfig
@@ -120,7 +126,7 @@ class SiglipLayer:
     return {"pre_attention_norm": self._norm.params(), "attention": attention, "pre_mlp_norm": self._norm.params(), "mlp": mlp}
 
   def __call__(self, p: dict, x_IPD: jax.Array) -> jax.Array:
-    """x: [I, P, D] in the residual dtype; returns the same."""
+    """Apply the layer to x [I, P, D] in the residual dtype. Return the same shape and dtype."""
     c, plus, residual = self.cfg, self.precision.plus, self.precision.residual
     multiply = functools.partial(product, self.precision)
     x_IPD = self.rules.constrain(x_IPD, "batch")
@@ -144,7 +150,7 @@ class SiglipLayer:
 class Siglip:
   """Patches, learned positions, a stack of layers, a norm; then pooling, a norm and a projection to the decoder's width."""
 
-  pixel_rank: ClassVar[int] = 4  # of "pixel_values"
+  pixel_rank: ClassVar[int] = 4  # rank of "pixel_values"
 
   cfg: SiglipConfig
   precision: Precision
@@ -178,26 +184,29 @@ class Siglip:
     *,
     wrap: Callable[[Any], Any] = lambda layer: layer,
   ) -> tuple[jax.Array, jax.Array]:
-    """Image tokens.
+    """Compute image tokens.
 
     Args:
       p: parameters.
       pixels: [I, C, image_size, image_size] in [-1, 1].
-      positions: unused; every image has the same grid.
-      ctx: it taps "vision.tower_out" [I, P, D] and "vision.projected".
-      wrap: of a layer's call, as ``jax.checkpoint``.
+      positions: unused, because every image has the same grid.
+      ctx: captures "vision.tower_out" [I, P, D] and "vision.projected".
+      wrap: applied to the call of a layer, such as ``jax.checkpoint``.
 
     Returns:
       [I, S, O] in ``dtype``; bool [I, S], all true.
     """
+    # Cut the image into patches, and embed patches and positions.
     c, precision = self.cfg, self.precision
     I, g, s = pixels.shape[0], c.side, c.patch_size
     patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
     x = precision.plus(product(precision, "IPK,KD->IPD", patches, p["patch"]["kernel"]), p["patch"]["bias"])
     x = precision.plus(x, p["positions"]).astype(precision.residual)
+    # Run the layers.
     layer = wrap(SiglipLayer(c, precision, ctx.rules))
     x, _ = jax.lax.scan(lambda x, row: (layer(row, x), None), x, p["layers"])
     tower = ctx.tap("vision.tower_out", named(self._final_norm, p, "final_norm", x))
+    # Pool to the number of image tokens, and project to the width of the decoder.
     pool = g // c.side_out
     grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
     pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)

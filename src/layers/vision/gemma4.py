@@ -1,4 +1,4 @@
-"""The vision tower of Gemma 4 and its projector: patches of any aspect ratio, two-dimensional rope, pooling by position.
+"""The vision tower of Gemma 4 and its projector: patches of any aspect ratio, 2-D rope, pooling by position.
 
 I images, P patches of one image (padding included), D tower width, N heads, H head, F MLP, S pooled tokens, O decoder width.
 """
@@ -36,12 +36,12 @@ class Gemma4VisionConfig:
     position_table_size: rows of the position table of each axis.
     pooling: patches along one side of a pooled token.
     rope_theta: base wavelength.
-    standardize: pooled features are shifted and scaled by stored statistics (26B, 31B).
-    clipped: every linear of the layers clips its input and output at stored bounds (E2B, E4B).
+    standardize: shift and scale the pooled features by stored statistics (26B, 31B).
+    clipped: every linear projection of the layers clips its input and output to stored bounds (E2B, E4B).
     output_dim: O.
-    epsilon: of every norm.
+    epsilon: epsilon of every norm.
     query_gain, branch_gain: initial scales of the query norm, and of the norms before each residual addition.
-    kernel, platform, capability, failed: of attention, as in ``vision_attention.TowerConfig``.
+    kernel, platform, capability, failed: settings of attention, as in ``vision_attention.TowerConfig``.
   """
 
   padded: ClassVar[bool] = True
@@ -68,20 +68,20 @@ class Gemma4VisionConfig:
 
   def __post_init__(self):
     if self.head_dim % 4:
-      raise ValueError(f"two-dimensional rope needs a head dimension that 4 divides, got {self.head_dim}")
+      raise ValueError(f"vision tower: two-dimensional rope needs a head_dim that is a multiple of 4, got {self.head_dim}")
 
   def depth_scaled(self) -> "Gemma4VisionConfig":
-    """The same tower with scores of standard deviation 1 and branches scaled by depth before training."""
+    """Return the same tower with initial scores of standard deviation 1 and branches scaled by depth."""
     return replace(self, query_gain=self.head_dim**-0.5, branch_gain=(2 * self.num_layers) ** -0.5)
 
   def layer(self, precision: Precision) -> "Gemma4Vision":
-    """The tower of this configuration."""
+    """Return the tower with this configuration."""
     return Gemma4Vision(self, precision)
 
 
 @dataclass(frozen=True)
 class Gemma4VisionLayer:
-  """Norm, full attention, norm, add; norm, gated MLP, norm, add; linears may clip. ``rules``: how images lie on the mesh."""
+  """Norm, full attention, norm, add; norm, gated MLP, norm, add. Projections may clip. ``rules``: sharding of images."""
 
   cfg: Gemma4VisionConfig
   precision: Precision
@@ -111,7 +111,7 @@ class Gemma4VisionLayer:
       "post_mlp_norm": branch_norm,
     }
     if c.clipped:
-      # float32 whatever weight_dtype: the bounds of an unclipped linear are the largest finite numbers.
+      # float32 for any weight_dtype, because a projection that does not clip has the largest finite float32 as its bound.
       for part, names in _CLIPPED.items():
         spec[part]["clip"] = {
           name: {
@@ -133,13 +133,23 @@ class Gemma4VisionLayer:
     return y if float32 else self.precision.cast(y)
 
   def _rotate(self, x, tables):
-    """The first half of a head turns with the column, the second with the row."""
+    """Rotate the first half of each head by the column and the second half by the row."""
     halves = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([rotate(half, table) for half, table in zip(halves, tables, strict=True)], axis=-1)
 
   def __call__(self, p: dict, x_IPD: jax.Array, tables, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x: [I, P, D] in the residual dtype; tables: rope of columns and rows; real: int32 [I, P], 1 for a patch, 0 for padding.
-    Returns the same as x, and the number of rescued values."""
+    """Apply the layer.
+
+    Args:
+      p: parameters.
+      x_IPD: [I, P, D] in the residual dtype.
+      tables: rope of columns and rows.
+      real: int32 [I, P], 1 for a patch, 0 for padding.
+
+    Returns:
+      [I, P, D] like x, and the number of clamped values.
+    """
+    # Attention, with a norm before and after it.
     c, residual, norm = self.cfg, self.precision.residual, self._norm(self.cfg.emb_dim)
     head_norm = self._norm(c.head_dim)
     x_IPD = self.rules.constrain(x_IPD, "batch")
@@ -152,6 +162,7 @@ class Gemma4VisionLayer:
       out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.float32_branches)
     with jax.named_scope("residual"):
       x_IPD = x_IPD + named(norm, p, "post_attention_norm", out, residual)
+    # MLP, with a norm before and after it.
     out, rescued = self._mlp(p["mlp"], named(norm, p, "pre_mlp_norm", x_IPD))
     with jax.named_scope("residual"):
       return x_IPD + named(norm, p, "post_mlp_norm", out, residual), rescued
@@ -169,7 +180,7 @@ class Gemma4VisionLayer:
 class Gemma4Vision:
   """Patches with positions, a stack of layers, pooling by position, standardisation, a norm and a projection."""
 
-  pixel_rank: ClassVar[int] = 3  # of "pixel_values"
+  pixel_rank: ClassVar[int] = 3  # rank of "pixel_values"
 
   cfg: Gemma4VisionConfig
   precision: Precision
@@ -184,7 +195,7 @@ class Gemma4Vision:
       "projector": Param((D, c.output_dim), ("embed", None), dtype),
     }
     if c.standardize:
-      # Statistics of the released tower, up to 5e4: never trained, never rounded.
+      # Statistics of the released tower, up to 5e4. They are not trained, and stay float32.
       spec["std_bias"] = Param((D,), (None,), "float32", constant(0.0), trainable=False)
       spec["std_scale"] = Param((D,), (None,), "float32", constant(1.0), trainable=False)
     return spec
@@ -193,19 +204,20 @@ class Gemma4Vision:
   def __call__(
     self, p: dict, pixels: jax.Array, positions: jax.Array, ctx: Context, *, wrap: Callable[[Any], Any] = lambda layer: layer
   ) -> tuple[jax.Array, jax.Array]:
-    """Image tokens.
+    """Compute image tokens.
 
     Args:
       p: parameters.
       pixels: [I, P, 3 * patch_size ** 2] in [0, 1], padding 0.
       positions: int32 [I, P, 2], (column, row) of each patch, padding (-1, -1).
-      ctx: it taps "vision.pooled" (before standardisation), "vision.tower_out", "vision.projected", all [I, S, ...], and
-        notes "rescued".
-      wrap: of a layer's call, as ``jax.checkpoint``.
+      ctx: reports "rescued", and captures "vision.pooled" (before standardisation), "vision.tower_out" and "vision.projected",
+        all [I, S, ...].
+      wrap: applied to the call of a layer, such as ``jax.checkpoint``.
 
     Returns:
-      [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: tokens that some patch fell into.
+      [I, S, O] in ``dtype``, S = P / pooling^2; bool [I, S]: which tokens contain a patch.
     """
+    # Embed patches and their positions. Padding has no position.
     c, precision = self.cfg, self.precision
     real = positions[..., 0] >= 0
     x = product(precision, "IPK,KD->IPD", 2 * (pixels.astype(jnp.float32) - 0.5), p["patch"])
@@ -213,10 +225,12 @@ class Gemma4Vision:
     table = in_float32(p["positions"])
     place = table[0][at[..., 0]] + table[1][at[..., 1]]
     x = (x + jnp.where(real[..., None], precision.cast(place), 0)).astype(precision.residual)
+    # Run the layers.
     rope = RopeConfig(dim=c.head_dim // 2, theta=c.rope_theta)
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
     layer, patches = wrap(Gemma4VisionLayer(c, precision, ctx.rules)), real.astype(jnp.int32)
     x, rescued = jax.lax.scan(lambda x, row: layer(row, x, tables, patches), x, p["layers"])
+    # Pool, standardise, norm, and project to the width of the decoder.
     pooled, valid = self._pool(x, positions, real)
     features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)
@@ -228,7 +242,7 @@ class Gemma4Vision:
 
   @jax.named_scope("vision_pool")
   def _pool(self, x, positions, real):
-    """Mean over squares of pooling x pooling patches: float32 [I, S, D], and which squares hold a patch."""
+    """Average over squares of pooling x pooling patches. Return float32 [I, S, D], and which squares contain a patch."""
     c = self.cfg
     columns = jnp.max(jnp.where(real, positions[..., 0], 0), axis=1) + 1
     square = positions[..., 0] // c.pooling + (columns // c.pooling)[:, None] * (positions[..., 1] // c.pooling)
@@ -239,12 +253,12 @@ class Gemma4Vision:
 
   @jax.named_scope("vision_pool")
   def _standardize(self, p, pooled):
-    """sqrt(D) * pooled, shifted and scaled; and the number of values that were clipped.
+    """Multiply by sqrt(D), then shift and scale. Return the features, and the number of values that were clamped.
 
-    float32 by ``float32_vision_pool``, and always where ``dtype`` is float32: pooled * sqrt(D) reaches 7.9e4. Without it
-    the same numbers in 16 bits with sqrt(D) folded into the statistics, (h - bias / root) * (scale * root), where nothing
-    large appears (beyond float16 all the same, it is clipped by ``float16_rescue``); without statistics the factor is
-    left out, since the norm that follows takes it out.
+    With ``float32_vision_pool``, and if ``dtype`` is float32, the computation is in float32, because pooled * sqrt(D) reaches
+    7.9e4. Otherwise sqrt(D) is folded into the statistics, (h - bias / root) * (scale * root), so that no large number appears
+    in 16 bits. ``float16_rescue`` clips numbers that still exceed float16. Without statistics the factor is left out, because
+    the norm that follows removes it.
     """
     root, precision = self.cfg.emb_dim**0.5, self.precision
     none = jnp.zeros((), jnp.int32)

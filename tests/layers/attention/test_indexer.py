@@ -172,9 +172,9 @@ def test_float32_flag_sets_the_dtype_of_product_relu_and_sum(flag, random_params
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"topk": 0}, "at least 1 key"),
-    ({"head_dim": 2}, "rotary dimension 4 exceeds the index head dimension 2"),
-    ({"q_lora_rank": 0}, "reads the query latent"),
+    ({"topk": 0}, "topk=0"),
+    ({"head_dim": 2}, "rotary dimension 4 .*head dimension 2"),
+    ({"q_lora_rank": 0}, "q_lora_rank=0"),
   ],
 )
 def test_impossible_sizes_are_refused(change, message):
