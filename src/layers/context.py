@@ -123,7 +123,7 @@ class Context:
       return new
     if self.taps is None:
       raise ValueError(
-        "context: a layer has a cache, but its context does not collect values, so new cache entries would be lost. fix: use "
+        "context: a layer has a cache, but its context does not collect values, so new cache entries would be lost\n  fix: use "
         "ctx.collecting()"
       )
     self.aux["cache"] = {name: stored(self.cache[name], x, self.step) for name, x in new.items()}

@@ -276,7 +276,7 @@ class Decoder:
   def context(self, batch: dict, capture: frozenset[str] = frozenset(), step: Step | None = None) -> Context:
     """Create the context that all layers share. It does not depend on parameters."""
     if unknown := set(capture) - set(CAPTURES):
-      raise ValueError(f"cannot capture {sorted(unknown)}. fix: choose from {', '.join(CAPTURES)}")
+      raise ValueError(f"cannot capture {sorted(unknown)}\n  fix: choose from {', '.join(CAPTURES)}")
     types = batch.get("token_types")
     images = None if types is None else numbered_images(types)
     tokens = Tokens(batch.get("segments"), images, self.cfg.one_document and step is None)

@@ -119,7 +119,7 @@ class Param:
       object.__setattr__(self, "contracts", self.init.axes if isinstance(self.init, FanIn) else ())
     if len(self.shape) != len(self.axes):
       raise ValueError(
-        f"Param: shape {self.shape} and axes {self.axes} differ in length. fix: give one axis name, or None, for each dimension"
+        f"Param: shape {self.shape} and axes {self.axes} differ in length\n  fix: give one axis name or None for each dimension"
       )
 
 

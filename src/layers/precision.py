@@ -118,7 +118,7 @@ class Precision:
     if wrong := set(values) - set(LAYER_KEYS):
       raise ValueError(
         f"precision: {', '.join(sorted(wrong))} cannot differ between layers, because parameters or the values passed between "
-        f"layers depend on it. fix: set it for the complete model; these keys may differ: {', '.join(LAYER_KEYS)}"
+        f"layers depend on it\n  fix: set it for the complete model; these keys may differ: {', '.join(LAYER_KEYS)}"
       )
     return replace(self, **{"residual_dtype": self.residual, **values})
 

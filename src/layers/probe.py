@@ -53,7 +53,7 @@ def probe(x: jax.Array, sink: jax.Array) -> tuple[Any, jax.Array]:
     raise ValueError(f"probe: expected a floating-point array, got {jax.typeof(x).str_short()}")
   if sink.shape != (WIDTH,) or sink.dtype != jnp.float32:
     raise ValueError(
-      f"probe: expected a float32 sink of shape [{WIDTH}], got {sink.dtype} {list(sink.shape)}. fix: scan over the sinks, so "
+      f"probe: expected a float32 sink of shape [{WIDTH}], got {sink.dtype} {list(sink.shape)}\n  fix: scan over the sinks, so "
       "that the leading axis of layers is sliced off"
     )
   return _tap(x, sink), summary(x)

@@ -41,7 +41,7 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
   if policy == "none":
     if offload != "none":
       raise ValueError(
-        f"remat_offload={offload} has no effect with remat_policy=none, which names no saved values. fix: choose another "
+        f"remat_offload={offload} has no effect with remat_policy=none, which names no saved values\n  fix: choose another "
         "remat_policy, or set remat_offload=none"
       )
     return function

@@ -61,7 +61,7 @@ class Rules:
     if axis is None:
       return ()
     if axis not in LOGICAL_AXES:
-      raise ValueError(f"sharding: there is no rule for the logical axis {axis!r}. fix: choose from {', '.join(LOGICAL_AXES)}")
+      raise ValueError(f"sharding: no rule for the logical axis {axis!r}\n  fix: choose from {', '.join(LOGICAL_AXES)}")
     wanted = getattr(self, axis)
     return tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted or ()) if a in free_axes(mesh))
 

@@ -258,7 +258,7 @@ def test_captures_are_named_by_layer(family, tiny_decoder, batch):
 
 
 def test_an_unknown_capture_is_refused(tiny_decoder):
-  with pytest.raises(ValueError, match=r"\['hiden'\].*hidden"):
+  with pytest.raises(ValueError, match=r"\['hiden'\]\n  fix: .*hidden"):
     tiny_decoder("gemma3").hidden({}, {}, frozenset({"hiden"}))
 
 

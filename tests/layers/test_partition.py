@@ -40,7 +40,7 @@ def test_all_but_experts_lies_split_over_the_expert_axis_too():
 
 
 def test_an_axis_without_a_rule_is_an_error():
-  with pytest.raises(ValueError, match=r"no rule for the logical axis 'embd'.*batch, sequence, embed"):
+  with pytest.raises(ValueError, match=r"no rule for the logical axis 'embd'\n  fix: .*batch, sequence, embed"):
     RULES.spec((8,), ("embd",), MESH)
 
 

@@ -73,14 +73,14 @@ class AttentionConfig:
     if self.num_query_heads % self.num_kv_heads:
       raise ValueError(
         f"attention: num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}, so "
-        "the query heads cannot be grouped. fix: change one of the two keys"
+        "the query heads cannot be grouped\n  fix: change one of the two keys"
       )
     if self.window is not None and self.window < 1:
       raise ValueError(
-        f"attention: the sliding window is {self.window}, but a query always sees itself. fix: set it to 1 or more"
+        f"attention: the sliding window is {self.window}, but a query always sees itself\n  fix: set it to 1 or more"
       )
     if self.soft_cap is not None and not self.soft_cap > 0:
-      raise ValueError(f"attention: the soft cap of the scores is {self.soft_cap}. fix: set it above 0, or remove it")
+      raise ValueError(f"attention: the soft cap of the scores is {self.soft_cap}\n  fix: set it above 0, or remove it")
     if self.rope.dim != self.head_dim:
       raise ValueError(f"attention: the rotary dimension {self.rope.dim} differs from head_dim={self.head_dim}")
     if self.norm is not None and self.norm.dim != self.head_dim:

@@ -125,7 +125,7 @@ def _read_by(k_BTKH: jax.Array, own: int, heads: int, axes: tuple[str, ...]) -> 
   if own % group and group % own:
     raise ValueError(
       f"context parallelism: each device has {own} query heads, and {group} query heads share a key-value head (of "
-      f"{k_BTKH.shape[2]}), so a device would need parts of groups. fix: change the size of the mesh axis that splits heads"
+      f"{k_BTKH.shape[2]}), so a device would need parts of groups\n  fix: change the size of the mesh axis that splits heads"
     )
   first = jax.lax.axis_index(axes) * own // group
   return jax.lax.dynamic_slice_in_dim(vary(k_BTKH, axes), first, max(1, own // group), axis=2)

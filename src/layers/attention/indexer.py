@@ -42,12 +42,12 @@ class IndexerConfig:
 
   def __post_init__(self):
     if self.topk < 1:
-      raise ValueError(f"indexer: topk={self.topk}, but a query must keep at least 1 key. fix: set it to 1 or more")
+      raise ValueError(f"indexer: topk={self.topk}, but a query must keep at least 1 key\n  fix: set it to 1 or more")
     if self.rope.dim > self.head_dim:
       raise ValueError(f"indexer: the rotary dimension {self.rope.dim} exceeds the head dimension {self.head_dim}")
     if self.q_lora_rank < 1:
       raise ValueError(
-        f"indexer: q_lora_rank={self.q_lora_rank}, but the indexer reads the query latent. fix: set q_lora_rank to 1 or more"
+        f"indexer: q_lora_rank={self.q_lora_rank}, but the indexer reads the query latent\n  fix: set q_lora_rank to 1 or more"
       )
 
 

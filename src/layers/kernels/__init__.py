@@ -1,1 +1,1 @@
-"""Kernels: one folder for each thing that can be computed in several ways, with a registry that says which way is taken."""
+"""Kernels: one folder for each computation that has several implementations, with a registry that chooses between them."""

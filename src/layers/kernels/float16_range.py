@@ -1,7 +1,7 @@
-"""Numbers of float32's range as operands of 16-bit products: float16 ones get a power of two, which is exact both ways.
+"""Scaling of float32 numbers to operands of 16-bit products. float16 operands are scaled by a power of two, which is exact.
 
-Of what is scaled so, numbers down to 2^-28 of the largest keep all of float16's digits, and those further down err by less than
-2^-39 of it: far less than a float32 sum does. bfloat16 has the range itself.
+Scaled numbers down to 2^-28 of the largest one keep all digits of float16. Smaller ones have an error below 2^-39 of the
+largest one, which is far less than the error of a float32 sum. bfloat16 has the range of float32 and needs no scale.
 
 M rows, S columns, G groups.
 """
@@ -12,18 +12,19 @@ import jax
 import jax.numpy as jnp
 
 _UP_TO = 2.0**14
-"""What the largest number becomes at least. It stays below twice that, or four times where a logarithm is a little off: within
-float16."""
+"""Lower bound of the scaled largest number. It stays below twice this bound, or four times if a logarithm is slightly off, and
+so within float16."""
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
-  """The largest that is not above x, between 2**-126 and 2**126, float32, to the bit: an exp2 that is a little off would round
-  what is multiplied by it."""
+  """Return the largest power of two that is at most x, clipped to 2**-126 and 2**126, as an exact float32.
+
+  ldexp is used because exp2 may be slightly off, which would round the numbers that are multiplied by it."""
   return jnp.ldexp(jnp.float32(1), jnp.clip(jnp.floor(jnp.log2(x)), -126, 126).astype(jnp.int32))
 
 
 def by_row(x_MS: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-  """x in a 16-bit dtype, and float32 [M, 1], what each row is to be multiplied with to be x. What is not finite stays so."""
+  """Return x in a 16-bit dtype, and float32 [M, 1]: the factor that restores each row. Non-finite numbers stay non-finite."""
   if not _scaled(x_MS, dtype):
     return x_MS.astype(dtype), jnp.ones((x_MS.shape[0], 1), jnp.float32)
   unit = _unit(_largest_of_rows(x_MS))[:, None]
@@ -31,7 +32,8 @@ def by_row(x_MS: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def by_group(x_MS: jax.Array, sizes_G: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-  """The same with float32 [G], one for all rows of a group; sizes: int32, rows of each, behind which there may be more."""
+  """Do the same with one factor for all rows of a group, float32 [G]. sizes: int32, rows of each group; more rows may
+  follow."""
   groups = sizes_G.shape[0]
   if not _scaled(x_MS, dtype):
     return x_MS.astype(dtype), jnp.ones((groups,), jnp.float32)
@@ -46,9 +48,9 @@ def _scaled(x: jax.Array, dtype: Any) -> bool:
 
 
 def _largest_of_rows(x: jax.Array) -> jax.Array:
-  """float32 [M]: the largest finite magnitude."""
+  """Return float32 [M]: the largest finite magnitude of each row."""
   return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=1).astype(jnp.float32)
 
 
 def _unit(largest: jax.Array) -> jax.Array:
-  return power_of_two(jnp.where(largest > 0, largest / _UP_TO, 1.0))  # of no rows the largest is -inf
+  return power_of_two(jnp.where(largest > 0, largest / _UP_TO, 1.0))  # the maximum over no rows is -inf

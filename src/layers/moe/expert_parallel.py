@@ -90,12 +90,12 @@ class Layout:
       names = " and ".join(repr(a) for a in experts)
       raise ValueError(
         f"num_experts={count} is not a multiple of the {devices} devices of the mesh axis {names}, so the experts cannot be "
-        f"split. fix: set ici_expert_parallelism to a divisor of {count}"
+        f"split\n  fix: set ici_expert_parallelism to a divisor of {count}"
       )
     shared = [a in of_tokens for a in experts]
     if any(shared) and not all(shared):
       raise ValueError(
-        f"sharding: the mesh axes {experts} split experts, but only some of them split tokens ({of_tokens}). fix: let all "
+        f"sharding: the mesh axes {experts} split experts, but only some of them split tokens ({of_tokens})\n  fix: let all "
         "or none of them split tokens"
       )
     # Find the sharding of the weights. A weight that is not a plain array is split over experts only.

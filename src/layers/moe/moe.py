@@ -71,13 +71,13 @@ class MoEConfig:
       )
     if self.num_experts % self.n_groups or not 1 <= self.topk_groups <= self.n_groups:
       raise ValueError(
-        f"MoE: {self.num_experts} experts cannot be split into n_groups={self.n_groups} with topk_groups={self.topk_groups}. "
-        "fix: n_groups must divide the number of experts, and topk_groups must be between 1 and n_groups"
+        f"MoE: {self.num_experts} experts cannot be split into n_groups={self.n_groups} with topk_groups={self.topk_groups}\n"
+        "  fix: n_groups must divide the number of experts, and topk_groups must be between 1 and n_groups"
       )
     if self.num_experts_per_tok > self.topk_groups * self.num_experts // self.n_groups:
       raise ValueError(
         f"MoE: topk_groups={self.topk_groups} groups hold {self.topk_groups * self.num_experts // self.n_groups} experts, "
-        f"fewer than num_experts_per_tok={self.num_experts_per_tok}. fix: increase topk_groups"
+        f"fewer than num_experts_per_tok={self.num_experts_per_tok}\n  fix: increase topk_groups"
       )
     if self.router == "sigmoid" and (self.router_norm or self.per_expert_scale):
       raise ValueError("MoE: router_norm and per_expert_scale apply to the softmax router only, but router is sigmoid")

@@ -64,7 +64,7 @@ class SiglipConfig:
     if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
       raise ValueError(
         f"vision tower: a grid of {self.side} x {self.side} patches cannot be pooled to tokens_per_image="
-        f"{self.tokens_per_image}. fix: it must be a square number whose root divides the side of the grid"
+        f"{self.tokens_per_image}\n  fix: it must be a square number whose root divides the side of the grid"
       )
 
   def depth_scaled(self) -> "SiglipConfig":

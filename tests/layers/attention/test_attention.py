@@ -142,7 +142,7 @@ def test_low_precision_stays_near_and_in_its_dtype(dtype, random_params):
   [
     ({"num_kv_heads": 4}, "num_query_heads=6 .*num_kv_heads=4"),
     ({"window": 0}, "sliding window is 0"),
-    ({"soft_cap": 0.0}, r"soft cap of the scores is 0\.0.*above 0"),
+    ({"soft_cap": 0.0}, r"soft cap of the scores is 0\.0\n  fix: .*above 0"),
     ({"rope": RopeConfig(dim=6, theta=1e4)}, "rotary dimension 6 .*head_dim=4"),
     ({"norm": NormConfig(dim=6)}, "norm of q and k .*6.*head_dim=4"),
     ({"norm": None, "value_norm": True}, "value_norm .*norm is None"),
@@ -156,5 +156,5 @@ def test_impossible_sizes_are_refused(change, message):
 
 def test_a_kernel_that_cannot_run_here_is_an_error_and_not_ignored(random_params):
   cfg = dataclasses.replace(BASE, kernel="cudnn_flash")
-  with pytest.raises(ValueError, match="attention=cudnn_flash cannot be used here: it runs on NVIDIA GPUs, not on cpu"):
+  with pytest.raises(ValueError, match=r"attention=cudnn_flash .*on NVIDIA GPUs, not on cpu"):
     run(cfg, random_params(Attention(BASE, FLOAT32).params()))

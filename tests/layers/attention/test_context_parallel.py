@@ -145,9 +145,7 @@ def test_fused_kernels_do_the_windows_that_a_neighbour_s_keys_fill():
   case = Case(
     platform="gpu", precision=Precision(), query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=4096, context=4
   )
-  with pytest.raises(
-    ValueError, match=r"split over 4 devices \(context\), 1024 positions each, and a query sees all before it"
-  ):
+  with pytest.raises(ValueError, match=r"split over 4 devices \(context\), 1024 positions each, .*all earlier keys"):
     choose("cudnn_flash", case)
   assert choose("auto", case).name == "blockwise"
   assert choose("auto", dataclasses.replace(case, window=1024)).name == "cudnn_flash"

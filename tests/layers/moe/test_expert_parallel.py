@@ -133,7 +133,7 @@ def test_an_axis_splits_the_hidden_size_of_every_weight_or_of_none(rules, partia
 @pytest.mark.parametrize(
   ("rules", "shape", "message"),
   [
-    (RULES, (1, 1, 3, 1, 1), "num_experts=8 .*3 devices of the mesh axis 'expert'.*ici_expert_parallelism"),
+    (RULES, (1, 1, 3, 1, 1), r"num_experts=8 .*3 devices of the mesh axis 'expert'.*\n  fix: .*ici_expert_parallelism"),
     (dataclasses.replace(RULES, batch="data", expert=("data", "expert")), (2, 1, 2, 1, 1), "only some of them split tokens"),
   ],
 )

@@ -1,1 +1,1 @@
-"""Attention of rows over themselves: a module for each kernel, and ``registry``, which chooses between them."""
+"""Self-attention of rows: one module for each kernel, and ``registry``, which chooses between them."""

@@ -1,10 +1,10 @@
-"""Attention in tiles of queries, in plain XLA: half the work of a causal row, and no T x S numbers kept for the backward pass.
+"""Attention in tiles of queries, in plain XLA. It computes half of the pairs of a causal row and saves no T x S array.
 
-For shapes and dtypes that no fused kernel takes. A tile of queries meets only the keys that causality and the window leave
-it, and the backward pass computes its scores again from what the forward pass keeps of a row: its maximum and its sum
-(Rabe & Staats 2021; Dao et al. 2022). Every step obeys the precision flags as the reference does.
+It is used for shapes and dtypes that no fused kernel supports. A tile of queries is multiplied only by the keys that the mask
+may allow. The backward pass recomputes the scores of a tile from the saved maximum and sum of each query (Rabe & Staats 2021;
+Dao et al. 2022). Every step has the dtypes of the reference, ``dot_product``.
 
-B batch, T position, K key-value heads, G queries a key-value head, H head, V value head, t queries and s keys of a tile.
+B batch, T position, K key-value heads, G queries per key-value head, H head, V value head, t queries and s keys of a tile.
 """
 
 import functools
@@ -21,12 +21,12 @@ from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.partition import vary_alike
 from maxtext_like.layers.precision import Precision
 
-TILE = 512  # queries; rows of at most this many are one tile, for which the reference is as good
+TILE = 512  # queries per tile. A shorter row is one tile, for which the reference is as good
 
-# Precision, scale, soft cap, window, queries of a tile, and the key where the first query stands; None: it is known as the
-# program runs.
+# Precision, scale, soft cap, window, queries per tile, and the index of the key at the first query; None: known at run time
+# only.
 _Static = tuple[Precision, float, float | None, int | None, int, int | None]
-# What queries and keys are, and the key where the first query stands, where that is an array.
+# Tokens of the queries, tokens of the keys, and the index of the key at the first query if it is an array.
 _Where = tuple[Tokens, Tokens, jax.Array | None]
 
 
@@ -43,17 +43,17 @@ def blockwise_attention(
   keys: Keys | None = None,
   soft_cap: float | None = None,
 ) -> jax.Array:
-  """Causal self-attention of each row over itself.
+  """Causal self-attention of each row.
 
   Args:
     q_BTNH, k_BSKH, v_BSKV: queries, keys, values; query head n reads key-value head n // (N / K).
-    tokens: segments, and images, whose tokens see each other both ways. With images a tile meets all keys behind it, too.
-    window: keys a query sees, itself included; None: all before it.
-    scale: multiplies the scores.
-    precision: ``float32_qk_product`` and ``float32_logits``.
-    tile: queries worked on at a time.
-    keys: where the keys stand; None: they are those of the queries' own positions.
-    soft_cap: of the scores after the scale, before the mask; None: none.
+    tokens: segments and images. Tokens of one image see each other, so with images a tile also uses the keys after it.
+    window: number of keys a query sees, including itself; None: all earlier keys.
+    scale: factor on the scores.
+    precision: selects the dtypes (``float32_qk_product``, ``float32_logits``).
+    tile: queries per tile.
+    keys: position of the keys; None: they are at the positions of the queries.
+    soft_cap: soft cap of the scaled, unmasked scores; None: no cap.
 
   Returns:
     [B, T, N, V] in ``dtype``; zeros for a query that sees no key.
@@ -74,12 +74,13 @@ def _attend(static: _Static, q, k, v, where):
 
 
 def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
-  """[B, T, K, G, V], and what the backward pass needs."""
+  """Return [B, T, K, G, V], and the residuals of the backward pass."""
   whole = slice(0, k.shape[1])
 
   def one(q, own, query, keys=whole):
     return _tile_forward(static, q, k[:, keys], v[:, keys], _mask(static, own, where, query, keys))
 
+  # One loop over tiles if the position of the keys is known at run time only. Otherwise each tile uses a slice of the keys.
   if static[-1] is None:
     found = jax.lax.map(lambda tile: one(*tile), (cut(q, static[4]), *_queries(static, q.shape[1], where)))
     out = joined(found[0], q.shape[1])
@@ -96,7 +97,7 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
 
 
 def _tile_forward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """[B, t, K, G, V]; maximum and sum of the exponentials of every query, [B, K, G, t, 1]."""
+  """Return [B, t, K, G, V], and the maximum and the sum of the exponentials of every query, [B, K, G, t, 1]."""
   precision = static[0]
   scores, _ = _scores(static, q_BtKGH, k_BsKH)
   with jax.named_scope("softmax"):
@@ -110,8 +111,8 @@ def _tile_forward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask) -> tuple[jax.A
 
 
 def _backward(static: _Static, saved, g: jax.Array):
-  # The scores of one tile at a time are made again. Under remat the forward pass stands beside this, and without the barrier
-  # the compiler finds the scores there, of all tiles at once.
+  # Recompute the scores of one tile at a time. With remat, the recomputed forward pass is in the same program. Without the
+  # barrier, XLA would reuse its scores, and keep those of all tiles in memory at once.
   (q, k, v, where, out, tops, totals), g = jax.lax.optimization_barrier((saved, g))
   with jax.named_scope("softmax"):
     delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -122,6 +123,7 @@ def _backward(static: _Static, saved, g: jax.Array):
     mask = _mask(static, own, where, query, keys)
     return _tile_backward(static, q, k[:, keys], v[:, keys], mask, top, total, g, delta)
 
+  # Add up the gradients of keys and values over tiles, in float32.
   if static[-1] is None:
 
     def step(total, tile):
@@ -142,9 +144,9 @@ def _backward(static: _Static, saved, g: jax.Array):
 
 
 def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g_BtKGV, delta_BtKG):
-  """Gradients of the queries [B, t, K, G, H], and of the keys [B, s, K, H] and values [B, s, K, V] in float32."""
+  """Return gradients of the queries [B, t, K, G, H], and of the keys [B, s, K, H] and values [B, s, K, V] in float32."""
   precision, scale, cap = static[:3]
-  # bfloat16 has float32's range, so its cotangents may be rounded before they are multiplied; float16 has not.
+  # Cotangents may be rounded to bfloat16 before a product, because it has the range of float32. float16 does not.
   operand = jnp.float32 if precision.dtype == "float16" else q_BtKGH.dtype
   product = functools.partial(jnp.einsum, precision=precision.matmul_precision, preferred_element_type=jnp.float32)
   scores, capped = _scores(static, q_BtKGH, k_BsKH)
@@ -156,7 +158,7 @@ def _tile_backward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask, top, total, g
     dv = product("BKGts,BtKGV->BsKV", probs.astype(operand), g_BtKGV)
   with jax.named_scope("softmax"):
     delta_BKGt1 = jnp.moveaxis(delta_BtKG, 1, -1)[..., None]
-    # In float32, as that of masked_softmax: the difference can leave float16.
+    # In float32, as in masked_softmax, because the difference can overflow float16.
     dscores = probs.astype(jnp.float32) * (dprobs - delta_BKGt1)
     dscores = (dscores if cap is None else dscores * slope(capped, cap)).astype(operand)
   with jax.named_scope("qk_product"):
@@ -169,24 +171,24 @@ _attend.defvjp(_forward, _backward)
 
 
 def _tiles(static: _Static, length: int, keys: int, where: _Where) -> list[tuple[slice, slice]]:
-  """Queries of each tile, and the keys that any of them may see, where it is known where the queries stand."""
+  """Return the queries of each tile and the keys that any of them may see, if the position of the queries is static."""
   *_, window, tile, at = static
   assert at is not None
   found = []
   for start in range(0, length, tile):
     end = min(start + tile, length)
-    first = 0 if window is None else max(0, at + start - window + 1) // 128 * 128  # whole tiles of a matrix unit
+    first = 0 if window is None else max(0, at + start - window + 1) // 128 * 128  # aligned to the tiles of matrix units
     found.append((slice(start, end), slice(first, at + end if where[0].images is None else keys)))
   return found
 
 
 def _part(tokens: Tokens, tile: slice) -> Tokens:
-  """Of some positions."""
+  """Return the tokens at some positions."""
   return jax.tree.map(lambda x: x[:, tile], tokens)
 
 
 def _queries(static: _Static, length: int, where: _Where) -> tuple[Tokens, jax.Array]:
-  """Of all tiles of a loop segments and images [n, B, t], and where the queries stand among the keys, int32 [n, t]."""
+  """Return the segments and images of all tiles of a loop [n, B, t], and the positions of their queries, int32 [n, t]."""
   tokens, _, first = where
   assert first is not None
   tile = static[4]
@@ -195,7 +197,7 @@ def _queries(static: _Static, length: int, where: _Where) -> tuple[Tokens, jax.A
 
 
 def _scores(static: _Static, q_BtKGH, k_BsKH) -> tuple[jax.Array, jax.Array]:
-  """``capped_scores``, [B, K, G, t, s] both."""
+  """Return ``capped_scores``, two arrays [B, K, G, t, s]."""
   precision, scale, cap = static[:3]
   with jax.named_scope("qk_product"):
     scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
@@ -203,7 +205,7 @@ def _scores(static: _Static, q_BtKGH, k_BsKH) -> tuple[jax.Array, jax.Array]:
 
 
 def _mask(static: _Static, own: Tokens, where: _Where, query: jax.Array, keys: slice) -> jax.Array:
-  """[B or 1, 1, 1, t, s]: which of some keys the queries of a tile see, given what they are and where they stand."""
+  """Return a mask [B or 1, 1, 1, t, s] of the keys that the queries of a tile see."""
   others = _part(where[1], keys)
   images = None if own.images is None or others.images is None else same_image(own.images, others.images)
   mask = causal_mask(query, jnp.arange(keys.start, keys.stop), window=static[3], images=images)
@@ -213,7 +215,7 @@ def _mask(static: _Static, own: Tokens, where: _Where, query: jax.Array, keys: s
 
 
 def _exponentials(scores, mask, top):
-  # The inner where keeps a masked score, which may lie far above the visible ones, from overflowing.
+  # A masked score can be far above the visible ones. The inner where keeps its exponential from overflowing.
   return jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
 
 
@@ -236,7 +238,7 @@ def _run(
   if not bidirectional_images:
     tokens = Tokens(tokens.segments)
   if not causal:
-    # Queries that stand behind all keys see all of them; an array, so that one loop goes through the tiles, which are alike.
+    # Queries at positions after all keys see all of them. The position is an array, so that one loop runs all tiles.
     keys = Keys(tokens, jnp.asarray(k_BSKH.shape[1]))
   return blockwise_attention(
     q_BTNH, k_BSKH, v_BSKV, tokens, window=window, scale=scale, precision=precision, keys=keys, soft_cap=soft_cap
@@ -246,9 +248,9 @@ def _run(
 def _refuses(case: Case) -> list[str]:
   reasons = []
   if case.length // case.context <= TILE:
-    reasons.append(f"rows of {case.length // case.context} positions are one tile (of {TILE}), which is dot_product")
+    reasons.append(f"rows of {case.length // case.context} positions are a single tile (of {TILE}), which dot_product computes")
   if case.probabilities:
-    reasons.append("the layer needs its probabilities written out")
+    reasons.append("the layer needs the probabilities as an array")
   return reasons
 
 

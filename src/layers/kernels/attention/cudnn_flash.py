@@ -1,4 +1,4 @@
-"""cuDNN's fused attention: float32 scores and softmax by construction, on NVIDIA GPUs."""
+"""cuDNN's fused attention on NVIDIA GPUs. It always computes scores and softmax in float32."""
 
 import re
 
@@ -26,15 +26,16 @@ def cudnn_attention(
   rules: Rules,
   causal: bool = True,
 ) -> jax.Array:
-  """As ``registry.attend``; rows without images."""
-  del bidirectional_images, precision, rules  # JAX partitions it by itself
+  """Compute ``registry.attend`` for rows without images."""
+  del bidirectional_images, precision, rules  # JAX partitions this kernel
   length = q_BTNH.shape[1]
-  if not causal and (missing := -length % _LANES):  # causal rows that this would happen to are refused
+  # Pad the patches of images to a multiple of the lanes. Causal rows of such lengths are refused (see ``_refuses``).
+  if not causal and (missing := -length % _LANES):
     segments = jnp.ones(q_BTNH.shape[:2], jnp.int32) if tokens.segments is None else tokens.segments
     tokens = Tokens(jnp.pad(segments, ((0, 0), (0, missing))))
     q_BTNH, k_BSKH, v_BSKV = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) for x in (q_BTNH, k_BSKH, v_BSKV))
   B, T = q_BTNH.shape[:2]
-  # JAX hands cuDNN values as wide as keys; what fills up those of latent attention adds nothing and is cut off.
+  # JAX requires values as wide as keys. Pad those of latent attention with zeros, and cut the result.
   width = v_BSKV.shape[-1]
   v_BSKV = jnp.pad(v_BSKV, [(0, 0)] * 3 + [(0, q_BTNH.shape[-1] - width)])
   local = None if window is None else (window - 1, 0)
@@ -55,7 +56,7 @@ def cudnn_attention(
       local_window_size=local,
       implementation="cudnn",
     )
-    # cuDNN takes the mask as a finite bias, so a query that sees no key would get the mean of all values.
+    # cuDNN applies the mask as a finite bias. A query that sees no key would therefore get the mean of all values.
     return jnp.where((tokens.segments > 0)[:, :, None, None], out[..., :width], 0)[:, :length]
 
 
@@ -63,12 +64,12 @@ def _refuses(case: Case) -> list[str]:
   reasons = whole_rows(case)
   if case.platform not in ("gpu", "cuda"):
     reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
-  # Older GPUs run neither, JAX says (cudnn/fused_attention_stablehlo.py).
+  # JAX's limits for older GPUs are in cudnn/fused_attention_stablehlo.py.
   known = re.fullmatch(r"(\d+)\.(\d+)", case.capability or "")
   if known and int(known[1]) < 8:
-    reasons.append(f"it is for GPUs of compute capability 8.0 or higher, not {case.capability}")
+    reasons.append(f"it needs a GPU of compute capability 8.0 or higher, not {case.capability}")
   elif known and int(known[1]) < 9 and case.head_dim > 128:
-    reasons.append(f"head_dim {case.head_dim} is more than 128, which needs compute capability 9.0, not {case.capability}")
+    reasons.append(f"head_dim {case.head_dim} is above 128, which needs compute capability 9.0, not {case.capability}")
   if case.head_dim > 256 or case.head_dim % 8:
     reasons.append(f"head_dim {case.head_dim} is not a multiple of 8 up to 256")
   if case.value_dim > case.head_dim:
@@ -81,9 +82,9 @@ def _refuses(case: Case) -> list[str]:
   if case.bidirectional_images:
     reasons.append("the mask has bidirectional images")
   if case.soft_cap is not None:
-    reasons.append("JAX hands cuDNN no soft cap of the scores")
+    reasons.append("JAX cannot pass a soft cap of the scores to cuDNN")
   if case.probabilities:
-    reasons.append("the layer needs its probabilities written out")
+    reasons.append("the layer needs the probabilities as an array")
   return reasons
 
 
@@ -92,7 +93,7 @@ KERNEL = AttentionKernel(
   refuses=_refuses,
   run=cudnn_attention,
   fused=True,
-  slow=lambda case: case.documents,  # for a mask of positions x positions
+  slow=lambda case: case.documents,  # documents need a mask of positions x positions
   title="cuDNN attention",
   scope="cudnn_attention",
   operation=lambda target, scopes: target if target.startswith("__cudnn$fmha") else None,

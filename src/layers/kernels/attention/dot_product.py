@@ -1,6 +1,6 @@
-"""Scaled dot-product attention in plain XLA, with every score written out: the reference for all kernels.
+"""Scaled dot-product attention in plain XLA with all scores in memory: the reference for all kernels.
 
-B batch, T query, S key, N query heads, K key-value heads, G = N / K queries a key-value head, H head, V value head.
+B batch, T query, S key, N query heads, K key-value heads, G = N / K queries per key-value head, H head, V value head.
 """
 
 import jax
@@ -22,17 +22,17 @@ def dot_product_attention(
   precision: Precision,
   soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention with every score written out; obeys ``float32_qk_product`` and ``float32_logits``.
+  """Attention with all scores in memory. It follows ``float32_qk_product`` and ``float32_logits``.
 
   Args:
     q_BTNH, k_BSKH, v_BSKV: queries, keys, values; query head n reads key-value head n // (N / K).
     mask_BTS: bool, [B or 1, T, S]; a query that sees no key gets zeros.
-    scale: multiplies the scores.
-    precision: flags.
-    soft_cap: of the scores after the scale, before the mask; None: none.
+    scale: factor on the scores.
+    precision: selects the dtypes.
+    soft_cap: soft cap of the scaled, unmasked scores; None: no cap.
 
   Returns:
-    The attended values [B, T, N, V] in ``dtype``, and the probabilities [B, K, G, T, S] (float32 with float32_logits).
+    The attention output [B, T, N, V] in ``dtype``, and the probabilities [B, K, G, T, S] (float32 with float32_logits).
   """
   B, T, N, H = q_BTNH.shape
   K = k_BSKH.shape[2]
@@ -62,7 +62,7 @@ def _run(
   causal: bool = True,
   soft_cap: float | None = None,
 ) -> jax.Array:
-  del rules  # the partitioner sees through all of it
+  del rules  # the partitioner splits all of these operations
   among = None if keys is None else (k_BSKH.shape[1], keys)
   seen = {"window": window, "bidirectional_images": bidirectional_images, "among": among, "causal": causal}
   mask = attention_mask(tokens, *q_BTNH.shape[:2], **seen)

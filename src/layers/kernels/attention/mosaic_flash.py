@@ -1,12 +1,11 @@
-"""Attention on Hopper GPUs in kernels of our own, for heads of 128 to 512: cuDNN takes heads of 256 at most there,
-and packed rows only with a mask.
+"""Attention on Hopper GPUs for heads of 128 to 512, in our own kernels. cuDNN supports heads up to 256 there, and needs a mask
+array for packed rows.
 
-Scores, softmax and sums are float32 inside the kernels. Probabilities enter products in the dtype of the operands: that of the
-arguments, but float16 for heads wider than 256. Gradients of scores are always made from probabilities in
-float16: 11 binary digits down to 2**-14, fewer below, and 2**-25 or less is 0. Tiles in which no query sees a key are skipped,
-be it for causality, a window or other documents. What a query sees is a stretch of keys, so rows of documents and images cost
-no mask. Heads between the widths that the kernels are written for are filled up with zeros, and pay for the width that they
-have not got.
+Scores, softmax and sums are float32 inside the kernels. Probabilities are multiplied in the dtype of the arguments, or in
+float16 for heads wider than 256. Gradients of scores are computed from probabilities in float16: 11 binary digits down to
+2**-14, fewer below, and zero from 2**-25 down. Tiles in which no query sees a key are skipped (because of causality, a window
+or document borders). The keys that a query sees are a contiguous range, so packed rows and images need no mask array. Heads of
+other widths than those of the kernels are padded with zeros to the next width and take as long.
 
 B batch, T position, N query heads, K key-value heads, H head, V value head.
 """
@@ -27,25 +26,25 @@ from maxtext_like.layers.sharding_rules import RULES, Rules
 if TYPE_CHECKING:
   from maxtext_like.layers.kernels.attention.mosaic.backward import Plan
 
-# The kernels are imported where they run: Pallas for GPUs takes a second, and every start asks this module what it can do.
-# Bytes that the backward pass may write between its kernels, for heads up to a width: a turn of these costs 60 us beside its
-# work, of which narrow heads have less for each number written. Packed rows in a window of 1024 (2 x 4096, 32 heads of 128, an
-# H200) took 2.28 ms in 8 turns, 2.02 in two and 1.84 in one, which they have in this budget; cuDNN takes 1.66 without a mask.
+# The kernel modules are imported on use: Pallas for GPUs takes a second to import, and every start queries this module.
+# Bytes that the backward pass may write between its kernels, by the largest width of heads. A smaller budget needs more turns.
+# Each turn costs 60 us, which matters more for narrow heads, as they do less work per byte. Packed rows with a window of 1024
+# (2 x 4096, 32 heads of 128, H200) took 2.28 ms in 8 turns, 2.02 in two, and 1.84 in one, which this budget allows; cuDNN takes
+# 1.66 without a mask.
 _BUDGETS = {128: 1536 << 20, 512: 320 << 20}
-_FLOAT16 = 2.0**15  # a half of what float16 holds
-# Wider heads have float16 operands where probabilities or gradients of scores are multiplied, of bfloat16 arguments too, which
-# they hold exactly but for what is below 2**-32 of the largest value (forward) or 2**-17 of the largest of its kind (backward,
-# up to a largest query times a largest key of 2**32).
-# Probabilities and gradients of scores have three binary digits more then: values and gradients are within 2e-3 of float64, of
-# which their own rounding to bfloat16 is 1.6e-3. The casts read and write each argument once, beside products with thousands of
-# keys.
+_FLOAT16 = 2.0**15  # half of the range of float16
+# For wider heads, products with probabilities or gradients of scores use float16 operands, even if the arguments are bfloat16.
+# Scaled to float16, bfloat16 numbers are exact, except those below 2**-32 of the largest value (forward) or 2**-17 of the
+# largest number of their array (backward, up to a largest query times a largest key of 2**32). Probabilities and gradients of
+# scores then have three more binary digits: values and gradients differ from float64 by up to 2e-3, of which their own rounding
+# to bfloat16 is 1.6e-3. The conversion reads and writes each argument once, which is little work compared with the products.
 _OPERANDS_AS_THEY_ARE = 256
-_LARGEST_CAP = 1024.0  # scores are off by 2**-20 of it
+_LARGEST_CAP = 1024.0  # the error of scores is 2**-20 of the cap
 _LANES = 128
-_WIDTHS = (128, 256, 512)  # of heads that the forward kernel is written for
-_WIDTHS_BACKWARD = (128, 192, 256, 512)  # and those of the backward pass
+_WIDTHS = (128, 256, 512)  # widths of heads that the forward kernel supports
+_WIDTHS_BACKWARD = (128, 192, 256, 512)  # widths that the backward kernels support
 _HOPPER = "9.0"
-_JAX = (0, 11)  # before, Pallas' loads in a layout were written otherwise
+_JAX = (0, 11)  # earlier versions of Pallas have another interface for loads with a layout
 
 
 def mosaic_flash_attention(
@@ -62,20 +61,20 @@ def mosaic_flash_attention(
   in_parts: bool = False,
   interpret: Any = None,
 ) -> jax.Array:
-  """Causal self-attention of each row over itself.
+  """Causal self-attention of each row.
 
-  On a mesh every device works on its own rows and heads: the partitioner cannot look into a kernel, and would gather them.
+  On a mesh, each device works on its own rows and heads, because the partitioner cannot split a kernel.
 
   Args:
     q_BTNH, k_BTKH, v_BTKV: queries, keys, values, bfloat16 or float16; query head n reads key-value head n // (N / K). T is a
-      multiple of 128, the wider of H and V is 128 to 512.
-    tokens: segments and images. The positions of a document stand together, as those of an image do.
-    window: keys a query sees, itself included; None: all before it.
-    bidirectional_images: tokens of one image see each other both ways.
-    scale: multiplies the scores.
-    soft_cap: of the scores after that, before the mask; None: none.
-    rules: how the batch lies on the mesh in use.
-    in_parts: the backward pass goes through short rows in as many parts as through long ones: for tests.
+      multiple of 128, the larger of H and V is 128 to 512.
+    tokens: segments and images. The positions of a document are contiguous, as are those of an image.
+    window: number of keys a query sees, including itself; None: all earlier keys.
+    bidirectional_images: tokens of one image see each other in both directions.
+    scale: factor on the scores.
+    soft_cap: soft cap of the scaled, unmasked scores; None: no cap.
+    rules: sharding of the batch on the current mesh.
+    in_parts: split short rows into as many parts in the backward pass as long ones: for tests.
     interpret: parameters of Pallas' interpreter for GPU kernels, slow: for tests.
 
   Returns:
@@ -98,7 +97,9 @@ def mosaic_flash_attention(
 def stretches(
   segments_BT: jax.Array | None, images_BT: jax.Array | None, *, batch: int, length: int, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Which keys every query sees, low <= s < high: int32 [B, T] both, and neither decreases along T. Padding sees none."""
+  """Return the range of keys that every query sees, low <= s < high: two int32 [B, T].
+
+  Neither decreases along T. The range of padding is empty."""
   at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   low, high = jnp.zeros_like(at), at + 1
   if images_BT is not None:
@@ -166,7 +167,7 @@ def _backward(static: _Static, saved, g: jax.Array):
 
 
 def _in_float16(q_BTNH: jax.Array, v_BTKV: jax.Array) -> bool:
-  """Whether bfloat16 arguments become float16 operands of the products with probabilities and gradients of scores."""
+  """True if bfloat16 arguments are converted to float16 for the products with probabilities and gradients of scores."""
   return q_BTNH.dtype == jnp.bfloat16 and max(q_BTNH.shape[-1], v_BTKV.shape[-1]) > _OPERANDS_AS_THEY_ARE
 
 
@@ -175,20 +176,22 @@ def _budget(q_BTNH: jax.Array, v_BTKV: jax.Array) -> int:
 
 
 def _filled_up(widths: tuple[int, ...], *arrays: jax.Array) -> list[jax.Array]:
-  """With zeros, to the least of the widths that holds them all."""
+  """Pad the arrays with zeros to the smallest of the widths that holds all of them."""
   width = next(n for n in widths if n >= max(x.shape[-1] for x in arrays))
   return [jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in arrays]
 
 
 def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.0, of_v: Any = 1.0) -> jax.Array:
-  """The largest power of two by which a cotangent can be multiplied so that float16 holds it and what comes of it.
+  """Return the largest power of two that may multiply a cotangent so that it and all values derived from it fit float16.
 
-  Gradients of scores are made float16, and small ones would lose digits. A query's are p (g.v - delta), where the
-  probabilities add up to 1 and delta is between the products g.v; its own gradient is their sum with k. By Cauchy and Schwarz
-  none is beyond twice the longest g times the longest v, times the longest k and the scale. A soft cap makes none larger.
+  Gradients of scores are rounded to float16, and small ones would lose digits. The gradient for a query is p (g.v - delta),
+  where probabilities sum to 1 and delta is between the products g.v. The gradient of the query is the sum of these times k. By
+  the Cauchy-Schwarz inequality, none exceeds twice the largest norm of g times that of v, times that of k and the scale. A soft
+  cap does not increase them.
 
   Args:
-    of_k, of_v: powers of two by which keys and values are multiplied.
+    k, v, g, scale: keys, values, cotangent, and factor on the scores.
+    of_k, of_v: powers of two that multiply keys and values.
   """
   longest = lambda x: jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1)))
   of_scores = 2 * longest(g) * longest(v) * of_v
@@ -198,7 +201,7 @@ def _room(k: jax.Array, v: jax.Array, g: jax.Array, scale: float, of_k: Any = 1.
 
 
 def _largest(x: jax.Array) -> jax.Array:
-  """The largest finite magnitude in x, float32; 1 where that is 0."""
+  """Return the largest finite magnitude of x, float32, or 1 if it is 0."""
   most = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
   return jnp.where(most > 0, most, 1.0)
 
@@ -233,36 +236,38 @@ def _refuses(case: Case) -> list[str]:
   if case.platform not in ("gpu", "cuda"):
     reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
   if case.capability not in (None, _HOPPER):
-    reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
+    reasons.append(f"it needs a GPU of compute capability {_HOPPER}, not {case.capability}")
   if jax.__version_info__ < _JAX:
-    reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}")
+    reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, but this is {jax.__version__}")
   if not case.causal:
-    reasons.append("queries see keys behind them")
+    reasons.append("queries see later keys")
   if case.context > 1:
     reasons.append(f"rows are split over {case.context} devices (context)")
   if not _WIDTHS[0] <= max(case.head_dim, case.value_dim) <= _WIDTHS[-1]:
     wide = f"{_WIDTHS[0]} to {_WIDTHS[-1]}"
-    reasons.append(f"the wider of heads of {case.head_dim} and values of {case.value_dim} is not {wide} wide")
+    reasons.append(f"the larger of head_dim {case.head_dim} and value width {case.value_dim} is not {wide}")
   if case.dtype not in ("bfloat16", "float16"):
     reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
   if case.length % _LANES:
     reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
   if case.soft_cap is not None and case.soft_cap > _LARGEST_CAP:
-    reasons.append(f"of a soft cap of {case.soft_cap:g}, above {_LARGEST_CAP:g}, its tangent has too few digits")
+    reasons.append(f"the soft cap {case.soft_cap:g} is above {_LARGEST_CAP:g}, so its tanh would have too few digits")
   if case.probabilities:
-    reasons.append("the layer needs its probabilities written out")
+    reasons.append("the layer needs the probabilities as an array")
   return reasons
 
 
 def _slow(case: Case) -> bool:
-  """Heads that are filled up, in a window, where there is little to skip. Not measured: heads of 128, while they were filled up
-  to 256, took 1.1 of cuDNN's time with a mask in a window of 1024, 0.6 where a query saw all before it (H200, 2 x 4096)."""
+  """True for padded heads with a window, where few tiles are skipped.
+
+  This case was not measured. Heads of 128 padded to 256 took 1.1 times as long as cuDNN with a mask in a window of 1024, and
+  0.6 times as long without a window (H200, 2 x 4096)."""
   windowed = case.window is not None and case.window < case.length
   return windowed and max(case.head_dim, case.value_dim) not in _WIDTHS
 
 
 def _operation(target: str, scopes: tuple[str, ...]) -> str | None:
-  # JAX names a kernel, and a compiled program keeps that name where it loses the outer ones.
+  # JAX names a kernel. A compiled program keeps this name, but not the outer scopes.
   if not target.startswith("mosaic_gpu"):
     return None
   return next((s for s in reversed(scopes) if s.startswith("mosaic_flash_")), None)
@@ -276,7 +281,7 @@ KERNEL = AttentionKernel(
   slow=_slow,
   named=True,
   in_parts=functools.partial(_run, in_parts=True),
-  guarantee=f"{AttentionKernel.guarantee}; probabilities in 16 bits between them (in float16 0 from 2**-25 down)",
+  guarantee=f"{AttentionKernel.guarantee}; probabilities in 16 bits between them (float16: zero from 2**-25 down)",
   title="Mosaic attention",
   scope="mosaic_flash",
   operation=_operation,

@@ -1,8 +1,9 @@
-"""The attention kernels, what each of them can do, and the choice between them.
+"""The attention kernels: the cases that each supports, and the choice between them.
 
-A kernel is a module of this folder, named as the configuration names it, with a ``KERNEL``. It is used only where it honours
-the mask and the precision flags; asked for where it does not, it is refused. Whatever else wants to know about kernels asks
-here: the self-test, the audit, the start line of a run. This module imports no JAX, so that the configuration may ask too.
+A kernel is a module of this folder with a ``KERNEL``. The module has the name of the kernel in the configuration. A kernel is
+used only for cases whose mask and precision flags it supports. If the configuration names a kernel that does not support the
+case, it is an error. The self-test, the audit and the banner of a run read this registry. This module imports no JAX, so that
+the configuration can read it too.
 
 B batch, T query, S key, N query heads, K key-value heads, H head, V value head.
 """
@@ -21,33 +22,34 @@ if TYPE_CHECKING:
 
 Name = Literal["splash", "cudnn_flash", "mosaic_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
-"""In the order in which "auto" prefers them, the slow ones of a case last. The last one can do everything."""
+"""The order in which "auto" prefers kernels; those that are slow for a case come last. The last kernel supports everything."""
 
 Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "mosaic_flash", "splash"]
-"""What a configuration may ask for: "auto" takes the first that honours everything, "dot_product" any of ``PLAIN``."""
+"""Values of the configuration: "auto" chooses the first kernel that supports the case, "dot_product" any of ``PLAIN``."""
 
 PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")
-"""Plain XLA: the reference, and the same in tiles of queries where a row has several."""
+"""Kernels in plain XLA: the reference, and the same computation in tiles of queries for rows longer than a tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """What decides whether a kernel can do an attention layer.
+  """The properties of an attention layer that decide whether a kernel supports it.
 
   Attributes:
     platform: "cpu", "gpu" (or "cuda") or "tpu": where the program will run.
-    precision: of the layer, whose ``dtype`` is that of q, k and v.
+    precision: precision of the layer; its ``dtype`` is that of q, k and v.
     query_heads, kv_heads: N and K.
     head_dim, value_dim: H and V.
-    window: keys a query sees, itself included; None: all before it.
-    causal: a query sees no key behind it; False: all keys of its row, as patches of an image do.
+    window: number of keys a query sees, including itself; None: all earlier keys.
+    causal: queries do not see later keys. False: they see all keys of their row, as the patches of an image do.
     length: positions of a row, T = S.
     context: devices that the positions of a row are split over.
-    bidirectional_images: tokens of one image see each other both ways.
-    documents: a row may hold several, which do not see each other.
-    probabilities: the layer needs every probability written out.
-    soft_cap: of the scores, which become cap * tanh(scores / cap) before the mask; None: none.
-    capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
+    bidirectional_images: tokens of one image see each other in both directions.
+    documents: a row may contain several documents, which do not see each other.
+    probabilities: the layer reads the probabilities, so they must be returned as an array.
+    soft_cap: scores become cap * tanh(scores / cap) before the mask; None: no cap.
+    capability: CUDA compute capability of the device. None: not an NVIDIA GPU, or not known; kernels then assume the one that
+      they need.
   """
 
   platform: str
@@ -68,35 +70,37 @@ class Case:
 
   @property
   def dtype(self) -> str:
-    """Of q, k and v."""
+    """The dtype of q, k and v."""
     return self.precision.dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionKernel:
-  """One way to compute attention.
+  """One implementation of attention.
 
   Attributes:
-    name: as the configuration has it.
-    refuses: why it cannot do a case; empty where it can.
+    name: its name in the configuration.
+    refuses: returns the reasons why it does not support a case; an empty list if it does.
     run: (q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], tokens, *, window, bidirectional_images, scale, precision,
-      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. It gets ``causal=False`` and ``soft_cap`` where
-      it does not refuse those. One that is not fused also takes ``keys`` (``masks.Keys``), where there are others than the
-      queries' own.
-    fused: a binary of its own, with float32 scores, softmax and accumulators whatever the flags ask (see ``guarantee``); it
-      is tried on the device before a run trusts it.
-    slow: what it can do, though slower than it should be: "auto" takes another fused kernel there, if that is not slow too.
-    named: what its backward pass needs of the forward pass bears the name "attention" for policies of ``jax.checkpoint``; of
-      another kernel the result alone gets it.
-    in_parts: ``run`` of a kernel that works through large arguments part by part, with parts so small that a few hundred
-      positions have several, for its self-test; None: the kernel has no such parts.
-    guarantee: of a fused kernel: what it does by construction (their sources and manuals; no program's text shows it).
-    title: what a fused kernel is called in tables.
-    scope: ``jax.named_scope`` that a fused kernel works under.
-    operation: of a fused kernel: (target of a custom call, scopes along its path) -> its operation's name, None for
-      anything else; how it is recognised in a program's text.
-    products: of a fused kernel: matrix products that an operation makes, by its name; half of them, rounded down, are as wide
-      as values, the others as keys.
+      rules) -> [B, T, N, V] in ``dtype``; zeros for a query that sees no key. It receives ``causal=False`` and ``soft_cap``
+      only for cases that it supports. A kernel that is not fused also accepts ``keys`` (``masks.Keys``), if the keys are at
+      other positions than the queries.
+    fused: the kernel is a compiled binary that always computes scores, softmax and accumulators in float32 (see
+      ``guarantee``). It must pass a self-test on the device before a run uses it.
+    slow: returns True for cases that it supports but computes slowly. "auto" then prefers another fused kernel that is not
+      slow.
+    named: the kernel gives the checkpoint name "attention" to all residuals of its backward pass. For other kernels only the
+      result gets this name.
+    in_parts: a variant of ``run`` for the self-test of a kernel that splits large arguments into parts. It splits a few hundred
+      positions into several parts. None: the kernel does not split its arguments.
+    guarantee: for a fused kernel: the dtypes that it always uses, from its source or manual (they are not visible in a
+      program's text).
+    title: name of a fused kernel in tables.
+    scope: ``jax.named_scope`` in which a fused kernel runs.
+    operation: for a fused kernel: (target of a custom call, scopes along its path) -> name of the operation, or None for any
+      other custom call. It finds the kernel in a program's text.
+    products: for a fused kernel: number of matrix products of an operation, by its name. Half of them, rounded down, are as
+      wide as values, the others as keys.
   """
 
   name: Name
@@ -113,41 +117,41 @@ class AttentionKernel:
   products: Callable[[str], int] = lambda operation: 0
 
   def surpasses(self, case: Case) -> list[str]:
-    """The precision keys that are false and that the kernel does not obey, because it computes in float32 anyway."""
+    """Return the precision keys that are false but have no effect, because the kernel always computes in float32."""
     if not self.fused or case.dtype == "float32":
       return []
     return [key for key in ("float32_qk_product", "float32_logits") if not getattr(case.precision, key)]
 
 
 def whole_rows(case: Case) -> list[str]:
-  """Why a kernel that takes as many queries as keys cannot do a case; empty where it can."""
+  """Return the reasons why a kernel that needs as many queries as keys does not support a case; an empty list if it does."""
   size = case.length // case.context
   if case.context > 1 and (case.window is None or -(-(case.window - 1) // 128) * 128 > size):
-    seen = "all before it" if case.window is None else f"{case.window} keys"
+    seen = "all earlier keys" if case.window is None else f"{case.window} keys"
     return [f"rows are split over {case.context} devices (context), {size} positions each, and a query sees {seen}"]
   return []
 
 
 def kernel(name: Name) -> AttentionKernel:
-  """The kernel of that name; imports its module."""
+  """Return the kernel with this name. Imports its module."""
   return importlib.import_module(f"{__package__}.{name}").KERNEL
 
 
 def fused_kernels() -> list[AttentionKernel]:
-  """Those that are binaries of their own."""
+  """Return the fused kernels."""
   return [found for found in map(kernel, NAMES) if found.fused]
 
 
 def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> AttentionKernel:
-  """The kernel that will run.
+  """Return the kernel to run.
 
   Args:
-    choice: what the configuration asks for.
+    choice: the kernel that the configuration selects.
     case: the layer.
-    without: kernels that "auto" shall not take.
+    without: kernels that "auto" must not choose.
 
   Raises:
-    ValueError: a kernel that is asked for by name cannot do it.
+    ValueError: the configuration names a kernel that does not support the case.
   """
   if choice in ("auto", "dot_product"):
     names = NAMES if choice == "auto" else PLAIN
@@ -155,7 +159,9 @@ def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> Attentio
     return min(able, key=lambda found: (not found.fused, found.slow(case)))
   asked = kernel(choice)
   if reasons := asked.refuses(case):
-    raise ValueError(f"attention={choice} cannot be used here: {'; '.join(reasons)}; use attention=auto or dot_product")
+    raise ValueError(
+      f"attention={choice} cannot be used here: {'; '.join(reasons)}\n  fix: attention=auto or attention=dot_product"
+    )
   return asked
 
 
@@ -174,32 +180,33 @@ def attend(
   causal: bool = True,
   soft_cap: float | None = None,
 ) -> "jax.Array":
-  """Self-attention of rows over themselves, by the kernel that ``choose`` picked.
+  """Compute self-attention of rows with the kernel that ``choose`` returned.
 
   Args:
-    name: of the kernel.
+    name: name of the kernel.
     q_BTNH, k_BSKH, v_BSKV: queries, keys and values, T = S; query head n reads key-value head n // (N / K).
-    tokens: segments and images. Causal rows known to be one document get no mask of segments, which would cost a fused kernel
-      as much again.
-    window: keys a query sees, itself included; None: all before it.
+    tokens: segments and images. Causal rows that are known to be one document get no document mask, which would double the time
+      of a fused kernel.
+    window: number of keys a query sees, including itself; None: all earlier keys.
     bidirectional_images: tokens of one image see each other.
-    scale: multiplies the scores.
-    precision: flags.
-    rules: how the batch lies on the mesh in use; None: ``rules.RULES``.
-    causal: a query sees no key behind it; False: all of its document, and ``window`` is None.
-    soft_cap: the scores, after the scale and before the mask, become cap * tanh(scores / cap); None: they stay.
+    scale: factor on the scores.
+    precision: selects the dtypes.
+    rules: sharding of the batch on the current mesh; None: ``rules.RULES``.
+    causal: queries do not see later keys. False: queries see their complete document, and ``window`` is None.
+    soft_cap: the scaled, unmasked scores become cap * tanh(scores / cap); None: no cap.
 
   Returns:
-    [B, T, N, V] in ``dtype``; zeros for padding. Of causal rows known to be one document, padding has what it makes of the
-    tokens before it, and the block zeroes that where it costs nothing (``Tokens.real``).
+    [B, T, N, V] in ``dtype``; zeros for padding. In causal rows that are known to be one document, padding attends to the
+    tokens before it. The block sets these positions to zero, where this costs nothing (``Tokens.real``).
   """
   from maxtext_like.layers.attention import context_parallel
   from maxtext_like.layers.attention.masks import Tokens
   from maxtext_like.layers.sharding_rules import RULES
 
   rules = rules or RULES
-  # Keys and values that a layer borrows may come from one of another dtype.
+  # Shared keys and values may come from a layer with another dtype.
   q_BTNH, k_BSKH, v_BSKV = map(precision.cast, (q_BTNH, k_BSKH, v_BSKV))
+  # Build the arguments. Pass soft_cap and causal only if they are set, because not every kernel accepts them.
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}
   if soft_cap is not None:
     how["soft_cap"] = soft_cap
@@ -209,9 +216,10 @@ def attend(
     how["causal"] = False
   elif tokens.one_document and tokens.segments is not None:
     tokens = Tokens(None, tokens.images)
+  # Run the kernel on rows that are split over devices, or on complete rows with batch and heads split.
   if causal and context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
     return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
-  positions = "sequence" if causal else None  # of a row that nothing splits
+  positions = "sequence" if causal else None  # non-causal rows are never split
   own = ("batch", positions, "heads")
   of_kv = own if k_BSKH.shape[2] == q_BTNH.shape[2] else ("batch", positions, "kv_heads")
   q, k, v = rules.share(q_BTNH, *own), rules.share(k_BSKH, *of_kv), rules.share(v_BSKV, *of_kv)

@@ -1,8 +1,8 @@
-"""Splash attention: JAX's fused TPU kernel, for rows of documents under a causal mask or a sliding window, and for patches of
-images, which see each other both ways.
+"""Splash attention: JAX's fused TPU kernel, for documents with a causal mask or a sliding window, and for the patches of
+images.
 
-Scores and softmax are float32 inside the kernel and S x S numbers never exist, so a row's memory grows with its length
-and tiles that the mask leaves empty are skipped.
+Scores and softmax are float32 inside the kernel, and no S x S array exists in memory. Memory therefore grows linearly with the
+length of a row. Tiles that the mask leaves empty are skipped.
 
 B batch, T position, N query heads, K key-value heads, H head.
 """
@@ -16,7 +16,7 @@ from maxtext_like.layers.partition import by_head
 from maxtext_like.layers.sharding_rules import RULES, Rules
 
 _LANES = 128
-# Largest tile: 1024 is as good for heads of 256, but for heads of 512 the backward kernel would outgrow vector memory.
+# Largest tile. 1024 is as fast for heads of 256, but the backward kernel would exceed vector memory for heads of 512.
 _TILE = 512
 
 
@@ -33,20 +33,20 @@ def splash_attention(
   soft_cap: float | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Self-attention of each row over itself.
+  """Self-attention of each row.
 
-  On a mesh every device works on its own rows and heads: the partitioner cannot look into a kernel, and would gather them.
+  On a mesh, each device works on its own rows and heads, because the partitioner cannot split a kernel.
 
   Args:
     q_BTNH, k_BTKH, v_BTKH: queries, keys, values, bfloat16 (float32 in the interpreter); query head n reads key-value
-      head n // (N / K). On a TPU H is a multiple of 64 and 128 at least, and values are as wide as a multiple of 128, which
-      may be another width: heads that are not causal are padded to that. So is a row, to a multiple of 128 positions.
+      head n // (N / K). On a TPU, H is a multiple of 64 and at least 128. The width of values is a multiple of 128 and may
+      differ from H. Heads of non-causal attention, and rows, are padded to a multiple of 128.
     tokens: segments; images are not supported.
-    window: keys a query sees, itself included; None: all before it.
-    scale: multiplies the queries, in float32 before they are rounded to their dtype again.
-    rules: how the batch lies on the mesh in use.
-    causal: a query sees no key behind it; False: all of its document.
-    soft_cap: of the scores, in float32, before the mask; None: none.
+    window: number of keys a query sees, including itself; None: all earlier keys.
+    scale: factor on the queries, applied in float32 before they are rounded to their dtype again.
+    rules: sharding of the batch on the current mesh.
+    causal: queries do not see later keys. False: queries see their complete document.
+    soft_cap: soft cap of the float32, unmasked scores; None: no cap.
     interpret: run on any platform, slowly: for tests.
 
   Returns:
@@ -58,20 +58,20 @@ def splash_attention(
   missing = -T % _LANES
   if missing and not causal and segments is None:
     segments = jnp.ones(q.shape[:2], jnp.int32)
-  # Padding stands behind every query that counts, so a causal mask hides it; else it is another document.
+  # Padding follows all real queries, so a causal mask hides it. Without a causal mask it gets its own segment.
   segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, missing)))
-  wider = 0 if causal else -width % _LANES  # zeros add nothing to scores, and are cut off values
+  wider = 0 if causal else -width % _LANES  # added zeros do not change scores; those of the values are cut from the result
   q, k, v = (jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, wider))) for x in (q, k_BTKH, v_BTKH))
   rows = () if segments is None else (segments,)
   out_BTNH = by_head(rules, _kernel(T + missing, window, causal, soft_cap, interpret), q, k, v, *rows)[:, :T, :, :width]
   if tokens.segments is None:
     return out_BTNH
-  # Padding sees padding in the kernel, which has no answer for a query that sees nothing.
+  # In the kernel, padding sees padding, because the kernel is undefined for a query that sees no key.
   return jnp.where((tokens.segments > 0)[:, :, None, None], out_BTNH, 0)
 
 
 def _kernel(length: int, window: int | None, causal: bool, soft_cap: float | None, interpret: bool):
-  """The kernel over a batch: (q [B, T, N, H], k, v [B, T, K, H], segments [B, T] if any) -> [B, T, N, H]."""
+  """Return the kernel for a batch: (q [B, T, N, H], k, v [B, T, K, H], segments [B, T] if any) -> [B, T, N, H]."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -123,31 +123,32 @@ def _refuses(case: Case) -> list[str]:
   if case.platform != "tpu":
     reasons.append(f"it runs on TPUs, not on {case.platform}")
   if case.causal:
-    # Latent attention: queries of 192 (half a register's lanes are padding), values of 128.
+    # Latent attention: heads of queries are 192 wide (half of the lanes of a register are padding), those of values 128.
     if case.head_dim % (_LANES // 2) or case.head_dim < _LANES:
-      reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES // 2}, {_LANES} at least")
+      reasons.append(f"head_dim {case.head_dim} is not a multiple of {_LANES // 2} and at least {_LANES}")
     if case.value_dim % _LANES:
       reasons.append(f"value heads of {case.value_dim} are not a multiple of {_LANES}")
   elif case.head_dim < _LANES // 2 or case.value_dim != case.head_dim:
-    reasons.append(f"heads of {case.head_dim} and values of {case.value_dim} are not alike and {_LANES // 2} wide at least")
+    reasons.append(f"heads of {case.head_dim} and values of {case.value_dim} are not equal and at least {_LANES // 2} wide")
   if case.dtype != "bfloat16":
     reasons.append(f"dtype {case.dtype} is not bfloat16")
   if case.bidirectional_images:
     reasons.append("the mask has bidirectional images")
   if case.probabilities:
-    reasons.append("the layer needs its probabilities written out")
+    reasons.append("the layer needs the probabilities as an array")
   return reasons
 
 
 def _operation(target: str, scopes: tuple[str, ...]) -> str | None:
-  # JAX names the kernels of splash attention, and a compiled program keeps that name where it loses the outer ones.
+  # JAX names the kernels of splash attention. A compiled program keeps this name, but not the outer scopes.
   if target != "tpu_custom_call":
     return None
   return next((s for s in reversed(scopes) if s.startswith(("splash_mha", "splash_mqa"))), None)
 
 
 def _products(operation: str) -> int:
-  # Scores again in each backward kernel, and their gradient; then that of the queries, or those of keys and values.
+  # Both backward kernels recompute the scores and compute their gradient. Then follow the gradient of the queries, or those of
+  # keys and values.
   return 4 if "dkv" in operation else 3 if "dq" in operation else 2
 
 

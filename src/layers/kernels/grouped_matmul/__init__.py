@@ -1,1 +1,1 @@
-"""Products of rows with the matrix of their group, as experts need: a module for each kernel, and ``registry``."""
+"""Grouped products for mixtures of experts: each row is multiplied by the matrix of its group. One module for each kernel."""

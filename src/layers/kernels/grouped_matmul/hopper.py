@@ -1,5 +1,5 @@
-"""What both grouped kernels for Hopper GPUs are made of (``pallas_gpu.py``, ``pallas_gpu_weights.py``): blocks of three
-warpgroups, their share of the work, and shared memory as TMA and wgmma like it."""
+"""Shared parts of the two grouped kernels for Hopper GPUs (``pallas_gpu.py``, ``pallas_gpu_weights.py``): persistent blocks of
+three warpgroups, the distribution of work, and the layout of shared memory for TMA and wgmma."""
 
 import dataclasses
 from typing import Any
@@ -10,24 +10,25 @@ import jax.numpy as jnp
 from maxtext_like.layers.partition import vary, varying_axes
 
 BLOCKS = 132
-"""Multiprocessors of an H100 or H200 (SXM): blocks of a persistent kernel. On a card with fewer some wait for others."""
+"""Number of multiprocessors of an H100 or H200 (SXM), which is the number of persistent blocks. On a GPU with fewer, some
+wait."""
 DEPTH = 64
-"""What is summed in a step: 16-bit numbers of a row of 128 bytes, the widest swizzle of shared memory."""
+"""Size of one step along the summed axis: 16-bit numbers in 128 bytes, the widest swizzle of shared memory."""
 CHUNK = 64
 """Columns of a result that are written at once."""
 REGISTERS, FEW_REGISTERS = 232, 40
-"""Of a thread that multiplies, and of one that copies: 2 * 232 + 40 of them are as many as a multiprocessor has for 128."""
+"""Registers per thread of multiplying and copying warpgroups. 2 * 232 + 40 for 128 threads each fill a multiprocessor."""
 
 
 def mosaic() -> Any:
-  """Pallas for NVIDIA GPUs. Its import takes half a second, which who only chooses between kernels shall not wait for."""
+  """Import Pallas for NVIDIA GPUs on use: it takes half a second, and choosing between kernels does not need it."""
   from jax.experimental.pallas import mosaic_gpu
 
   return mosaic_gpu
 
 
 def persistent(body, name: str, out: jax.ShapeDtypeStruct, interpret: Any, **scratch: Any) -> Any:
-  """A persistent kernel of three warpgroups: body(*arrays, result, **scratch)."""
+  """Build a persistent kernel with three warpgroups: body(*arrays, result, **scratch)."""
   plgpu = mosaic()
   return plgpu.kernel(
     body,
@@ -45,14 +46,14 @@ def persistent(body, name: str, out: jax.ShapeDtypeStruct, interpret: Any, **scr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiles:
-  """Sizes of what a block works on at a time. The fastest depend on the mean group and on nothing else here.
+  """Sizes of the tiles that a block works on. The fastest sizes depend only on the mean number of rows of a group.
 
   Attributes:
     rows: R, a multiple of 16.
-    columns: of the two warpgroups together.
-    stages: steps whose tiles are in shared memory or on the way there.
-    high, wide: of a tile of the gradient of the matrices, of the two warpgroups together: S and C.
-    weight_stages: stages of that one.
+    columns: columns of both warpgroups together.
+    stages: steps whose tiles are in shared memory or being copied.
+    high, wide: size of a tile of the gradient of the matrices, for both warpgroups together: S and C.
+    weight_stages: stages of that kernel.
   """
 
   rows: int = 256
@@ -64,25 +65,26 @@ class Tiles:
 
 
 def swizzled(*shape: int, dtype: Any, width: int = DEPTH) -> Any:
-  """Shared memory as TMA and wgmma like it; the last axis is a multiple of ``width`` 16-bit numbers, which a swizzle spans."""
+  """Declare shared memory with the layout of TMA and wgmma. The last axis is a multiple of ``width`` 16-bit numbers, the width
+  of a swizzle."""
   plgpu = mosaic()
   return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)))
 
 
 def in_turn(count: jax.Array, work) -> None:
-  """Inside a kernel: work(number of a piece, steps before it) -> its steps, for this block's share of the pieces."""
+  """Run this block's share of the pieces, inside a kernel. work(index of a piece, steps before it) returns its steps."""
   block = jax.lax.axis_index("block")
   mine = jax.lax.div(count - block + (BLOCKS - 1), BLOCKS)
   jax.lax.fori_loop(0, mine, lambda i, step: step + work(block + i * BLOCKS, step), jnp.int32(0))
 
 
 def other_way(tile):
-  """A tile of shared memory read, or written, the other way round."""
+  """Transpose a tile of shared memory for reading or writing."""
   return tile.transpose((1, 0))
 
 
 def pass_by(before, todo, full, free) -> None:
-  """What a warpgroup does that has no columns in this piece: it holds up no one."""
+  """Release the slots of a piece in which this warpgroup has no columns, so that other warpgroups need not wait for it."""
   stages = full.shape[0]
 
   def step(k, _):
@@ -94,13 +96,13 @@ def pass_by(before, todo, full, free) -> None:
 
 
 def pad(x: jax.Array) -> jax.Array:
-  """Zeros behind rows up to a multiple of 8, and behind the other axes of 64: so no array ends inside a tile. Sizes of models
-  are such; the factors of an adapter are not."""
+  """Pad rows with zeros to a multiple of 8, and the other axes to a multiple of 64, so that no array ends inside a tile. The
+  sizes of models are already such multiples, but the factors of an adapter are not."""
   rows = x.ndim == 2
   widths = [(0, -x.shape[0] % 8 if rows else 0), *((0, -size % DEPTH) for size in x.shape[1:])]
   return jnp.pad(x, widths) if any(w for _, w in widths) else x
 
 
 def varying_as(x, out):
-  """A kernel's result, which varies over the devices that x varies over: inside shard_map Pallas does not say so."""
+  """Mark a kernel's result as varying over the devices that x varies over. Inside shard_map, Pallas does not do this."""
   return vary(out, varying_axes(x))

@@ -1,19 +1,19 @@
-"""A grouped product as two Pallas kernels for Hopper GPUs: rows times the matrix of their group, and (in
-``pallas_gpu_weights.py``) the gradient of the matrices.
+"""Grouped products in Pallas for Hopper GPUs: rows times the matrix of their group. The gradient of the matrices is in
+``pallas_gpu_weights.py``.
 
-Both are persistent: each multiprocessor runs one block of three warpgroups, of which one copies tiles into shared memory (TMA)
-and two multiply (wgmma), while results of the tile before are still being written. The products are computed transposed,
-columns of the matrices times rows, because a wgmma has 64 numbers on one side and any 8 on the other: so the tiles of rows may
-be as long as their group needs. A group's tiles begin at its own first row, wherever that lies. The last one ends where the
-group ends: it may repeat rows of the tile before, which come out the same, so nothing has to be masked when it is written. Only
-of a group that is smaller than its one tile the last rows are written in parts. What lies beyond an array is read as zeros and
-written nowhere: so TMA has it.
+Both kernels are persistent: each multiprocessor runs one block of three warpgroups. One copies tiles to shared memory (TMA),
+and two multiply (wgmma) while the results of the previous tile are still being written. The products are computed transposed,
+columns of the matrices times rows, because one side of a wgmma is always 64, but the other can be any multiple of 8. Tiles can
+therefore have the number of rows that their group needs. The first tile of a group begins at its first row, wherever that is.
+The last tile ends with the group. It may repeat rows of the previous tile, with the same result, so nothing is masked when it
+is written. Only if a group is smaller than its single tile, its last rows are written in parts. Elements beyond the end of an
+array are read as zeros and never written, as TMA does.
 
-Sums are float32. JAX's own kernels of the kind (``jax.experimental.pallas.ops.gpu``: ragged_dot_mgpu, and the transposed one)
-multiply whole tiles on both sides of every border, search all groups for each tile, leave rows behind the groups as they were
-in memory, and let NaN in the rows of one group into the gradient of the next one's matrix.
+Sums are float32. JAX's own kernels (``jax.experimental.pallas.ops.gpu``: ragged_dot_mgpu and its transposed form) multiply
+complete tiles on both sides of every border, search all groups for each tile, leave rows after the last group uninitialised,
+and let a NaN in the rows of one group reach the gradient of the next group's matrix.
 
-M rows, S summed, C columns, G groups, R most rows of a tile, V visits (tiles of rows).
+M rows, S summed, C columns, G groups, R maximum rows of a tile, V visits (tiles of rows).
 """
 
 import dataclasses
@@ -45,25 +45,26 @@ from maxtext_like.layers.kernels.grouped_matmul.row_tiles import row_tiles
 from maxtext_like.layers.partition import vary_alike
 
 _ROWS = "gpu_rows_by_group"
-"""What the kernel is called in a program."""
+"""Name of the kernel in a program."""
 
 _HOPPER = "9.0"
-_JAX = (0, 11, 1)  # before, Pallas cannot read or write a swizzled tile the other way round
+_JAX = (0, 11, 1)  # earlier versions of Pallas cannot read or write a swizzled tile transposed
 _FASTEST = Tiles()
 _HEIGHT = 32
 """Rows of a result that are written at once."""
 _PART = 16
-"""Rows that a group's last tile is rounded up to."""
+"""The rows of a group's last tile are rounded up to a multiple of this."""
 
 
 def row_counts(rows: int) -> tuple[int, ...]:
-  """The rows that tiles may have, rising to R."""
+  """Return the numbers of rows that a tile can have, in increasing order, up to R."""
   return tuple(n for n in (8, *range(_PART, rows + 1, _PART)) if n <= rows)
 
 
 def rows_worked_on(rows: int, groups: int) -> int:
-  """The most rows that are multiplied with matrices: of each group, the 16 that its last tile is rounded up to. The gradient of
-  the matrices begins at a multiple of 8 and ends with 16 rows at a time: 11 more of a group in the mean."""
+  """Return the maximum number of rows that are multiplied by matrices. The last tile of each group is rounded up to 16 rows.
+
+  In the gradient of the matrices, a group begins at a multiple of 8 rows and ends with steps of 16: 11 more rows on average."""
   return rows + groups * (_PART - 1)
 
 
@@ -76,25 +77,25 @@ def product(
   tiles: Tiles = _FASTEST,
   interpret: Any = None,
 ) -> jax.Array:
-  """x[m] @ w[group of m] for every row m.
+  """Return x[m] @ w[group of m] for every row m.
 
   Args:
-    x_MS: rows, bfloat16 or float16; those of group 0 first, then those of group 1, ...
-    w_GSC: a matrix for each group, of x's dtype.
-    sizes: int32 [G], rows of each group. Rows behind them all are no one's.
-    precision: of no effect: products of 16-bit numbers are exact before they are added up.
-    tiles: what a block works on.
+    x_MS: rows, bfloat16 or float16, sorted by group.
+    w_GSC: one matrix for each group, in x's dtype.
+    sizes: int32 [G], rows of each group. Rows after the last group belong to no group.
+    precision: no effect, because products of 16-bit numbers are exact before they are added.
+    tiles: tile sizes.
     interpret: ``plgpu.InterpretGPUParams``, to run on a CPU, slowly: for tests.
 
   Returns:
-    [M, C] in x's dtype, accumulated in float32; zeros for no one's rows.
+    [M, C] in x's dtype, accumulated in float32; zeros for rows without a group.
 
   Raises:
-    ValueError: other dtypes.
+    ValueError: x or w has another dtype.
   """
   del precision
   if x_MS.dtype not in (jnp.bfloat16, jnp.float16) or w_GSC.dtype != x_MS.dtype:
-    raise ValueError(f"pallas_gpu: x is {x_MS.dtype} and w {w_GSC.dtype}; both have to be bfloat16 or float16")
+    raise ValueError(f"pallas_gpu: x is {x_MS.dtype} and w is {w_GSC.dtype}, but both must be bfloat16 or both float16")
   return _product(*vary_alike(x_MS, w_GSC, sizes), tiles, interpret)
 
 
@@ -118,14 +119,16 @@ _product.defvjp(_forward, _backward)
 
 
 def _rows_of_64(*shape: int, dtype: Any) -> Any:
-  """Such memory for rows that begin anywhere in an array. A copy in tiles of eight rows has to begin at a multiple of eight:
-  TMA ends each tile where the array's own ends. So these are copied as rows, and lie in memory as tiles of 64 columns do."""
+  """Declare shared memory for rows that begin anywhere in an array.
+
+  A copy in tiles of eight rows must begin at a multiple of eight, because TMA ends each tile where the array ends. These rows
+  are therefore copied as rows. Their bytes are in the same order as in tiles of 64 columns."""
   plgpu = mosaic()
   return plgpu.SMEM((*shape, DEPTH), dtype, transforms=(plgpu.SwizzleTransform(128),))
 
 
 def _in_tiles(rows, interpret: Any):
-  """Rows of :func:`_rows_of_64` [n, 64], as tiles for wgmma and for registers. The interpreter knows no tiles."""
+  """View rows of ``_rows_of_64`` [n, 64] as tiles for wgmma and registers. The interpreter has no tiles."""
   if interpret is not None:
     return rows
   untiled = mosaic().TilingTransform((8, DEPTH)).undo(None)
@@ -134,28 +137,30 @@ def _in_tiles(rows, interpret: Any):
 
 
 def _store_plainly(tile, value) -> None:
-  """To shared memory that is not swizzled, of which several rows begin in the same bank: JAX 0.12 wants to be told."""
+  """Store to shared memory without swizzle, where several rows begin in the same bank. JAX 0.12 requires
+  ``optimized=False``."""
   if hasattr(mosaic(), "store"):
     mosaic().store(tile, value, optimized=False)
   else:
     tile[...] = value
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "interpret", "transposed"))  # layers share what Mosaic makes of it
+@functools.partial(jax.jit, static_argnames=("tiles", "interpret", "transposed"))  # layers share the compiled kernel
 def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
-  """[M, C]; with ``transposed`` w is [G, C, S]."""
+  """Return [M, C]. With ``transposed``, w is [G, C, S]."""
   plgpu = mosaic()
   rows, columns = x.shape[0], w.shape[1 if transposed else 2]
   x, w = pad(x), pad(w)
   (M, S), (G, C) = x.shape, (w.shape[0], w.shape[1 if transposed else 2])
   counts = row_counts(tiles.rows)
-  # A warpgroup's columns; where its share would go beyond the last one it has none.
+  # Columns of a warpgroup. A warpgroup whose columns would begin after the last one has none.
   own = tiles.columns // 2 if C % (tiles.columns // 2) == 0 else DEPTH
   strips, steps, stages, dtype = pl.cdiv(C, 2 * own), pl.cdiv(S, DEPTH), tiles.stages, x.dtype
-  # What is left behind the groups is one more, whose rows become zeros: no step is made for them.
+  # Rows after the last group form one more group. They are set to zero, and no step is computed for them.
   visits, number = row_tiles(jnp.append(sizes, M - jnp.sum(sizes)), M, counts)
 
   def kernel(visits, number, x, w, out, x_tiles, w_tiles, out_tiles, few, full, free):
+    # Locate a piece: group, first row, index of its row count, rows to write, first column, and number of steps.
     group_of = jax.lax.axis_index("warpgroup")
 
     def place(piece):
@@ -166,6 +171,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
         (piece - visit * strips) * (2 * own), jnp.where(group < G, steps, 0),
       )  # fmt: skip
 
+    # Warpgroup 2 copies the rows and the matrix of each step.
     @pl.when(group_of == 2)
     def copy():
       plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
@@ -190,12 +196,14 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
 
           jax.lax.fori_loop(0, todo, step, None)
 
+        # The number of rows of a copy is static, so there is one branch for each of them.
         for i, count in enumerate(counts):
           pl.when(kind == i)(functools.partial(tiles_of, count))
         return todo
 
       in_turn(number[0] * strips, piece)
 
+    # Warpgroups 0 and 1 multiply, and write the result in parts.
     @pl.when(group_of < 2)
     def multiply():
       plgpu.set_max_registers(REGISTERS, action="increase")
@@ -211,7 +219,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
               plgpu.barrier_wait(full.at[slot])
               left, right = w_tiles.at[slot, group_of], _in_tiles(x_tiles.at[slot, pl.ds(0, count)], interpret)
               plgpu.wgmma(total, left if transposed else other_way(left), other_way(right))
-              plgpu.wgmma_wait(1)  # the step before this one is done, and its tiles may be overwritten
+              plgpu.wgmma_wait(1)  # the previous step is done, so its tiles may be overwritten
 
               @pl.when(k > 0)
               def _():
@@ -244,7 +252,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
           plgpu.copy_smem_to_gmem(tile, out.at[pl.ds(row, part.shape[1]), pl.ds(column, CHUNK)])
 
         def write_some(part, row, column, valid):
-          """The first ``valid`` rows, in copies of 16, 8, 4, 2 and 1."""
+          """Write the first ``valid`` rows, in copies of 16, 8, 4, 2 and 1."""
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
           _store_plainly(other_way(few.at[group_of, pl.ds(0, part.shape[1])]), part)
           plgpu.commit_smem()
@@ -286,11 +294,11 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
 def _refuses(case: Case) -> list[str]:
   reasons = [] if case.platform == "gpu" else [f"it runs on Hopper GPUs, not on {case.platform}"]
   if case.capability not in (None, _HOPPER):
-    reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
+    reasons.append(f"it needs a GPU of compute capability {_HOPPER}, not {case.capability}")
   if case.dtype == "float32":
-    reasons.append("it has no float32 operands")
+    reasons.append("it does not support float32 operands")
   if jax.__version_info__ < _JAX:
-    reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}")
+    reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, but this is {jax.__version__}")
   return reasons
 
 

@@ -1,8 +1,8 @@
 """The gradient of the matrices of a grouped product, as a Pallas kernel for Hopper GPUs.
 
-Persistent, with a warpgroup that copies and two that multiply, as the kernel of ``pallas_gpu.py`` is. It sums over the rows of
-a group: in steps of DEPTH, from a multiple of 8 on, and what is left of it in steps of 16. Rows of the first and the last one
-that are another group's are set to zero in shared memory.
+Like the kernel of ``pallas_gpu.py`` it is persistent, with one warpgroup that copies and two that multiply. It sums over the
+rows of a group in steps of DEPTH, starting at a multiple of 8, and over the remaining rows in steps of 16. Rows of the first
+and the last step that belong to another group are set to zero in shared memory.
 
 S rows and C columns of a matrix, G groups.
 """
@@ -30,32 +30,34 @@ from maxtext_like.layers.kernels.grouped_matmul.hopper import (
 )
 
 NAME = "gpu_weights_by_group"
-"""What the kernel is called in a program."""
+"""Name of the kernel in a program."""
 
 _FEW = 16
-"""Rows of each of a group's last steps: as few as wgmma adds up. Mosaic adds up no fewer than a swizzle spans, so these steps'
-tiles have a narrow one."""
+"""Rows of the last steps of a group: the fewest that wgmma can sum. Mosaic sums at least the rows that a swizzle spans, so the
+tiles of these steps have a narrow swizzle."""
 
 
 def _steps(begin, end):
-  """Of the group of rows ``begin`` to ``end``: where its first step begins, how many steps have DEPTH rows, and how many it has
-  with those of 16."""
-  first = begin - jax.lax.rem(begin, 8)  # where a tile of eight begins
+  """Return for the group of rows ``begin`` to ``end``: the first row of its first step, the number of steps of DEPTH rows, and
+  the number of all steps, including those of 16 rows."""
+  first = begin - jax.lax.rem(begin, 8)  # tiles have eight rows
   fews = jnp.where(end > begin, jax.lax.div(end - first + (_FEW - 1), _FEW), 0)
   whole = jax.lax.div(fews, DEPTH // _FEW)
   return first, whole, fews - whole * (DEPTH // _FEW - 1)
 
 
 def _wide(sizes: tuple[int, int], most: int) -> tuple[bool, int]:
-  """Of a gradient [S, C]: whether its tiles lie across S instead of C, and how wide they are: more than half of the most, if
-  any such width divides the axis; else the last tile of C repeats some of the one before."""
+  """Choose the tiles of a gradient [S, C]. Return True if they extend along S instead of C, and their width.
+
+  The width is more than half of the maximum if such a width divides the axis. Otherwise the last tile of C repeats some columns
+  of the previous one."""
   able = [(n, not across) for n in range(most, most // 2, -CHUNK) for across in (False, True) if sizes[not across] % n == 0]
   return (not able[0][1], able[0][0]) if able else (False, min(most, -(-sizes[1] // CHUNK) * CHUNK))
 
 
 @functools.partial(jax.jit, static_argnames=("tiles", "interpret"))
 def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
-  """The gradient of the weights [G, S, C]: x.T @ g over the rows of each group, added up in float32."""
+  """Compute the gradient of the matrices [G, S, C]: x.T @ g over the rows of each group, accumulated in float32."""
   plgpu, wanted = mosaic(), (x.shape[1], g.shape[1])
   x, g = pad(x), pad(g)
   turned, wide = _wide((x.shape[1], g.shape[1]), tiles.wide)
@@ -67,6 +69,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
   spans = jnp.stack([ends - sizes, ends]).astype(jnp.int32)
 
   def kernel(spans, x, g, out, in_tiles, out_tiles, full, free):
+    # Locate a piece: group, first row and column of the tile, and the steps over the rows of the group.
     group_of = jax.lax.axis_index("warpgroup")
     tiles_of = dict(zip((DEPTH, _FEW), in_tiles, strict=True))
 
@@ -79,10 +82,11 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       return group, d * (2 * own), c, begin, end, *_steps(begin, end)
 
     def each_step(whole, todo, do):
-      """do(number of a step, its first row from the first step's on, its rows)."""
+      """Call do(index of a step, its first row relative to the first step, its number of rows) for all steps."""
       jax.lax.fori_loop(0, whole, lambda k, _: do(k, k * DEPTH, DEPTH), None)
       jax.lax.fori_loop(whole, todo, lambda k, _: do(k, whole * (DEPTH - _FEW) + k * _FEW, _FEW), None)
 
+    # Warpgroup 2 copies the rows of each step.
     @pl.when(group_of == 2)
     def copy():
       plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
@@ -107,6 +111,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
 
       in_turn(G * down * across, piece)
 
+    # Warpgroups 0 and 1 multiply, and write the result in parts.
     @pl.when(group_of < 2)
     def multiply():
       plgpu.set_max_registers(REGISTERS, action="increase")
@@ -122,15 +127,15 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
               slot, there, (x_tiles, g_tiles) = jax.lax.rem(before + k, stages), pl.ds(0, count), tiles_of[count]
               plgpu.barrier_wait(full.at[slot])
               left, right = x_tiles.at[slot, group_of, there], g_tiles.at[slot, there]
-              for at in dict.fromkeys((0, count - _FEW)):  # another group's rows are before its first or behind its last
+              for at in dict.fromkeys((0, count - _FEW)):  # only the first and the last rows can belong to another group
                 start = first + row + at
 
                 @pl.when((start < begin) | (start + _FEW > end))
                 def _(at=at, start=start):
-                  # What is not the group's may be anything, and nothing times that is not nothing. Both warpgroups do it to g's
-                  # tile: each of them reads what it has itself written, and the other one can only have written the same.
+                  # Rows of other groups may be NaN, so they are set to zero. Both warpgroups do it to g's tile: each reads what
+                  # it has written itself, and the other one can only have written the same.
                   for tile in (left, right):
-                    part = other_way(tile.at[pl.ds(at, _FEW)])  # a warpgroup's registers have 64 numbers of the first axis
+                    part = other_way(tile.at[pl.ds(at, _FEW)])  # registers of a warpgroup hold 64 elements of the first axis
                     rows = start + plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=plgpu.Layout.WGMMA)
                     found = part[...]
                     part[...] = jnp.where((rows >= begin) & (rows < end), found, jnp.zeros_like(found))
@@ -168,8 +173,8 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
       plgpu.wait_smem_to_gmem(0)
 
   def both_tiles(width):
-    # A stage holds tiles of either width while others hold the other one: shapes and their order are the same, so that every
-    # stage has the same bytes in both.
+    # A stage may hold tiles of one width while other stages hold the other width. Shapes and their order are equal, so every
+    # stage has the same bytes for both widths.
     return [swizzled(stages, *shape, dtype=dtype, width=width) for shape in ((2, DEPTH, own), (DEPTH, wide))]
 
   out = persistent(

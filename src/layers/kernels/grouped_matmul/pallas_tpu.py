@@ -1,11 +1,11 @@
-"""A grouped product as two Pallas kernels for TPUs: rows times the matrix of their group, and the gradient of the matrices.
+"""Grouped products in Pallas for TPUs: rows times the matrix of their group, and the gradient of the matrices.
 
-The grid goes over visits: a tile of rows and a group that has some of them, so a tile in which a group ends is visited by each
-of its groups. A visit multiplies no whole tile then but the parts of it that the group reaches, at once: work that is done
-twice is at most one part at each border between groups. Rows behind the groups are nobody's and multiply nothing.
+The grid iterates over visits: pairs of a tile of rows and a group that has some of them. A tile in which a group ends is
+visited for each of its groups. Such a visit multiplies only the parts of the tile that the group reaches, in one product. Work
+is therefore repeated for at most one part at each border between groups. Rows after the last group are not multiplied.
 
-Sums are float32. JAX's own kernel of the kind (megablox) multiplies whole tiles at borders, knows no ``matmul_precision``, one
-tile size for three products, no number of rows but multiples of it, and nothing of shard_map's varying axes.
+Sums are float32. JAX's own kernel (megablox) multiplies complete tiles at borders. It has no ``matmul_precision``, uses one
+tile size for three products, needs a multiple of it as the number of rows, and does not support varying axes of shard_map.
 
 M rows, D summed, F columns, G groups, R rows of a tile, V visits.
 """
@@ -23,42 +23,42 @@ from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKer
 from maxtext_like.layers.partition import vary_alike
 
 _ROWS, _WEIGHTS = "grouped_rows", "grouped_weights"
-"""What the kernels are called in a program."""
+"""Names of the kernels in a program."""
 
 _LANES = 128
 _FEWEST, _MOST = 16, 64
-"""Rows of a part: two bfloat16 rows share a register's row, of which there are eight; 256 rows fill the matrix unit."""
+"""Rows of a part. Two bfloat16 rows share one of the eight rows of a register; 256 rows fill the matrix unit."""
 
 _BLOCKS = 20 << 20
-"""Bytes of vector memory that a kernel's blocks may take, two of each; what it computes on lies there too."""
+"""Bytes of vector memory for the blocks of a kernel, two of each. Intermediate values need vector memory too."""
 _VECTOR_MEMORY = 48 << 20
 
 
 def tile_and_part(rows: int, groups: int) -> tuple[int, int]:
-  """R, and the rows of the parts that a tile with several groups is worked on by: at most a tenth of the mean group."""
+  """Return R, and the rows of a part of a tile with several groups, which is at most a tenth of the mean group."""
   part = 2 ** int(math.log2(min(max(rows / (10 * groups), _FEWEST), _MOST)))
   return 4 * part if part > _FEWEST else 8 * part, part
 
 
 def rows_worked_on(rows: int, groups: int) -> int:
-  """The most rows that are multiplied, whatever the sizes are: the rows, and one part at each border between groups."""
+  """Return the maximum number of rows that are multiplied, for any sizes: all rows, and one part at each border."""
   return rows + (groups - 1) * tile_and_part(rows, groups)[1]
 
 
 def product(
   x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.lax.PrecisionLike = None, *, interpret: bool = False
 ) -> jax.Array:
-  """x[m] @ w[group of m] for every row m.
+  """Return x[m] @ w[group of m] for every row m.
 
   Args:
-    x_MD: rows, bfloat16 or float32; those of group 0 first, then those of group 1, ...
-    w_GDF: a matrix for each group, of x's dtype.
-    sizes: int32 [G], rows of each group. Rows behind them all are no one's.
-    precision: of float32 products, as ``jax.lax.Precision``; those of bfloat16 are exact before they are added up.
+    x_MD: rows, bfloat16 or float32, sorted by group.
+    w_GDF: one matrix for each group, in x's dtype.
+    sizes: int32 [G], rows of each group. Rows after the last group belong to no group.
+    precision: ``jax.lax.Precision`` of float32 products. Products of bfloat16 numbers are exact before they are added.
     interpret: run on any platform, slowly: for tests.
 
   Returns:
-    [M, F] in x's dtype, accumulated in float32; zeros for no one's rows.
+    [M, F] in x's dtype, accumulated in float32; zeros for rows without a group.
   """
   return _product(*vary_alike(x_MD, w_GDF, sizes), jax.lax.Precision(precision), interpret)
 
@@ -83,19 +83,19 @@ _product.defvjp(_forward, _backward)
 
 
 def _visits(sizes: jax.Array, rows: int, tile: int, *, empty: bool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Of every visit, int32 [V]: its group, its tile, and the rows of the tile that are the group's, from and to.
+  """List the visits. Return four int32 [V]: group, tile, and the first and last row (exclusive) of the group in the tile.
 
-  V is the most that any sizes need; visits behind the last stay at its group and tile, and have no rows.
+  V is the maximum that any sizes need. Visits after the last one repeat its group and tile, without rows.
 
   Args:
-    sizes: [G], of all groups that are to be visited.
+    sizes: [G], rows of all groups to visit.
     rows: M.
     tile: R.
-    empty: groups without rows are visited too, once.
+    empty: visit groups without rows too, once.
   """
   ends = jnp.cumsum(sizes)
   starts = ends - sizes
-  # A group without rows stays where the one before it ended, within the rows.
+  # A group without rows gets the position where the previous group ended, clipped to the rows.
   first = jnp.minimum(starts, rows - 1) // tile
   counts = jnp.where(sizes > 0, (ends - 1) // tile - first + 1, int(empty))
   behind = jnp.cumsum(counts)
@@ -111,8 +111,10 @@ def _visits(sizes: jax.Array, rows: int, tile: int, *, empty: bool) -> tuple[jax
 
 
 def _dot(a: jax.Array, b: jax.Array, summed: tuple[int, int], precision: jax.lax.Precision) -> jax.Array:
-  """The float32 product of two matrices over an axis of each. Mosaic has no Precision.HIGH: three products of the upper and
-  the lower halves of float32 numbers, which hold float16 ones exactly."""
+  """Return the float32 product of two matrices over one axis of each.
+
+  Mosaic does not support Precision.HIGH. It is computed as three products of the upper and lower halves of float32 numbers,
+  which represent float16 numbers exactly."""
   dims = (((summed[0],), (summed[1],)), ((), ()))
 
   def dot(a, b, precision=None):
@@ -128,9 +130,11 @@ def _dot(a: jax.Array, b: jax.Array, summed: tuple[int, int], precision: jax.lax
 
 
 def _own_rows(begin, end, tile: int, part: int, work) -> None:
-  """Inside a kernel: work(rows, own) once, on the parts of the tile that rows from begin to end reach; rows is a slice of
-  the tile, and own bool [rows, 1] says which are between them. Nothing where there are none."""
-  first = jax.lax.div(begin, part)  # of signed numbers "//" asks the machine at hand for its kind
+  """Call work(rows, own) once, inside a kernel, for the parts of the tile that rows ``begin`` to ``end`` reach.
+
+  rows is a slice of the tile. own, bool [rows, 1], is True for rows from ``begin`` to ``end``. Without rows, work is not
+  called."""
+  first = jax.lax.div(begin, part)  # "//" on signed integers would query the device at hand
   parts = jnp.where(end > begin, jax.lax.div(end + part - 1, part) - first, 0)
 
   def worked_on(rows: int) -> None:
@@ -144,12 +148,12 @@ def _own_rows(begin, end, tile: int, part: int, work) -> None:
 
 @functools.partial(jax.jit, static_argnames=("precision", "interpret", "transposed"), inline=True)
 def _rows_times_groups(x, w, sizes, precision, interpret, *, transposed):
-  """[M, F]; with ``transposed`` x is [M, F] and the result [M, D]. Traced once for all layers that are alike."""
+  """Return [M, F]. With ``transposed``, x is [M, F] and the result [M, D]. It is traced once for all equal layers."""
   (M, summed), G = x.shape, w.shape[0]
   columns, item = w.shape[1 if transposed else 2], x.dtype.itemsize
   R, part = tile_and_part(M, G)
   width = _width(columns, lambda n: 2 * item * (R * summed + summed * n + R * n) <= _BLOCKS)
-  # What is left behind the groups is one more, whose rows become zeros.
+  # Rows after the last group form one more group, and are set to zero.
   group, at, begin, end = _visits(jnp.append(sizes, M - jnp.sum(sizes)), M, R, empty=False)
 
   def kernel(group, at, begin, end, x, w, out):
@@ -190,7 +194,7 @@ def _rows_times_groups(x, w, sizes, precision, interpret, *, transposed):
 
 
 def _groups_of_rows(x, g, sizes, precision, interpret, dtype):
-  """The gradient of the weights [G, D, F]: x.T @ g over the rows of each group, added up in float32."""
+  """Compute the gradient of the matrices [G, D, F]: x.T @ g over the rows of each group, accumulated in float32."""
   (M, D), F, G, item = x.shape, g.shape[1], sizes.shape[0], x.dtype.itemsize
   R, part = tile_and_part(M, G)
   fits = lambda d, f: 2 * item * R * (d + f) + d * f * (4 + 2 * jnp.dtype(dtype).itemsize) <= _BLOCKS
@@ -203,12 +207,13 @@ def _groups_of_rows(x, g, sizes, precision, interpret, dtype):
     del at
     v = pl.program_id(2)
 
+    # The first visit of a group clears the sum, and the last one writes it.
     @pl.when((v == 0) | (group[jnp.maximum(v - 1, 0)] != group[v]))
     def _():
       total[...] = jnp.zeros_like(total)
 
     def add(rows, own):
-      # What is not its own may be anything, and nothing times that is not nothing.
+      # Rows of other groups may be NaN, so they are set to zero before the product.
       left, right = (jnp.where(own, y[rows, :].astype(jnp.float32), 0.0).astype(y.dtype) for y in (x, g))
       total[...] += _dot(left, right, (0, 0), precision)
 
@@ -239,7 +244,8 @@ def _groups_of_rows(x, g, sizes, precision, interpret, dtype):
 
 
 def _width(size: int, fits) -> int:
-  """Columns of a block: all of them if that fits, else the most whole lanes that do, of a divisor if there is one."""
+  """Return the columns of a block: all if they fit, else the largest multiple of the lanes, preferably one that divides
+  them."""
   if fits(size):
     return size
   able = [n for n in range(_LANES, size, _LANES) if fits(n)] or [_LANES]
@@ -248,7 +254,7 @@ def _width(size: int, fits) -> int:
 
 
 def _like(x, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  """An output that varies over the devices that x varies over."""
+  """Declare an output that varies over the devices that x varies over."""
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
@@ -257,15 +263,15 @@ def _parameters(*dimensions: Any) -> pltpu.CompilerParams:
 
 
 def _cost(M: int, G: int, summed: int, columns: int, item: int, *, reads: int) -> pl.CostEstimate:
-  """What the compiler plans other work around; reads: how often the rows are."""
+  """Return the cost estimate that the compiler uses for scheduling. reads: how often the rows are read."""
   moved = (M * summed * reads + M * columns + G * summed * columns) * item
   return pl.CostEstimate(flops=2 * rows_worked_on(M, G) * summed * columns, bytes_accessed=moved, transcendentals=0)
 
 
 def _refuses(case: Case) -> list[str]:
   reasons = [] if case.platform == "tpu" else [f"it runs on TPUs, not on {case.platform}"]
-  # Mosaic has no float16.
-  return reasons + (["there is no grouped float16 product on TPU"] if case.dtype == "float16" else [])
+  # Mosaic does not support float16.
+  return reasons + (["TPUs have no grouped float16 product"] if case.dtype == "float16" else [])
 
 
 KERNEL = GroupedKernel(

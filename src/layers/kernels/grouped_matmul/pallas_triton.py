@@ -1,11 +1,10 @@
-"""A grouped product as two Pallas kernels for NVIDIA GPUs, by Triton: rows times the matrix of their group, and the gradient of
-the matrices.
+"""Grouped products in Pallas (Triton) for NVIDIA GPUs: rows times the matrix of their group, and the gradient of the matrices.
 
-Each program makes one tile of a result, and reads nothing but what its own group has. A group's tiles begin at its own first
-row, and the last one ends where the group ends: it may repeat rows of the tile before, which come out the same. In the gradient
-of the matrices, where rows are added up, steps are masked there instead, so no NaN crosses a border. Programs that lie side by
-side share rows and a matrix, which the second level of the cache then has. Sums are float32, in an order that shapes and sizes
-alone decide: the same arguments give the same bits.
+Each program computes one tile of a result and reads only the data of its group. The first tile of a group begins at its first
+row, and the last one ends with the group. It may repeat rows of the previous tile, with the same result. The gradient of the
+matrices sums over rows, so steps are masked at the borders instead, and a NaN cannot cross a border. Neighbouring programs
+share rows and a matrix, which stay in the second-level cache. Sums are float32, in an order that depends only on shapes and
+sizes: equal arguments give equal bits.
 
 M rows, S summed, C columns, G groups, R rows of a tile, V visits (tiles of rows).
 """
@@ -26,33 +25,34 @@ from maxtext_like.layers.kernels.grouped_matmul.row_tiles import row_tiles
 from maxtext_like.layers.partition import vary_alike
 
 _ROWS, _WEIGHTS = "triton_rows_by_group", "triton_weights_by_group"
-"""What the kernels are called in a program."""
+"""Names of the kernels in a program."""
 
 _OLDEST = (8, 0)
-"""Compute capability of the first GPUs that multiply bfloat16."""
+"""Compute capability of the first GPUs with bfloat16 products."""
 _FEWEST, _MOST = 16, 128
-"""Of rows and of columns of a tile: fewer than 16 no matrix unit multiplies, more than 128 by 128 float32 sums leave no
+"""Limits for rows and columns of a tile. Matrix units need at least 16. More than 128 x 128 float32 sums exceed the
 registers."""
 _ROWS_ADDED = 32
-"""The most rows of a step of the gradient of the matrices."""
+"""Maximum rows of a step of the gradient of the matrices."""
 
 
 def _triton() -> Any:
-  """Pallas by Triton. Who only chooses between kernels shall not wait for its import."""
+  """Import Pallas for Triton on use: choosing between kernels does not need it."""
   from jax.experimental.pallas import triton
 
   return triton
 
 
 def tile_rows(rows: int, groups: int) -> int:
-  """R, a power of two: at most a fifth of the mean group where that is 16 or more, so that rounding up the last tile adds about
-  a tenth to the work."""
+  """Return R, a power of two. It is at most a fifth of the mean group if that is 16 or more, so that rounding up the last tile
+  adds about a tenth to the work."""
   return 2 ** int(math.log2(min(max(rows / (5 * groups), _FEWEST), _MOST)))
 
 
 def rows_worked_on(rows: int, groups: int) -> int:
-  """The most rows that are multiplied with matrices: of each group, those that its last tile is rounded up by. Steps of the
-  gradient of the matrices are no longer."""
+  """Return the maximum number of rows that are multiplied by matrices. The last tile of each group is rounded up.
+
+  The steps of the gradient of the matrices are not longer than these tiles."""
   return rows + groups * (tile_rows(rows, groups) - 1)
 
 
@@ -64,44 +64,47 @@ def product(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """x[m] @ w[group of m] for every row m.
+  """Return x[m] @ w[group of m] for every row m.
 
   Args:
-    x_MS: rows, bfloat16 or float16; those of group 0 first, then those of group 1, ...
-    w_GSC: a matrix for each group, of x's dtype.
-    sizes: int32 [G], rows of each group. Rows behind them all are no one's.
-    precision: of no effect: products of 16-bit numbers are exact before they are added up.
+    x_MS: rows, bfloat16 or float16, sorted by group.
+    w_GSC: one matrix for each group, in x's dtype.
+    sizes: int32 [G], rows of each group. Rows after the last group belong to no group.
+    precision: no effect, because products of 16-bit numbers are exact before they are added.
     interpret: run on any platform, slowly: for tests.
 
   Returns:
-    [M, C] in x's dtype, accumulated in float32; zeros for no one's rows.
+    [M, C] in x's dtype, accumulated in float32; zeros for rows without a group.
 
   Raises:
-    ValueError: other dtypes.
+    ValueError: x or w has another dtype.
   """
   del precision
   if x_MS.dtype not in (jnp.bfloat16, jnp.float16) or w_GSC.dtype != x_MS.dtype:
-    raise ValueError(f"pallas_triton: x is {x_MS.dtype} and w {w_GSC.dtype}; both have to be bfloat16 or float16")
+    raise ValueError(f"pallas_triton: x is {x_MS.dtype} and w is {w_GSC.dtype}, but both must be bfloat16 or both float16")
   return _product(*vary_alike(x_MS, w_GSC, sizes), interpret)
 
 
 def sums(x_MS: jax.Array, w_GSC: jax.Array, sizes: jax.Array, dtype: Any, *, interpret: bool = False) -> jax.Array:
-  """The same in float32 [M, C], as it is added up.
+  """Return the float32 sums [M, C] of the same product.
 
-  What is float32, cotangents too, is multiplied as 16-bit numbers, float16 ones with a power of two for each row and matrix, or
-  for each group where rows are added up: so it keeps float32's range.
+  float32 operands and cotangents are multiplied as 16-bit numbers. float16 ones are scaled by a power of two for each row and
+  matrix (for each group in the sum over rows), so that they keep the range of float32.
 
   Args:
-    x_MS, w_GSC: as of ``product``, each float32 or of ``dtype``.
-    sizes, interpret: as of ``product``.
-    dtype: bfloat16 or float16, that they are multiplied in.
+    x_MS, w_GSC: as in ``product``, but each may be float32 or ``dtype``.
+    sizes, interpret: as in ``product``.
+    dtype: dtype of the products, bfloat16 or float16.
 
   Raises:
-    ValueError: other dtypes.
+    ValueError: x, w or ``dtype`` has another dtype.
   """
   dtype = jnp.dtype(dtype)
   if dtype not in (jnp.bfloat16, jnp.float16) or not {x_MS.dtype, w_GSC.dtype} <= {dtype, jnp.dtype("float32")}:
-    raise ValueError(f"pallas_triton: x is {x_MS.dtype} and w {w_GSC.dtype}: there are no sums of {dtype} products of them")
+    raise ValueError(
+      f"pallas_triton: x is {x_MS.dtype} and w is {w_GSC.dtype}, but {dtype} sums need a 16-bit dtype, and arrays in it or "
+      "in float32"
+    )
   return _sums(*vary_alike(x_MS, w_GSC, sizes), dtype, interpret)
 
 
@@ -137,7 +140,7 @@ def _sums_backward(dtype, interpret, saved, g):
   x, w, sizes = saved
   dx = _wide_rows_times_groups(g, w, sizes, dtype, interpret, transposed=True)
   rows, unit = by_row(x, dtype)
-  g, of_group = by_group(g * unit, sizes, dtype)  # a row adds to the sum what x and g have together
+  g, of_group = by_group(g * unit, sizes, dtype)  # the product of x and g has the scales of both
   return dx.astype(x.dtype), _groups_of_rows(rows, g, sizes, interpret, of_group, dtype=w.dtype), None
 
 
@@ -145,51 +148,50 @@ _sums.defvjp(_sums_forward, _sums_backward)
 
 
 def _wide_rows_times_groups(x, w, sizes, dtype, interpret, *, transposed):
-  """As ``_rows_times_groups``, in float32, of operands that keep their range."""
+  """Compute ``_rows_times_groups`` in float32, with operands that keep the range of float32."""
   rows, unit = by_row(x, dtype)
   matrices, of_group = by_row(w.reshape(w.shape[0], -1), dtype)
   made = _rows_times_groups(rows, matrices.reshape(w.shape), sizes, interpret, transposed=transposed, dtype=jnp.float32) * unit
   if w.dtype == dtype:
     return made
-  return made * jnp.repeat(of_group, sizes, axis=0, total_repeat_length=x.shape[0])  # those of no one are zeros
+  return made * jnp.repeat(of_group, sizes, axis=0, total_repeat_length=x.shape[0])  # rows without a group are zeros
 
 
 def _tile(size: int) -> int:
-  """Numbers of an axis in a tile, a power of two as Triton wants it; the last tile is masked."""
+  """Return the size of a tile along an axis. Triton needs a power of two. The last tile is masked."""
   return min(max(pl.next_power_of_2(size), _FEWEST), _MOST)
 
 
 def _below(start: Any, count: int, end: Any) -> jax.Array:
-  """bool [count]: which of the numbers from ``start`` on are below ``end``."""
+  """Return bool [count]: which of the indices start, start + 1, ... are below ``end``."""
   return start + jax.lax.broadcasted_iota(jnp.int32, (count,), 0) < end
 
 
 def _load(array: Any, at: tuple[Any, ...], own: jax.Array, inside: jax.Array) -> jax.Array:
-  """A tile of two axes, with zeros where a row or a column is not to be read. What is there may be anything, and nothing times
-  that is not nothing."""
+  """Load a tile of two axes, with zeros for masked rows and columns, because memory there may contain NaN."""
   return _triton().load(array.at[at], mask=own[:, None] & inside[None, :], other=0.0)
 
 
 def _split(piece: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """Quotient and rest."""
-  number = jax.lax.div(piece, jnp.int32(count))  # of signed numbers "//" asks the machine at hand for its kind
+  """Return quotient and remainder."""
+  number = jax.lax.div(piece, jnp.int32(count))  # "//" on signed integers would query the device at hand
   return number, piece - number * count
 
 
-@functools.partial(jax.jit, static_argnames=("interpret", "transposed", "dtype"))  # layers share what Triton makes of it
+@functools.partial(jax.jit, static_argnames=("interpret", "transposed", "dtype"))  # layers share the compiled kernel
 def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
-  """[M, C] in a dtype, None: x's; with ``transposed`` w is [G, C, S]."""
+  """Return [M, C] in ``dtype`` (None: that of x). With ``transposed``, w is [G, C, S]."""
   plgpu = _triton()
   (M, S), (G, C) = x.shape, (w.shape[0], w.shape[1 if transposed else 2])
   R, width = tile_rows(M, G), _tile(C)
-  depth, stages = (32, 4) if R == _MOST else (64, 3)  # 64 to 72 KiB of shared memory, of which the smallest GPUs give 99
+  depth, stages = (32, 4) if R == _MOST else (64, 3)  # 64 to 72 KiB of shared memory; the smallest GPUs have 99 KiB
   depth = min(depth, _tile(S))
   across, steps = pl.cdiv(C, width), pl.cdiv(S, depth)
-  # What is left behind the groups is one more, whose rows become zeros: no step is made for them.
+  # Rows after the last group form one more group. They are set to zero, and no step is computed for them.
   visits, number = row_tiles(jnp.append(sizes, M - jnp.sum(sizes)), M, (R,))
 
   def kernel(visits, number, x, w, out):
-    # Tiles of the same rows lie side by side.
+    # Tiles with the same rows are neighbours, so that they share the rows in the cache.
     visit, column = _split(pl.program_id(0), across)
     column = column * width
 
@@ -207,7 +209,7 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
           matrix = _load(w, (group, deep, pl.ds(column, width)), there, inside)
         return total + plgpu.dot(rows, matrix, trans_b=transposed)
 
-      todo = (group < G).astype(jnp.int32) * steps  # JAX 0.11 makes a bool of a choice between two constants
+      todo = (group < G).astype(jnp.int32) * steps  # JAX 0.11 converts a choice between two constants to a bool
       total = jax.lax.fori_loop(0, todo, step, jnp.zeros((R, width), jnp.float32))
       plgpu.store(out.at[pl.ds(row, R), pl.ds(column, width)], total.astype(out.dtype), mask=own[:, None] & inside[None, :])
 
@@ -223,8 +225,8 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
 
 @functools.partial(jax.jit, static_argnames=("interpret", "dtype"))
 def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
-  """The gradient of the weights [G, S, C] in a dtype, None: x's. x.T @ g over the rows of each group, added up in float32,
-  times the group's of the units, float32 [G], None: 1."""
+  """Compute the gradient of the matrices [G, S, C] in ``dtype`` (None: that of x): x.T @ g over the rows of each group,
+  accumulated in float32. ``unit``, float32 [G], is a factor for each group; None: 1."""
   plgpu = _triton()
   (M, S), C, G = x.shape, g.shape[1], sizes.shape[0]
   count = min(tile_rows(M, G), _ROWS_ADDED)
@@ -266,20 +268,20 @@ def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
 
 
 def _like(x, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  """A result, None: of x's dtype, which varies over the devices that x varies over."""
+  """Declare a result in ``dtype`` (None: that of x) that varies over the devices that x varies over."""
   return jax.ShapeDtypeStruct(shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def _refuses(case: Case) -> list[str]:
   reasons = [] if case.platform == "gpu" else [f"it runs on NVIDIA GPUs, not on {case.platform}"]
   if case.capability is not None:
-    known = re.fullmatch(r"(\d+)\.(\d+)", case.capability)  # other makers' GPUs have names there
+    known = re.fullmatch(r"(\d+)\.(\d+)", case.capability)  # for GPUs of other vendors it is a name
     if known is None or (int(known[1]), int(known[2])) < _OLDEST:
-      reasons.append(f"it is for GPUs of compute capability {'.'.join(map(str, _OLDEST))} or higher, not {case.capability}")
+      reasons.append(f"it needs a GPU of compute capability {'.'.join(map(str, _OLDEST))} or higher, not {case.capability}")
   if case.dtype == "float32":
-    reasons.append("it has no float32 operands")
+    reasons.append("it does not support float32 operands")
   if importlib.util.find_spec("jax.experimental.pallas.triton") is None:  # deprecated since JAX 0.11
-    reasons.append(f"JAX {jax.__version__} has no Pallas by Triton")
+    reasons.append(f"JAX {jax.__version__} does not have Pallas for Triton")
   return reasons
 
 

@@ -1,8 +1,8 @@
-"""The kernels for a grouped product, what each of them can do, and the choice between them.
+"""The kernels for grouped products: the cases that each supports, and the choice between them.
 
-A grouped product multiplies rows that lie sorted by group with the matrix of their group: the experts of a token. A kernel is
-a module of this folder, named as the configuration names it, with a ``KERNEL``. This module imports no JAX, so that the
-configuration may ask too.
+A grouped product multiplies rows, sorted by group, by the matrix of their group, as tokens by the matrix of their expert. A
+kernel is a module of this folder with a ``KERNEL``. The module has the name of the kernel in the configuration. This module
+imports no JAX, so that the configuration can read it too.
 
 M rows, D summed, F columns, G groups.
 """
@@ -14,21 +14,22 @@ from typing import Any, Literal, get_args
 
 Name = Literal["pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
 NAMES: tuple[Name, ...] = get_args(Name)
-"""In the order in which "auto" prefers them, where they do no more than the useful work."""
+"""The order in which "auto" prefers kernels that do not multiply more rows than needed."""
 
 Choice = Literal["auto", "pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
-"""What a configuration may ask for."""
+"""Values of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """What decides between kernels.
+  """The properties of a grouped product that decide which kernels support it.
 
   Attributes:
-    platform: "cpu", "gpu" or "tpu", where the program will run.
-    dtype: of rows and matrices.
-    sums: the float32 sums are handed on, see ``GroupedKernel.sums``.
-    capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
+    platform: "cpu", "gpu" or "tpu": where the program will run.
+    dtype: dtype of rows and matrices.
+    sums: the float32 sums are returned, see ``GroupedKernel.sums``.
+    capability: CUDA compute capability of the device. None: not an NVIDIA GPU, or not known; kernels then assume the one that
+      they need.
   """
 
   platform: str
@@ -39,21 +40,21 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupedKernel:
-  """One way to compute a grouped product.
+  """One implementation of grouped products.
 
   Attributes:
-    name: as the configuration has it.
-    refuses: why it cannot do a case; empty where it can.
-    avoided: why "auto" takes another kernel for a case that this one can do; empty where it is the choice.
+    name: its name in the configuration.
+    refuses: returns the reasons why it does not support a case; an empty list if it does.
+    avoided: returns the reason why "auto" prefers another kernel for a supported case; "" if "auto" may choose this one.
     run: (x [M, D], w [G, D, F], sizes int32 [G], ``jax.lax.Precision``) -> [M, F] in x's dtype, accumulated in float32;
-      differentiable in x and w. Rows of group 0 come first, then those of group 1; rows behind them all are no one's.
-    run_for_sums: (x, w, sizes, a 16-bit dtype) -> float32 [M, F], likewise; x and w, of this dtype or float32, are multiplied
-      as it has them, but keep float32's range, and so do cotangents. None: ``run`` does it, with all of them in float32.
-    float16: the ``matmul_precision`` under which float32 operands multiply as the float16 numbers that they hold.
-    called: whether the operation of a compiled program that has this path and name is one of its kernels.
-    rows: of M rows and G groups, the most that are multiplied with matrices, and on a TPU in the gradient of these too.
-    skips: it multiplies no one's rows with nothing.
-    fused: a binary of its own, which is tried on the device before a run trusts it.
+      differentiable in x and w. Rows are sorted by group. Rows after the last group belong to no group.
+    run_for_sums: (x, w, sizes, a 16-bit dtype) -> float32 [M, F]. x and w have this dtype or float32. Products are computed in
+      this dtype, but operands and cotangents keep the range of float32. None: ``run`` computes it with float32 operands.
+    float16: the ``matmul_precision`` with which float32 operands that hold float16 numbers are multiplied exactly.
+    called: (path, name) -> True if this operation of a compiled program is one of the kernel's.
+    rows: (M, G) -> maximum number of rows that are multiplied by matrices. On a TPU it also holds for the gradient of these.
+    skips: rows without a group are not multiplied.
+    fused: the kernel is a compiled binary that must pass a self-test on the device before a run uses it.
   """
 
   name: Name
@@ -68,11 +69,11 @@ class GroupedKernel:
   fused: bool = False
 
   def sums(self, x: Any, w: Any, sizes: Any, dtype: str, precision: str) -> Any:
-    """float32 [M, F]: the sums as they are, not rounded.
+    """Return the float32 sums [M, F] without rounding.
 
     Args:
-      x, w, sizes: as of ``run``; x and w of ``dtype`` or float32.
-      dtype: that they are multiplied in.
+      x, w, sizes: as in ``run``; x and w have ``dtype`` or float32.
+      dtype: dtype of the products.
       precision: ``matmul_precision``.
     """
     if self.run_for_sums is not None and dtype != "float32":
@@ -81,11 +82,11 @@ class GroupedKernel:
     return self.run(x.astype("float32"), w.astype("float32"), sizes, asked)
 
   def reasons(self, case: Case) -> list[str]:
-    """Why it cannot do a case, be it by float32 operands; empty where it can."""
+    """Return the reasons why it does not support a case, also with float32 operands; an empty list if it does."""
     return self.refuses(self._run_by(case))
 
   def chosen(self, case: Case) -> bool:
-    """Whether "auto" takes it for a case that it can do."""
+    """True if "auto" may choose the kernel for a supported case."""
     return not self.avoided(self._run_by(case))
 
   def _run_by(self, case: Case) -> Case:
@@ -93,25 +94,25 @@ class GroupedKernel:
 
 
 def kernel(name: Name) -> GroupedKernel:
-  """The kernel of that name; imports its module."""
+  """Return the kernel with this name. Imports its module."""
   return importlib.import_module(f"{__package__}.{name}").KERNEL
 
 
 def choose(choice: Choice, *cases: Case, without: tuple[Name, ...] = ()) -> GroupedKernel:
-  """The kernel that will run.
+  """Return the kernel to run.
 
   Args:
-    choice: what is asked for.
-    cases: all that it has to do.
-    without: those that "auto" passes by.
+    choice: the kernel that the configuration selects.
+    cases: all cases that it must support.
+    without: kernels that "auto" must not choose.
 
   Raises:
-    ValueError: a kernel that is asked for by name cannot do it.
+    ValueError: the configuration names a kernel that does not support a case.
   """
   if choice == "auto":
     able = [found for found in map(kernel, NAMES) if found.name not in without and not any(map(found.reasons, cases))]
     return next((found for found in able if all(map(found.chosen, cases))), able[0])
   asked = kernel(choice)
   if reasons := list(dict.fromkeys(reason for case in cases for reason in asked.reasons(case))):
-    raise ValueError(f"grouped_product={choice} cannot be used here: {'; '.join(reasons)}; use grouped_product=auto")
+    raise ValueError(f"grouped_product={choice} cannot be used here: {'; '.join(reasons)}\n  fix: grouped_product=auto")
   return asked

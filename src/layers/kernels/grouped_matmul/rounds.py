@@ -1,8 +1,8 @@
-"""A grouped product as few batched ones: in each round every group multiplies its next rows.
+"""A grouped product as a few batched products. In each round every group multiplies its next rows.
 
-What a GPU does well: one batched matrix product of all groups. A round takes as many rows of every group, so all of them work
-as long as the largest: about 1.3 times the useful work where loads are even, the number of groups times it where one takes
-everything. Sums over rounds are made in a fixed order, so numbers are the same in every run.
+GPUs are fast at one batched matrix product of all groups. A round takes the same number of rows from every group, so all groups
+take as many rounds as the largest one. This is about 1.3 times the needed work for even loads, and G times the needed work if
+one group has all rows. Sums over rounds have a fixed order, so every run gives the same numbers.
 
 M rows, D summed, F columns, G groups, C rows of a group in a round.
 """
@@ -17,27 +17,28 @@ from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKer
 from maxtext_like.layers.partition import vary_alike
 
 _FEWEST = 16
-"""Rows of a round: a matrix unit's."""
+"""Minimum rows of a round, which is the size of a matrix unit."""
 _LONGER = 4
-"""Rounds of the gradient of the weights are longer by it: each of them reads and writes a float32 matrix for every group."""
+"""Factor on the rows of a round in the gradient of the matrices, where each round reads and writes a float32 matrix per
+group."""
 
 
 def round_rows(rows: int, groups: int) -> int:
-  """C, a power of two: half of the mean group at most, so that few rows of a last round are no one's."""
+  """Return C, a power of two. It is at most half of the mean group, so that the last round has few unused rows."""
   return max(_FEWEST, 2 ** int(math.log2(max(rows / (2 * groups), 1))))
 
 
 def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-  """x[m] @ w[group of m] for every row m.
+  """Return x[m] @ w[group of m] for every row m.
 
   Args:
-    x_MD: rows, those of group 0 first, then those of group 1, ...
-    w_GDF: a matrix for each group, of x's dtype.
-    sizes: int32 [G], rows of each group. Rows behind them all are no one's.
-    precision: of each product.
+    x_MD: rows, sorted by group.
+    w_GDF: one matrix for each group, in x's dtype.
+    sizes: int32 [G], rows of each group. Rows after the last group belong to no group.
+    precision: precision of each product.
 
   Returns:
-    [M, F] in x's dtype, accumulated in float32; zeros for no one's rows.
+    [M, F] in x's dtype, accumulated in float32; zeros for rows without a group.
   """
   return _product(*vary_alike(x_MD, w_GDF, sizes), precision)
 
@@ -62,8 +63,8 @@ _product.defvjp(_forward, _backward)
 
 
 def _in_round(number: jax.Array, sizes: jax.Array, C: int, rows: int) -> jax.Array:
-  """int32 [G, C]: the rows of each group in a round, each number once; behind the group's end those from ``rows`` on, which are
-  of no row."""
+  """Return int32 [G, C]: the rows of each group in a round. Each index occurs once. Beyond the end of a group, the indices are
+  ``rows`` or larger, which are dropped."""
   G, within = sizes.shape[0], number * C + jnp.arange(C)
   own = (jnp.cumsum(sizes) - sizes)[:, None] + within
   return jnp.where(within < sizes[:, None], own, rows + jnp.arange(G * C).reshape(G, C))
@@ -81,14 +82,14 @@ def _rows_times_groups(x, w, sizes, precision, spec: str):
     made = jnp.einsum(
       spec, x.at[at].get(mode="fill", fill_value=0), w, precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
-    return out.at[at].set(made.astype(x.dtype), mode="drop", unique_indices=True)  # so that a GPU needs no atomic writes
+    return out.at[at].set(made.astype(x.dtype), mode="drop", unique_indices=True)  # unique, so a GPU needs no atomic writes
 
   out, _ = vary_alike(jnp.zeros((M, w.shape[2 if spec[-1] == "F" else 1]), x.dtype), x)
   return jax.lax.fori_loop(0, _rounds(sizes, C), one, out)
 
 
 def _groups_of_rows(x, g, sizes, precision):
-  """The gradient of the weights, float32 [G, D, F]: x.T @ g over the rows of each group."""
+  """Compute the gradient of the matrices, float32 [G, D, F]: x.T @ g over the rows of each group."""
   M, G = x.shape[0], sizes.shape[0]
   C = _LONGER * round_rows(M, G)
 
@@ -102,7 +103,7 @@ def _groups_of_rows(x, g, sizes, precision):
 
 
 def _avoided(case: Case) -> str:
-  return "" if case.platform == "gpu" else "groups without rows are worked on as long as the largest"
+  return "" if case.platform == "gpu" else "every group takes as long as the largest one"
 
 
 KERNEL = GroupedKernel(name="rounds", refuses=lambda case: [], avoided=_avoided, run=product)

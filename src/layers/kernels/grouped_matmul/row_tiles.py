@@ -1,6 +1,6 @@
-"""The list of tiles of rows that the kernels of GPUs work through.
+"""The list of tiles of rows for the grouped kernels of GPUs.
 
-M rows, G groups, R most rows of a tile, V visits (tiles of rows).
+M rows, G groups, R maximum rows of a tile, V visits (tiles of rows).
 """
 
 import jax
@@ -8,18 +8,22 @@ import jax.numpy as jnp
 
 
 def row_tiles(sizes: jax.Array, rows: int, counts: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-  """The tiles of rows: int32 [4, V], of each its group, its first row, which of ``counts`` it has, and how many of those are
-  its group's (all, but in a group that is smaller); and int32 [1], how many tiles there are. V is the most that any sizes need.
+  """Cut the rows of each group into tiles.
 
   Args:
-    sizes: [G], of all groups; their sum is M.
+    sizes: [G], rows of all groups; their sum is M.
     rows: M.
-    counts: of a tile's rows, rising.
+    counts: numbers of rows that a tile can have, in increasing order.
+
+  Returns:
+    int32 [4, V]: for each tile its group, its first row, the index of its number of rows in ``counts``, and how many of these
+    rows belong to its group (all, unless the group is smaller than the tile); and int32 [1], the number of tiles. V is the
+    maximum that any sizes need.
   """
   R, able = counts[-1], jnp.asarray(counts, jnp.int32)
   ends = jnp.cumsum(sizes)
   whole, rest = sizes // R, sizes % R
-  last = jnp.searchsorted(able, rest)  # the smallest that holds the rest
+  last = jnp.searchsorted(able, rest)  # the smallest tile that holds the remaining rows
   number = whole + (rest > 0)
   behind = jnp.cumsum(number)
   visit = jnp.arange(rows // R + sizes.shape[0])

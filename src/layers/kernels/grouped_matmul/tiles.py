@@ -1,7 +1,7 @@
-"""A grouped product as a loop of plain ones: each tile of rows times the weight of its group, and no other work.
+"""A grouped product as a loop over tiles of rows. Each tile is multiplied by the matrix of its group, with no other work.
 
-A loop body is compiled once, whatever the number of groups, and runs on every machine. A tile that reaches beyond its group
-writes rows that are not its own; the tiles of the next group come later and write them again.
+The loop body is compiled once for any number of groups, and runs on every platform. A tile that extends beyond its group writes
+rows of the next group. The tiles of that group come later and overwrite them.
 
 M rows, D summed, F columns, G groups, R rows of a tile.
 """
@@ -19,30 +19,30 @@ _FEWEST, _MOST = 8, 256
 
 
 def tile_rows(rows: int, groups: int) -> int:
-  """R, a power of two: at most a fifth of the mean group, so that partial tiles add about a tenth to the work."""
+  """Return R, a power of two. It is at most a fifth of the mean group, so that partial tiles add about a tenth to the work."""
   return 2 ** int(math.log2(min(max(rows / (5 * groups), _FEWEST), _MOST)))
 
 
 def _tiles(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Each group's first row [G], its first tile [G], and the number of tiles of them all."""
+  """Return the first row of each group [G], its first tile [G], and the total number of tiles."""
   ends, counts = jnp.cumsum(sizes), -(-sizes // rows)
   last = jnp.cumsum(counts)
   return ends - sizes, last - counts, last[-1]
 
 
 def _group_of(tile: jax.Array, first_tiles: jax.Array) -> jax.Array:
-  """The group of a tile: the last one that begins at it or before it and is not empty."""
+  """Return the group of a tile: the last non-empty one that begins at this tile or before it."""
   return jnp.searchsorted(first_tiles, tile, side="right") - 1
 
 
 def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.lax.PrecisionLike = None) -> jax.Array:
-  """x[m] @ w[group of m] for every row m.
+  """Return x[m] @ w[group of m] for every row m.
 
   Args:
-    x_MD: rows, those of group 0 first, then those of group 1, ...
-    w_GDF: a matrix for each group, of x's dtype.
+    x_MD: rows, sorted by group.
+    w_GDF: one matrix for each group, in x's dtype.
     sizes: int32 [G], rows of each group; their sum is M.
-    precision: of each product.
+    precision: precision of each product.
 
   Returns:
     [M, F] in x's dtype, accumulated in float32.
@@ -56,10 +56,10 @@ def _product(x, w, sizes, precision):
 
 
 def _rows_times_groups(x, w, sizes, precision, *, transposed):
-  """[M, F]; with ``transposed`` x is [M, F] and the result [M, D]."""
+  """Return [M, F]. With ``transposed``, x is [M, F] and the result [M, D]."""
   R = tile_rows(x.shape[0], w.shape[0])
   first_rows, first_tiles, tiles = _tiles(sizes, R)
-  padded = jnp.pad(x, ((0, R), (0, 0)))  # the last tile may reach beyond the rows
+  padded = jnp.pad(x, ((0, R), (0, 0)))  # the last tile may extend beyond the rows
 
   def one(tile, out):
     group = _group_of(tile, first_tiles)
@@ -85,7 +85,7 @@ def _backward(precision, saved, g):
 
 
 def _groups_of_rows(x, g, sizes, precision):
-  """The gradient of the weights, float32 [G, D, F]: x.T @ g over the rows of each group."""
+  """Compute the gradient of the matrices, float32 [G, D, F]: x.T @ g over the rows of each group."""
   R = tile_rows(x.shape[0], sizes.shape[0])
   first_rows, first_tiles, tiles = _tiles(sizes, R)
   ends = first_rows + sizes
@@ -94,6 +94,7 @@ def _groups_of_rows(x, g, sizes, precision):
   def one(tile, dw):
     group = _group_of(tile, first_tiles)
     at = first_rows[group] + (tile - first_tiles[group]) * R
+    # Set rows of other groups to zero.
     own = at + jnp.arange(R) < ends[group]
     rows = jnp.where(own[:, None], jax.lax.dynamic_slice_in_dim(x, at, R), 0)
     made = jnp.einsum(
@@ -111,7 +112,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _avoided(case: Case) -> str:
-  return "a GPU waits between the tiles" if case.platform == "gpu" else ""
+  return "a GPU is idle between the tiles" if case.platform == "gpu" else ""
 
 
 KERNEL = GroupedKernel(name="tiles", refuses=lambda case: [], avoided=_avoided, run=product)

@@ -1,1 +1,1 @@
-"""Norms of the residual stream: who makes their gradients."""
+"""Gradients of the norms of the residual stream: the kernel, and the registry that chooses between it and XLA."""

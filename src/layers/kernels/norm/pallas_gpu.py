@@ -1,9 +1,9 @@
 """The gradients of RMSNorm on Hopper GPUs in one kernel (Pallas' Mosaic GPU).
 
-XLA makes them of two or three, for the sums over a row and over rows and for what needs them, each of which reads the arrays
-again, and adds the gradient of the stream beside the norm in one more. Here the registers of a warpgroup hold a row while it is
-needed, and the next one on its way: what goes in is read once, and what comes out is written once. Everything between is
-float32. The same arguments give the same bits.
+XLA needs two or three kernels, for sums over a row, sums over rows, and the values that depend on them. Each reads the arrays
+again, and one more adds the gradient of the residual stream. This kernel keeps a row in the registers of a warpgroup while
+the next one is loaded, so it reads each input and writes each output once. Intermediate values are float32. Equal arguments
+give equal bits.
 
 R rows, D normalised dimension, P programs (warpgroups).
 """
@@ -18,32 +18,32 @@ import jax.numpy as jnp
 from maxtext_like.layers.kernels.norm.registry import THREADS
 
 _KERNEL = "norm_gradients"
-"""What it is called in a program."""
+"""Name of the kernel in a program."""
 
 _BLOCKS = 132
-"""Multiprocessors of an H100 or H200 (SXM)."""
+"""Number of multiprocessors of an H100 or H200 (SXM)."""
 _NARROW = 4096
-"""Rows up to this leave registers for three programs on a multiprocessor, longer ones for two."""
+"""Rows up to this size leave registers for three programs per multiprocessor, longer ones for two."""
 _AHEAD = 6144
-"""Rows up to this leave registers for the next one."""
+"""Rows up to this size leave registers for loading the next row."""
 
 
 def _mosaic() -> Any:
-  """Pallas for NVIDIA GPUs. Its import takes half a second, which who only chooses between kernels shall not wait for."""
+  """Import Pallas for NVIDIA GPUs on use: it takes half a second, and choosing between kernels does not need it."""
   from jax.experimental.pallas import mosaic_gpu
 
   return mosaic_gpu
 
 
 def _read(row: Any) -> jax.Array:
-  """A row in the device's memory, [D]; each thread has some neighbours of every so many."""
+  """Load a row [D] from device memory. Each thread gets several groups of neighbouring elements."""
   plgpu = _mosaic()
   dim = row.shape[0]
   layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=math.gcd(dim // THREADS, 8))
   return plgpu.load(row, layout=layout, optimized=False)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))  # layers share what Mosaic makes of it
+@functools.partial(jax.jit, static_argnames=("interpret",))  # layers share the compiled kernel
 def gradients(
   x_RD: jax.Array,
   inverse_R: jax.Array,
@@ -54,16 +54,17 @@ def gradients(
   *,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Of y = x * inverse * factor with inverse = 1 / sqrt(mean(x^2) + epsilon), those of x and of the factor.
+  """Compute the gradients of x and of the factor, for y = x * inverse * factor with inverse = 1 / sqrt(mean(x^2) + epsilon).
 
-  With u = x * inverse, normed: du = g * factor, dx = inverse * (du - u * mean(u * du)), and the factor's is the sum of g * u.
+  With the normed u = x * inverse: du = g * factor, dx = inverse * (du - u * mean(u * du)), and the gradient of the factor is
+  the sum of g * u over rows.
 
   Args:
-    x_RD: what was normed, any floating dtype.
+    x_RD: input of the norm, any floating-point dtype.
     inverse_R, factor_D: float32.
     g_RD: gradient of y.
-    stream_RD: gradient of the other uses of x, which is added before the sum is rounded; None: it has none.
-    real_R: False for rows whose y was set to zero; None: none was.
+    stream_RD: gradient from other uses of x. It is added before the sum is rounded. None: there is none.
+    real_R: False for rows whose y was set to zero; None: no row was.
     interpret: ``plgpu.InterpretGPUParams``, to run on a CPU, slowly: for tests.
 
   Returns:
@@ -82,6 +83,7 @@ def gradients(
     times = _read(factor)
     read = lambda i: [_read(a.at[i]) for a in rows]
 
+    # Process rows program, program + programs, ... and load the next row before computing with the current one.
     def work(n, carry):
       total, now = carry
       i = program + n * programs

@@ -1,7 +1,7 @@
-"""Who makes the gradients of norms beside a residual stream, and the choice between them.
+"""The gradients of norms of the residual stream: the choice between the kernel ``pallas_gpu`` and XLA.
 
-XLA does it anywhere; ``pallas_gpu`` is a kernel of our own. The forward pass is XLA's in any case, which joins it to its
-neighbours. This module imports no JAX, so that the configuration may ask too.
+XLA supports all platforms. It always computes the forward pass, because it fuses it with the neighbouring operations. This
+module imports no JAX, so that the configuration can read it too.
 """
 
 from dataclasses import dataclass
@@ -9,23 +9,24 @@ from typing import Literal
 
 Name = Literal["pallas_gpu", "xla"]
 Choice = Literal["auto", "pallas_gpu", "xla"]
-"""What a configuration may ask for: "auto" takes the kernel where it can work."""
+"""Values of the configuration: "auto" chooses the kernel if it supports the case."""
 
 _HOPPER = "9.0"
 _LEAST, _MOST = 1024, 8192
 THREADS = 128
-"""Of a program of the kernel, a warpgroup: each has as many numbers of a row as any other."""
+"""Threads of a program of the kernel (a warpgroup). Each has the same number of elements of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """What decides.
+  """The properties that decide whether the kernel supports a norm.
 
   Attributes:
-    platform: "cpu", "gpu" or "tpu", where the program will run.
-    capability: CUDA's compute capability of the device; None: no NVIDIA GPU, or not known, and then taken for the one it needs.
-    devices: of the mesh: a partitioner cannot look into a kernel.
-    dim: numbers of a row.
+    platform: "cpu", "gpu" or "tpu": where the program will run.
+    capability: CUDA compute capability of the device. None: not an NVIDIA GPU, or not known; it is then assumed to be the
+      needed one.
+    devices: number of devices of the mesh, because the partitioner cannot split a kernel.
+    dim: size of a row.
   """
 
   platform: str
@@ -35,30 +36,30 @@ class Case:
 
 
 def refuses(case: Case) -> list[str]:
-  """Why ``pallas_gpu`` cannot do a case; empty where it can."""
+  """Return the reasons why ``pallas_gpu`` does not support a case; an empty list if it does."""
   import jax
 
   reasons = [] if case.platform == "gpu" else [f"it runs on Hopper GPUs, not on {case.platform}"]
   if case.capability not in (None, _HOPPER):
-    reasons.append(f"it is for GPUs of compute capability {_HOPPER}, not {case.capability}")
+    reasons.append(f"it needs a GPU of compute capability {_HOPPER}, not {case.capability}")
   if case.devices > 1:
-    reasons.append(f"it is for one GPU, and the mesh has {case.devices}")
+    reasons.append(f"it supports one GPU, but the mesh has {case.devices} devices")
   if case.dim % THREADS or not _LEAST <= case.dim <= _MOST:
-    reasons.append(f"rows of {case.dim} numbers are not a multiple of {THREADS} from {_LEAST} to {_MOST}")
-  if jax.__version_info__ < (0, 11):  # its Pallas writes loads in a layout otherwise
-    reasons.append(f"it needs JAX 0.11, and this is {jax.__version__}")
+    reasons.append(f"rows of {case.dim} elements are not a multiple of {THREADS} from {_LEAST} to {_MOST}")
+  if jax.__version_info__ < (0, 11):  # earlier versions of Pallas have another interface for loads with a layout
+    reasons.append(f"it needs JAX 0.11, but this is {jax.__version__}")
   return reasons
 
 
 def choose(choice: Choice, case: Case) -> Name:
-  """Who will do it.
+  """Return the kernel to use.
 
   Raises:
-    ValueError: the kernel is asked for by name and cannot.
+    ValueError: the configuration names the kernel, but it does not support the case.
   """
   if choice == "xla":
     return "xla"
   reasons = refuses(case)
   if reasons and choice != "auto":
-    raise ValueError(f"norm_kernel={choice} cannot be used here: {'; '.join(reasons)}; use norm_kernel=auto")
+    raise ValueError(f"norm_kernel={choice} cannot be used here: {'; '.join(reasons)}\n  fix: norm_kernel=auto")
   return "xla" if reasons else "pallas_gpu"

@@ -1,6 +1,7 @@
 """Which kernel is refused where, and which is taken."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from typing import Any, get_args
@@ -22,58 +23,58 @@ REFUSED: list[tuple[Any, Case, dict[str, Any], str]] = [
   ("cudnn_flash", GPU, {"value_dim": 136}, r"value heads \(136\) are wider than query heads \(128\)"),
   ("cudnn_flash", GPU, {"precision": Precision(dtype="float32")}, "float32 is neither bfloat16 nor float16"),
   ("cudnn_flash", GPU, {"bidirectional_images": True}, "bidirectional images"),
-  ("cudnn_flash", GPU, {"probabilities": True}, "needs its probabilities"),
+  ("cudnn_flash", GPU, {"probabilities": True}, "needs the probabilities"),
   ("cudnn_flash", GPU, {"length": 192}, "the row length 192 is not a multiple of 128"),
   ("cudnn_flash", GPU, {"capability": "7.5"}, "compute capability 8.0 or higher, not 7.5"),
   (
     "cudnn_flash",
     GPU,
     {"capability": "8.9", "head_dim": 256},
-    "256 is more than 128, which needs compute capability 9.0, not 8.9",
+    r"256 .*128.*compute capability 9\.0, not 8\.9",
   ),
-  ("cudnn_flash", GPU, {"soft_cap": 50.0}, "hands cuDNN no soft cap"),
+  ("cudnn_flash", GPU, {"soft_cap": 50.0}, "soft cap .*cuDNN"),
   ("mosaic_flash", HOPPER, {"platform": "cpu"}, "on NVIDIA GPUs, not on cpu"),
-  ("mosaic_flash", HOPPER, {"capability": "8.0"}, "GPUs of compute capability 9.0, not 8.0"),
-  ("mosaic_flash", HOPPER, {"capability": "10.0"}, "GPUs of compute capability 9.0, not 10.0"),
+  ("mosaic_flash", HOPPER, {"capability": "8.0"}, r"compute capability 9\.0, not 8\.0"),
+  ("mosaic_flash", HOPPER, {"capability": "10.0"}, r"compute capability 9\.0, not 10\.0"),
   ("mosaic_flash", HOPPER, {"context": 2}, r"split over 2 devices \(context\)"),
-  ("mosaic_flash", HOPPER, {"head_dim": 520}, "the wider of heads of 520 and values of 512 is not 128 to 512"),
+  ("mosaic_flash", HOPPER, {"head_dim": 520}, "head_dim 520 .*512 is not 128 to 512"),
   (
     "mosaic_flash",
     HOPPER,
     {"head_dim": 120, "value_dim": 120},
-    "the wider of heads of 120 and values of 120 is not 128 to 512",
+    "head_dim 120 .*120 is not 128 to 512",
   ),
   ("mosaic_flash", HOPPER, {"precision": Precision(dtype="float32")}, "float32 is neither bfloat16 nor float16"),
-  ("mosaic_flash", HOPPER, {"probabilities": True}, "needs its probabilities"),
+  ("mosaic_flash", HOPPER, {"probabilities": True}, "needs the probabilities"),
   ("mosaic_flash", HOPPER, {"length": 192}, "the row length 192 is not a multiple of 128"),
-  ("mosaic_flash", HOPPER, {"causal": False}, "queries see keys behind them"),
-  ("splash", TPU, {"causal": False, "head_dim": 48, "value_dim": 48}, "48 and values of 48 are not alike and 64 wide at least"),
-  ("splash", TPU, {"causal": False, "value_dim": 64}, "128 and values of 64 are not alike"),
+  ("mosaic_flash", HOPPER, {"causal": False}, "later keys"),
+  ("splash", TPU, {"causal": False, "head_dim": 48, "value_dim": 48}, "heads of 48 and values of 48 .*64 wide"),
+  ("splash", TPU, {"causal": False, "value_dim": 64}, "heads of 128 and values of 64 are not equal"),
   ("splash", TPU, {"platform": "cpu"}, "on TPUs, not on cpu"),
   ("splash", TPU, {"head_dim": 224, "value_dim": 128}, "head_dim 224 is not a multiple of 64"),
   ("splash", TPU, {"value_dim": 64}, "value heads of 64 are not a multiple of 128"),
   ("splash", TPU, {"precision": Precision(dtype="float32")}, "float32 is not bfloat16"),
   ("splash", TPU, {"precision": Precision(dtype="float16")}, "float16 is not bfloat16"),
   ("splash", TPU, {"bidirectional_images": True}, "bidirectional images"),
-  ("splash", TPU, {"probabilities": True}, "needs its probabilities"),
-  ("blockwise", GPU, {"length": 512}, "rows of 512 positions are one tile"),
-  ("blockwise", GPU, {"length": 513, "probabilities": True}, "needs its probabilities"),
+  ("splash", TPU, {"probabilities": True}, "needs the probabilities"),
+  ("blockwise", GPU, {"length": 512}, "rows of 512 positions .*tile"),
+  ("blockwise", GPU, {"length": 513, "probabilities": True}, "needs the probabilities"),
 ]
 
 
 @pytest.mark.parametrize(("kernel", "case", "change", "reason"), REFUSED)
 def test_a_kernel_that_cannot_is_refused_by_name_and_passed_by_automatically(kernel, case, change, reason):
   case = dataclasses.replace(case, **change)
-  with pytest.raises(ValueError, match=f"attention={kernel} cannot be used here: .*{reason}.*; use attention=auto"):
+  with pytest.raises(ValueError, match=rf"attention={kernel} .*{reason}.*\n  fix: .*attention=auto"):
     choose(kernel, case)
   assert choose("auto", case).name != kernel
   assert choose("dot_product", case).name == "dot_product"
 
 
 def test_a_kernel_of_another_platform_is_refused():
-  with pytest.raises(ValueError, match="attention=cudnn_flash cannot be used here: it runs on NVIDIA GPUs, not on tpu"):
+  with pytest.raises(ValueError, match=r"attention=cudnn_flash .*on NVIDIA GPUs, not on tpu"):
     choose("cudnn_flash", TPU)
-  with pytest.raises(ValueError, match="attention=splash cannot be used here: it runs on TPUs, not on gpu"):
+  with pytest.raises(ValueError, match=r"attention=splash .*on TPUs, not on gpu"):
     choose("splash", GPU)
 
 
@@ -103,7 +104,7 @@ def test_heads_of_512_have_a_kernel_on_hopper_gpus_where_jax_can_write_it(monkey
       case = dataclasses.replace(HOPPER, **change)
       assert (choose("auto", case).name == kernel) == (newest or kernel != "mosaic_flash")
   monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-  with pytest.raises(ValueError, match=r"mosaic_flash cannot be used here: it needs JAX 0\.11, and this is"):
+  with pytest.raises(ValueError, match=rf"mosaic_flash .*JAX 0\.11, .*{re.escape(jax.__version__)}"):
     choose("mosaic_flash", HOPPER)
 
 

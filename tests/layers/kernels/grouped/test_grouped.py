@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -164,18 +165,16 @@ def test_the_choice():
     ("tpu", "bfloat16"): "pallas_tpu", ("tpu", "float16"): "tiles",
   }  # fmt: skip
   assert choose("tiles", Case(platform="gpu", dtype="bfloat16")).name == "tiles"
-  with pytest.raises(ValueError, match="grouped_product=ragged_dot cannot be used here: there is no grouped float16 product"):
+  with pytest.raises(ValueError, match=r"grouped_product=ragged_dot .*float16"):
     choose("ragged_dot", Case(platform="tpu", dtype="float16"))
-  with pytest.raises(ValueError, match="grouped_product=pallas_tpu cannot be used here: it runs on TPUs, not on gpu"):
+  with pytest.raises(ValueError, match=r"grouped_product=pallas_tpu .*on TPUs, not on gpu"):
     choose("pallas_tpu", Case(platform="gpu", dtype="bfloat16"))
   assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="9.0")).name == of_hopper
   assert choose("auto", Case(platform="gpu", dtype="bfloat16", capability="10.0")).name == "pallas_triton"
   assert choose("auto", Case(platform="gpu", dtype="float32")).name == "rounds"
-  with pytest.raises(ValueError, match=r"it needs JAX 0\.11\.1, and this is") if old else contextlib.nullcontext():
+  with pytest.raises(ValueError, match=rf"JAX 0\.11\.1, .*{re.escape(jax.__version__)}") if old else contextlib.nullcontext():
     assert choose("pallas_gpu", Case(platform="gpu", dtype="bfloat16")).name == "pallas_gpu"
-  with pytest.raises(
-    ValueError, match="pallas_gpu cannot be used here: it runs on Hopper GPUs, not on cpu; it has no float32 "
-  ):
+  with pytest.raises(ValueError, match=r"pallas_gpu .*on Hopper GPUs, not on cpu; .*float32"):
     choose("pallas_gpu", Case(platform="cpu", dtype="float32"))
   assert {name: kernel(name).name for name in NAMES} == {name: name for name in NAMES}
   assert registry.Choice.__args__ == ("auto", *NAMES)
@@ -197,7 +196,7 @@ def test_the_choice_for_sums():
   wanted = [Case(platform="gpu", dtype=dtype, sums=sums) for dtype, sums in (("bfloat16", False), ("float16", True))]
   assert choose("auto", *wanted).name == "pallas_triton"
   assert choose("auto", *wanted, Case(platform="gpu", dtype="float32")).name == "rounds"
-  with pytest.raises(ValueError, match=r"grouped_product=pallas_gpu cannot be used here: .*it has no float32 operands"):
+  with pytest.raises(ValueError, match=r"grouped_product=pallas_gpu .*float32 operands"):
     choose("pallas_gpu", *wanted)
 
 

@@ -201,26 +201,24 @@ def test_it_is_the_choice_where_the_kernel_of_hopper_gpus_is_not(dtype):
   ("case", "reason"),
   [
     (Case(platform="cpu", dtype="bfloat16"), "it runs on NVIDIA GPUs, not on cpu"),
-    (Case(platform="tpu", dtype="float32"), "it runs on NVIDIA GPUs, not on tpu; it has no float32 operands"),
-    (Case(platform="gpu", dtype="float32", capability="8.0"), "it has no float32 operands"),
-    (Case(platform="gpu", dtype="bfloat16", capability="7.5"), "it is for GPUs of compute capability 8.0 or higher, not 7.5"),
-    (Case(platform="gpu", dtype="float16", capability="gfx942"), "it is for GPUs of compute capability .* not gfx942"),
+    (Case(platform="tpu", dtype="float32"), "it runs on NVIDIA GPUs, not on tpu; .*float32 operands"),
+    (Case(platform="gpu", dtype="float32", capability="8.0"), ".*float32 operands"),
+    (Case(platform="gpu", dtype="bfloat16", capability="7.5"), r".*compute capability 8\.0 or higher, not 7\.5"),
+    (Case(platform="gpu", dtype="float16", capability="gfx942"), ".*compute capability .* not gfx942"),
   ],
 )  # fmt: skip
 def test_its_refusals_say_why(case, reason):
-  with pytest.raises(
-    ValueError, match=f"^grouped_product=pallas_triton cannot be used here: {reason}; use grouped_product=auto$"
-  ):
+  with pytest.raises(ValueError, match=rf"^grouped_product=pallas_triton [^;]*: {reason}\n  fix: .*grouped_product=auto$"):
     choose("pallas_triton", case)
 
 
 def test_a_jax_without_triton_has_not_the_kernel(monkeypatch):
   monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-  assert KERNEL.refuses(Case(platform="gpu", dtype="bfloat16")) == [f"JAX {jax.__version__} has no Pallas by Triton"]
+  assert KERNEL.refuses(Case(platform="gpu", dtype="bfloat16")) == [f"JAX {jax.__version__} does not have Pallas for Triton"]
 
 
 def test_other_dtypes_are_refused():
-  with pytest.raises(ValueError, match="pallas_triton: x is float32 and w float32; both have to be bfloat16 or float16"):
+  with pytest.raises(ValueError, match=r"pallas_triton: x is float32 and w is float32.*bfloat16.*float16"):
     product(jnp.ones((8, 64)), jnp.ones((2, 64, 64)), jnp.asarray([4, 4]))
-  with pytest.raises(ValueError, match="pallas_triton: x is bfloat16 and w float32: there are no sums of float16 products"):
+  with pytest.raises(ValueError, match=r"pallas_triton: x is bfloat16 and w is float32.*float16 sums"):
     sums(jnp.ones((8, 64), jnp.bfloat16), jnp.ones((2, 64, 64)), jnp.asarray([4, 4]), "float16")

@@ -66,13 +66,13 @@ def test_who_gets_the_kernel():
   for change, why in (
     ({"platform": "tpu"}, "it runs on Hopper GPUs, not on tpu"),
     ({"capability": "10.0"}, "compute capability 9.0, not 10.0"),
-    ({"devices": 8}, "for one GPU, and the mesh has 8"),
-    ({"dim": 2570}, "rows of 2570 numbers are not a multiple of 128 from 1024 to 8192"),
-    ({"dim": 256}, "rows of 256 numbers"),
+    ({"devices": 8}, "one GPU, but the mesh has 8"),
+    ({"dim": 2570}, "rows of 2570 elements are not a multiple of 128 from 1024 to 8192"),
+    ({"dim": 256}, "rows of 256 elements"),
   ):
     other: dict[str, Any] = {**able, **change}
     case = Case(**other)
     assert any(why in reason for reason in refuses(case))
     assert choose("auto", case) == "xla"
-    with pytest.raises(ValueError, match=r"norm_kernel=pallas_gpu cannot be used here: .*use norm_kernel=auto"):
+    with pytest.raises(ValueError, match=r"norm_kernel=pallas_gpu .*\n  fix: .*norm_kernel=auto"):
       choose("pallas_gpu", case)

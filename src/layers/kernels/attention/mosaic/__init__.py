@@ -1,1 +1,1 @@
-"""Kernels that Pallas' Mosaic GPU makes for Hopper GPUs; ``mosaic_flash`` puts them together."""
+"""Kernels for Hopper GPUs, written in Pallas (Mosaic GPU). ``mosaic_flash`` calls them."""

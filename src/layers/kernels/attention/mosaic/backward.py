@@ -1,11 +1,11 @@
 """The backward pass of attention on Hopper GPUs for heads of 128, 192, 256 and 512, in three kernels.
 
-The sums of a block's gradients, 128 x 512 float32 numbers for keys and as many for values, do not fit the registers of a
-multiprocessor, so no kernel can hold them while it makes the scores again. The first one writes what the others multiply,
-probabilities and gradients of scores in the dtype of the operands, tile by tile and only the tiles in which a query sees a key;
-the others are plain matrix products over these tiles. That is five products in all, where kernels that keep nothing make
-seven or eight. What is written stays below a size that the caller sets: it goes through some key-value heads at a time, and
-in long rows through some queries.
+The gradients that a block accumulates (128 x 512 float32 numbers for keys, and as many for values) do not fit the registers of
+a multiprocessor. No kernel can therefore hold them while it recomputes the scores. The first kernel writes the operands of the
+others: probabilities and gradients of scores in the dtype of the operands, only for tiles in which a query sees a key. The
+other kernels are plain matrix products over these tiles. There are five products in total; kernels that store nothing need
+seven or eight. The caller limits the size of the stored tiles: the pass works on some key-value heads at a time and, in long
+rows, on some queries at a time.
 
 B batch, T position, N query heads, K key-value heads, G = N / K, H head, R key-value heads (of all rows) at a time.
 """
@@ -22,24 +22,24 @@ from jax.experimental import pallas as pl
 from maxtext_like.layers.kernels.attention.mosaic.scores import base_two
 from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, Stream, plgpu, wide
 
-QUERIES, KEYS = 128, 256  # of a tile of scores
-_STEP = 64  # of what a product adds up over, at a time
-_WIDE = 256  # of a head at most: columns of a block of gradients
+QUERIES, KEYS = 128, 256  # size of a tile of scores
+_STEP = 64  # size of one step along the summed axis of a product
+_WIDE = 256  # maximum columns of a block of gradients
 _OWN = 64  # rows of a warpgroup
-_RUN = 2  # tiles of scores of a block
-_PARTS = 2  # of the query heads of a key-value head at most, whose gradients of keys and values are made apart
-_STAGES_OF_SCORES, _STAGES = 3, 4  # copies on their way: of the scores, of the other kernels
+_RUN = 2  # tiles of scores per block
+_PARTS = 2  # maximum number of parts that the query heads of a key-value head are split into for gradients of keys and values
+_STAGES_OF_SCORES, _STAGES = 3, 4  # copies in flight: in the scores kernel, in the other kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-  """How much is worked on at a time, and how it is split.
+  """The amount of work done at a time.
 
   Attributes:
-    tiles: of 128 queries, at a time.
-    capacity: tiles of scores that these may have, of one query head.
-    longest: tiles of scores that 128 queries may have.
-    heads: R, key-value heads of all rows at a time.
+    tiles: groups of 128 queries at a time.
+    capacity: maximum tiles of scores of these queries, for one query head.
+    longest: maximum tiles of scores of 128 queries.
+    heads: R, key-value heads (of all rows) at a time.
   """
 
   tiles: int
@@ -49,14 +49,15 @@ class Plan:
 
 
 def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, budget: int) -> Plan:
-  """The plan of a shape.
+  """Return the plan for a shape.
 
   Args:
-    B, T, N, K: of the arguments.
-    window: the most keys that a query sees; None: all before it.
-    ahead: a query may see keys behind it.
+    B, T, N, K: sizes of the arguments.
+    window: maximum number of keys that a query sees; None: all earlier keys.
+    ahead: a query may see later keys.
     budget: bytes for probabilities and gradients of scores.
   """
+  # Tiles of keys that each group of 128 queries can see.
   G, rows = N // K, T // QUERIES
   seen = [i * QUERIES // KEYS + 1 for i in range(rows)]
   if ahead:
@@ -68,6 +69,7 @@ def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, bud
   def capacity(tiles: int) -> int:
     return max(sum(seen[i : i + tiles]) for i in range(0, rows, tiles))
 
+  # Choose the most queries that fit the budget with one head, then the most heads.
   tiles = next((n for n in _divisors(rows) if capacity(n) * size <= budget), 1)
   most = budget // (capacity(tiles) * size)
   heads = next((n for n in _divisors(B * K) if n <= most and (K % n == 0 or n % K == 0)), 1)
@@ -75,8 +77,10 @@ def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, bud
 
 
 def plan_of_small_parts(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool) -> Plan:
-  """What ``plan`` gives long rows of many heads, for short rows: one key-value head at a time and, where there are three times
-  128 queries, at least three turns of queries. The budget is halved until it is so."""
+  """Return a plan for short rows like the one that ``plan`` returns for long rows with many heads.
+
+  It has one key-value head at a time and, for at least 3 x 128 queries, at least three turns of queries. The budget is halved
+  until this is the case."""
   budget, rows = 1 << 40, T // QUERIES
   while True:
     how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
@@ -86,11 +90,11 @@ def plan_of_small_parts(*, B: int, T: int, N: int, K: int, window: int | None, a
 
 
 def _divisors(n: int) -> list[int]:
-  """The largest first."""
+  """Return the divisors of n, the largest first."""
   return [d for d in range(n, 0, -1) if n % d == 0]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "how", "interpret"))  # layers share what Mosaic makes of it
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "how", "interpret"))  # layers share the compiled kernels
 def attention_backward(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
@@ -108,28 +112,29 @@ def attention_backward(
   powers: jax.Array | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The gradients of queries, keys and values, in the dtype of the arguments.
+  """Return the gradients of queries, keys and values, in the dtype of the arguments.
 
   Args:
-    q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, scale, soft_cap, interpret: as of ``attention_forward``.
+    q_BTNH, k_BTKH, v_BTKH, low_BT, high_BT, scale, soft_cap, interpret: as in ``attention_forward``.
     g_BTNH: the cotangent, in the dtype of q.
-    lse_BNT: as ``attention_forward`` gives it.
-    delta_BNT: float32, the sum of values times cotangent over the head, times the factors of both.
+    lse_BNT: the second result of ``attention_forward``.
+    delta_BNT: float32, the sum of output times cotangent over the head, times the factors of both.
     how: the plan.
-    factors: float32 [4], powers of two by which q, k, v and g are multiplied as they become float16 operands, the first times
-      the second 1. Some key-value heads at a time, so that no copy of them all exists. None: they are operands as they are.
-    powers: float32 [3], what the gradients of q, k and v are divided by; sums over queries before they are rounded, for these
-      are larger than any one term. None: 1.
+    factors: float32 [4], powers of two that multiply q, k, v and g when they are converted to float16 operands. The product of
+      the first two is 1. They are converted for some key-value heads at a time, so that no complete copy exists. None: the
+      arguments are used unchanged.
+    powers: float32 [3], divisors of the gradients of q, k and v. They are applied to sums over queries before rounding, because
+      these are larger than any single term. None: 1.
   """
   B, T, N, H = q_BTNH.shape
   K, dtype = k_BTKH.shape[2], q_BTNH.dtype
   G, R, rows = N // K, how.heads, T // QUERIES
-  # Where the tiles of scores of 128 queries begin and end, and the place of the first among those at a time.
+  # Find the first and last tile of keys of each 128 queries, and the position of their first tile among the stored ones.
   begin_Bi = low_BT[:, ::QUERIES] // KEYS
   end_Bi = jnp.maximum(-(-high_BT[:, QUERIES - 1 :: QUERIES] // KEYS), begin_Bi)
   count = (end_Bi - begin_Bi).reshape(B, rows // how.tiles, how.tiles)
   place_Bi = (jnp.cumsum(count, axis=-1) - count).reshape(B, rows)
-  # Which 128 queries have a tile among each 256 keys.
+  # Find which groups of 128 queries have a tile for each 256 keys.
   at = jnp.arange(-(-T // KEYS))
   first_Bj = jnp.sum(end_Bi[:, None] <= at[:, None], axis=-1, dtype=jnp.int32)
   last_Bj = jnp.sum(begin_Bi[:, None] <= at[:, None], axis=-1, dtype=jnp.int32)
@@ -142,7 +147,8 @@ def attention_backward(
   divided = lambda x, n: x if powers is None else x.astype(jnp.float32) / powers[n]
 
   def operands(group):
-    """What the kernels read for some key-value heads: arrays, tiles, and which of their key-value heads is the first."""
+    """Return the arguments of the kernels for some key-value heads: arrays, tiles, and the index of the first of these
+    heads."""
     if factors is None:
       return (*arrays, *per_row), tiles, group * R
     of_rows = lambda x: lax.dynamic_slice_in_dim(x, group * R // K, along[0])
@@ -154,6 +160,7 @@ def attention_backward(
     sums = (of_heads(x, 1, G) for x in per_row[:2])
     return (*own, *sums, *map(of_rows, per_row[2:])), tuple(map(of_rows, tiles)), 0
 
+  # Loop over groups of key-value heads, and inside over turns of queries.
   def heads(group, carry):
     (q, k, v, g, lse, delta, low, high), own_tiles, first = operands(group)
     row, head = group * R // K, group * R % K
@@ -183,17 +190,18 @@ def attention_backward(
 
 
 def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, soft_cap: float | None, how: Plan, interpret: Any):
-  """Probabilities and gradients of scores (before the scale), [R * G * capacity * 128, 256] both."""
+  """Return probabilities and gradients of scores (before the scale), both [R * G * capacity * 128, 256]."""
   H, K, G, dtype = q.shape[-1], k.shape[2], q.shape[2] // k.shape[2], q.dtype
   chunks, stages = H // _STEP, _STAGES_OF_SCORES
 
+  # Warpgroup 2 copies operands to shared memory. Warpgroups 0 and 1 multiply them, 64 rows each.
   def body(q, k, v, g, lse, delta, low, high, begin, end, place, here, probs, dscores, of_queries, of_keys, tile, ready, free):
     wg = lax.axis_index("wg")
     index = lax.axis_index("head")
     r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     head = kv * G + group
-    own = how.tiles - 1 - lax.axis_index("tile")  # the longest first
+    own = how.tiles - 1 - lax.axis_index("tile")  # start with the longest tiles
     i = here[1] + own
     start = i * QUERIES
     first = begin[b, i] + lax.axis_index("run") * _RUN
@@ -243,19 +251,20 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile.at[wg], out.at[pl.ds(row + n * QUERIES + wg * _OWN, _OWN)])
 
+      # Scores and probabilities first, then the products of cotangent and values, and with them the gradients of scores.
       def step(n, _):
         s, slope = base_two(product(n * (2 * chunks)), scale, soft_cap)
         key = plgpu.broadcasted_iota(jnp.int32, (_OWN, KEYS), 1, layout=TILE) + (first + n) * KEYS
         seen = (key >= wide(low_row, KEYS)) & (key < wide(high_row, KEYS))
         p = jnp.where(seen, jnp.exp2(s - wide(lse_row, KEYS)), 0.0)
-        # In float16, as there are no registers for them in float32 beside the next product's sums. Down to 2**-14 it has 11
-        # digits, where bfloat16 has 8; below, one fewer for each power of two, and 2**-25 or less is 0: so small a probability
-        # gives its score no gradient. The slope of a soft cap joins them at once.
+        # Keep probabilities in float16 until the second product: there are not enough registers for float32. They have 11
+        # digits down to 2**-14 (bfloat16 has 8), one fewer for each power of two below, and are zero from 2**-25 down: the
+        # score of so small a probability gets no gradient. The slope of a soft cap is multiplied in here.
         kept = (p if slope is None else p * slope).astype(jnp.float16)
         write(p.astype(dtype), probs, n)
         d = product(n * (2 * chunks) + chunks)
         if slope is None and dtype == jnp.float16:
-          kept = tile[wg]  # written a moment ago: in registers some would be spilled, as with a soft cap a few are
+          kept = tile[wg]  # read it back from shared memory: registers would spill, as a few do with a soft cap
         write((kept.astype(jnp.float32) * (d - wide(delta_row, KEYS))).astype(dtype), dscores, n)
 
       lax.fori_loop(0, count, step, None)
@@ -284,10 +293,11 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
 
 
 def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
-  """Gradients of queries, [R / heads, tiles * 128, heads, G, H] of the key-value heads at a time."""
+  """Return gradients of queries, [R / heads, tiles * 128, heads, G, H], for the key-value heads at a time."""
   K, H, G, dtype = *k.shape[2:], groups, k.dtype
   stages, each, heads, width = _STAGES, KEYS // _STEP, min(K, how.heads), min(_WIDE, H)
 
+  # Warpgroup 2 copies operands to shared memory. Warpgroups 0 and 1 multiply them, 64 queries each.
   def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free, done):
     wg = lax.axis_index("wg")
     index = lax.axis_index("head")
@@ -325,7 +335,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
         return acc[...]
 
       sums = pl.run_scoped(work, plgpu.ACC((_OWN, width), jnp.float32))
-      plgpu.barrier_arrive(done)  # nobody reads the slots any more: two of them take the result
+      plgpu.barrier_arrive(done)  # all reads of the slots are done, so two of them can hold the result
       plgpu.barrier_wait(done)
       of_keys[wg] = (sums * scale).astype(dtype)
       plgpu.commit_smem()
@@ -354,7 +364,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
 
 
 def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
-  """Gradients of values and of keys (before the scale) by the queries at a time, float32 [2, parts, R, T, H]."""
+  """Return gradients of values and of keys (before the scale) for the queries at a time, float32 [2, parts, R, T, H]."""
   del scale
   T, N, H = q.shape[1:]
   G, dtype, stages, width = groups, q.dtype, _STAGES, min(_WIDE, H)
@@ -362,12 +372,13 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
   parts = max(n for n in _divisors(G) if n <= _PARTS)
   few = G // parts  # query heads in a part
 
+  # Warpgroup 2 copies operands to shared memory. Warpgroups 0 and 1 multiply them, 64 keys each.
   def body(q, g, probs, dscores, begin, place, first, last, here, out, of_scores, of_queries, ready, free):
     wg = lax.axis_index("wg")
     which, r = _divided(lax.axis_index("head"), how.heads)
     b, kv = _divided(here[0] + r, K)
     block = lax.axis_index("tile")
-    tile, half = _divided(block, KEYS // QUERIES)  # a block has 128 of a tile's 256 keys
+    tile, half = _divided(block, KEYS // QUERIES)  # a block has 128 of the 256 keys of a tile
     part, across = _divided(lax.axis_index("part"), H // width)
     start = jnp.maximum(first[b, tile], here[1])
     each_head = jnp.maximum(jnp.minimum(last[b, tile], here[1] + how.tiles) - start, 0) * each

@@ -1,9 +1,9 @@
 """The forward pass of attention on Hopper GPUs for heads of 128, 256 and 512, in one kernel.
 
-A block works on 64 queries of a head. Heads of 512 leave no room for more: 64 x 512 float32 sums are half of the registers
-that a multiprocessor has. Two warpgroups compute, a third one copies. Of each 128 keys, a warpgroup multiplies its own 64
-with the queries; they tell each other the largest scores, put their exponentials side by side into shared memory, and each
-multiplies all of them with its own half of the value heads.
+A block works on 64 queries of a head. Heads of 512 leave no room for more, because 64 x 512 float32 sums take half of the
+registers of a multiprocessor. Two warpgroups compute and a third one copies. Of each 128 keys, a warpgroup multiplies 64 with
+the queries. The two exchange their largest scores, write their exponentials side by side to shared memory, and each multiplies
+all of them with one half of the value heads.
 
 B batch, T position, N query heads, K key-value heads, G = N / K, H head.
 """
@@ -21,14 +21,14 @@ from jax.experimental import pallas as pl
 from maxtext_like.layers.kernels.attention.mosaic.scores import base_two
 from maxtext_like.layers.kernels.attention.mosaic.stream import ROWS, SWIZZLED, TILE, plgpu, wide
 
-QUERIES = 64  # of a block
-KEYS = 128  # of a step, half of them for each warpgroup
-CHUNK = 128  # of a head at most: what is copied at a time are 64 keys times this
-SLOTS = 4  # chunks that a warpgroup has in shared memory
-_LOWEST = -1e30  # below every score, and finite, so that a difference of two is a number
+QUERIES = 64  # queries of a block
+KEYS = 128  # keys of a step, half of them for each warpgroup
+CHUNK = 128  # maximum width of a chunk: 64 keys times this part of a head are copied at a time
+SLOTS = 4  # chunks of a warpgroup in shared memory
+_LOWEST = -1e30  # below every score, and finite, so that the difference of two is finite
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # layers share what Mosaic makes of it
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # layers share the compiled kernel
 def attention_forward(
   q_BTNH: jax.Array,
   k_BTKH: jax.Array,
@@ -41,31 +41,31 @@ def attention_forward(
   divisor: jax.Array | None = None,
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention, and what the backward pass needs.
+  """Compute attention, and the residual of the backward pass.
 
   Args:
-    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 128, 256 or 512. Values may be of the other dtype than
-      queries and keys; probabilities are made theirs.
+    q_BTNH, k_BTKH, v_BTKH: bfloat16 or float16; T a multiple of 128, H 128, 256 or 512. Values may have the other dtype than
+      queries and keys; probabilities are converted to the dtype of the values.
     low_BT, high_BT: int32; a query sees the keys low <= s < high. Neither may decrease along T.
-    scale: multiplies the scores.
-    soft_cap: of the scores after that; None: none.
-    divisor: float32 [1], of what comes out, before it is rounded; None: 1.
+    scale: factor on the scores.
+    soft_cap: soft cap of the scaled scores; None: no cap.
+    divisor: float32 [1], divisor of the output, applied before rounding; None: 1.
     interpret: parameters of Pallas' interpreter for GPU kernels.
 
   Returns:
-    [B, T, N, H] in the dtype of q, zeros for a query that sees nothing; float32 [B, N, T], the binary logarithm of each query's
-    sum of exponentials of scores.
+    [B, T, N, H] in the dtype of q, zeros for a query that sees no key; and float32 [B, N, T], the binary logarithm of the sum
+    of exponentials of each query's scores.
   """
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
   G, tiles, half, dtype = N // K, T // QUERIES, H // 2, q_BTNH.dtype
   chunk = min(CHUNK, half)
-  chunks, parts = H // chunk, half // chunk  # chunks of the keys of a step; and of the values a warpgroup has, of 64 keys
+  chunks, parts = H // chunk, half // chunk  # chunks of the keys of a step; chunks of 64 keys of one warpgroup's values
   steps = chunks + 2 * parts  # chunks of a step: first all of the keys, then all of the values
   ring = [plgpu.SMEM((2 * SLOTS, 64, chunk), x.dtype, transforms=SWIZZLED) for x in (k_BTKH, v_BTKH)]
   if v_BTKH.dtype == dtype:
     rings = ring[:1]
-  else:  # one memory seen as either dtype, which the interpreter has not got; slots of one size lie at the same places
+  else:  # one buffer seen in both dtypes, which the interpreter does not support; slots have equal sizes and positions
     assert k_BTKH.dtype.itemsize == v_BTKH.dtype.itemsize
     rings = ring if interpret else plgpu.RefUnion(*ring)
 
@@ -74,12 +74,13 @@ def attention_forward(
     wg = lax.axis_index("wg")
     b, kv = _divided(lax.axis_index("kv"), K)
     head = kv * G + lax.axis_index("group")
-    tile = tiles - 1 - lax.axis_index("tile")  # the longest first
+    tile = tiles - 1 - lax.axis_index("tile")  # start with the longest tiles
     start = tile * QUERIES
     first = lax.div(low[b, start], KEYS)
     last = lax.div(high[b, start + QUERIES - 1] + (KEYS - 1), KEYS)
     count = jnp.maximum(last - first, 0)
 
+    # Warpgroup 2 copies the queries once, and for each step the chunks of keys and values.
     @pl.when(wg == 2)
     def _copies():
       plgpu.set_max_registers(40, action="decrease")
@@ -106,10 +107,11 @@ def attention_forward(
       lax.fori_loop(0, count, step, None)
 
       @pl.when(count > 0)
-      def _():  # nobody leaves a barrier before it is done
+      def _():  # wait until all slots are free: a warpgroup must not leave while others use its barriers
         for slot in range(2 * SLOTS):
           plgpu.barrier_wait(free.at[slot])
 
+    # Warpgroups 0 and 1 compute.
     @pl.when(wg < 2)
     def _computes():
       plgpu.set_max_registers(232, action="increase")
@@ -145,12 +147,14 @@ def attention_forward(
           lax.fori_loop(0, chunks, multiply, None)
           return acc[...]
 
+        # Scores of this warpgroup's 64 keys, in base 2, masked.
         s, _ = base_two(pl.run_scoped(scores, plgpu.ACC((QUERIES, 64), jnp.float32)), scale, soft_cap)
         release(wg * SLOTS + (chunks - 1) % SLOTS)
         key = plgpu.broadcasted_iota(jnp.int32, (QUERIES, 64), 1, layout=TILE) + ((first + i) * KEYS + wg * 64)
         seen = (key >= wide(low_row, 64)) & (key < wide(high_row, 64))
         s = jnp.where(seen, s, -jnp.inf)
 
+        # Exchange row maxima, write the exponentials to shared memory, and rescale the sums to the new maximum.
         rows[wg] = s.max(axis=1)
         meet()
         before = top
@@ -163,6 +167,7 @@ def attention_forward(
         sums = tuple(x * wide(shrink, chunk) for x in sums)
         meet()
 
+        # Multiply the exponentials of all 128 keys by this warpgroup's half of the values.
         def values(accs):
           def multiply(n, _):
             for part, acc in enumerate(accs):
@@ -191,6 +196,7 @@ def attention_forward(
       nothing = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS)
       sums, top, total = lax.fori_loop(0, count, step, ((zeros,) * parts, lowest, nothing))
 
+      # Add the totals of both warpgroups, divide, and write the output and the logarithm of the sum.
       rows[wg] = total
       meet()
       total = plgpu.load(rows.at[0], layout=ROWS) + plgpu.load(rows.at[1], layout=ROWS)
@@ -235,8 +241,8 @@ def attention_forward(
 
 
 def accumulated(work: Callable[..., None], sums: tuple[jax.Array, ...], interpret: Any) -> tuple[jax.Array, ...]:
-  """The sums, float32 in registers, after ``work`` has added to them; it takes a reference to each."""
-  if interpret:  # the interpreter can only begin from zeros
+  """Return the sums, float32 in registers, after ``work`` has added to them. ``work`` receives references to them."""
+  if interpret:  # the interpreter supports only accumulators that start at zero
     fresh = [plgpu.ACC(x.shape, jnp.float32) for x in sums]
     added = pl.run_scoped(lambda *accs: (work(accs), tuple(acc[...] for acc in accs))[1], *fresh)
     return tuple(x + y for x, y in zip(sums, added, strict=True))

@@ -1,4 +1,4 @@
-"""Scores in base 2 from products of queries and keys, with a soft cap or without: one way for both passes."""
+"""Scores in base 2 from products of queries and keys, with or without a soft cap. Used by both passes."""
 
 import math
 
@@ -9,15 +9,15 @@ _LOG2E = math.log2(math.e)
 
 
 def base_two(qk: jax.Array, scale: float, soft_cap: float | None) -> tuple[jax.Array, jax.Array | None]:
-  """Scores times log2(e), so that exp2 makes their exponentials, and what they grow by with uncapped ones; None without a cap.
+  """Return scores times log2(e), for use with exp2, and the slope of the soft cap (None without a cap).
 
-  The tangent is 1 - 2 / (1 + exp(2 x)), to 2**-20: that of the hardware (tanh.approx) is off by 2**-11, which a cap of 50 makes
-  0.024. An exponential that is 0 or infinite gives -1 or 1, and what is no number stays none.
+  tanh is computed as 1 - 2 / (1 + exp(2 x)), with an error of 2**-20. The hardware's tanh.approx has an error of 2**-11, which
+  is 0.024 for a cap of 50. If the exponential is 0 or infinite the result is -1 or 1, and NaN stays NaN.
 
   Args:
-    qk: float32.
-    scale: multiplies them.
-    soft_cap: of the scores after that; None: none.
+    qk: float32 products.
+    scale: factor on them.
+    soft_cap: soft cap of the scaled scores; None: no cap.
   """
   if soft_cap is None:
     return qk * (scale * _LOG2E), None

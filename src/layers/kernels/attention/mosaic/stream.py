@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share: a ring of copies into shared memory, and the layouts of tiles."""
+"""Shared parts of the kernels for Hopper GPUs: a ring of copies into shared memory, and the layouts of tiles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 plgpu: Any = mosaic_gpu
-"""Pallas for GPUs as it is since JAX 0.11; before, its types were others."""
+"""Pallas for GPUs, typed as Any because its types changed in JAX 0.11."""
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How a 16-bit tile lies in shared memory, for the tensor cores."""
+"""Layout of a 16-bit tile in shared memory that tensor cores can read."""
 
 TILE, ROWS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-"""How a result of the tensor cores lies in registers, and one number for each of its rows."""
+"""Register layout of a tensor-core result, and of one number for each of its rows."""
 
 
 @dataclass(frozen=True)
 class Stream:
-  """Steps of a product whose operands one warpgroup copies and others multiply, in slots of shared memory.
+  """The steps of a product. One warpgroup copies operands into slots of shared memory, and the others multiply them.
 
   Attributes:
-    ready: barriers, one a slot: its copies have arrived.
-    free: barriers, one a slot: everybody has multiplied it.
-    slots: how many.
+    ready: one barrier per slot: its copies have arrived.
+    free: one barrier per slot: all warpgroups have multiplied it.
+    slots: number of slots.
   """
 
   ready: Any
@@ -34,7 +34,7 @@ class Stream:
   slots: int
 
   def fill(self, count: Any, copy: Callable[[Any, Any], None]) -> None:
-    """Copies ``count`` steps, copy(step, slot) each, and waits until all are multiplied: a block must not end before."""
+    """Copy ``count`` steps with copy(step, slot), and wait until all are multiplied, because the block must not end earlier."""
 
     def vacate(t):
       slot = lax.rem(t, self.slots)
@@ -45,7 +45,7 @@ class Stream:
     lax.fori_loop(count, count + self.slots, lambda t, _: (vacate(t), None)[1], None)
 
   def multiply(self, acc: Any, begin: Any, count: Any, product: Callable[[Any, Any], None]) -> None:
-    """Adds ``count`` steps from ``begin`` on to an accumulator, product(acc, slot) each, and waits for the sum."""
+    """Add ``count`` steps starting with ``begin`` to an accumulator with product(acc, slot), and wait for the sum."""
 
     def step(t, _):
       slot = lax.rem(t, self.slots)
@@ -54,7 +54,7 @@ class Stream:
 
       @pl.when(t > begin)
       def _():
-        plgpu.wgmma_wait(1)  # the step before
+        plgpu.wgmma_wait(1)  # wait for the previous step
         plgpu.barrier_arrive(self.free.at[lax.rem(t - 1, self.slots)])
 
     lax.fori_loop(begin, begin + count, step, None)
@@ -63,5 +63,5 @@ class Stream:
 
 
 def wide(rows: jax.Array, width: int) -> jax.Array:
-  """[rows, width] of one number a row."""
+  """Broadcast one number per row to [rows, width]."""
   return lax.broadcast_in_dim(rows, (rows.shape[0], width), [0])
