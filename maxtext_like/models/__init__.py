@@ -1,1 +1,1 @@
-"""Models: from a configuration to a decoder on a mesh; a folder for each family of them."""
+"""Models: building a decoder from a configuration and placing it on a mesh. One folder for each family of models."""

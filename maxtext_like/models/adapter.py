@@ -1,9 +1,10 @@
-"""The adapter of a model: low-rank additions to some of its weights (LoRA, DoRA), a tree of parameters beside the model's own,
-and arrays that are trained whole: of its vision tower, its embedding, its head.
+"""``Adapter``: low-rank adapters of some weights of a model (LoRA, DoRA), and parts of the model that are trained completely
+(of its vision tower, its embedding, its head).
 
-The model's tree is what it is without them, so that weights are read, written and named as ever. The additions stand under
-``ADAPTER``, each where the weight stands that it belongs to, and meet the weights where the decoder is called. So does an array
-that is trained whole, under ``WHOLE``: its own of the model stays below it.
+The model's own tree of parameters does not change, so weights are read, written and named as without an adapter. The adapter's
+arrays are in a tree under ``ADAPTER``, with the paths of their weights. They are combined with the weights when the decoder is
+called. An array that is trained completely is stored there too, under ``WHOLE``; the model's original array stays in the
+model's tree.
 """
 
 import dataclasses
@@ -29,21 +30,21 @@ from maxtext_like.models.quantised_base import QuantisedBase
 
 Path = tuple[str, ...]
 WHOLE = "whole"
-"""The key of an array that is trained whole, where an addition has those of its factors."""
+"""Key of an array that is trained completely. Low-rank factors have other keys."""
 
 
 def model_path(path: Path) -> Path:
-  """Where an array lies in the model's tree for which one is trained whole; any other path is as it is."""
+  """Convert the adapter path of a completely trained array to its path in the model's tree. Return other paths unchanged."""
   return path[1:-1] if path[0] == ADAPTER and path[-1] == WHOLE else path
 
 
 class Merged(NamedTuple):
-  """Weights with an adapter added.
+  """Weights with an adapter merged into them.
 
   Attributes:
     params: the model's tree.
-    squares: float32 [2], of all weights with an addition and all that are trained whole: sums of the squares of what rounding
-      changed, and of what was added.
+    squares: float32 [2], over all weights with an adapter and all completely trained arrays: sum of squared rounding errors,
+      and sum of squared changes by the adapter.
   """
 
   params: Any
@@ -51,13 +52,13 @@ class Merged(NamedTuple):
 
   @property
   def rounding(self) -> float:
-    """What rounding changed beside what the adapter adds."""
+    """The size of rounding errors relative to the adapter's changes."""
     error, added = (float(x) for x in self.squares)
     return math.sqrt(error / added) if added else 0.0
 
 
 class Sizes(NamedTuple):
-  """Rank and scale of the additions to a weight: those of each layer of its stack, of any other weight one."""
+  """Rank and scale of the adapter of a weight: one per layer of its stack, or one for a weight that is not stacked."""
 
   ranks: tuple[int, ...]
   scales: tuple[float, ...]
@@ -65,17 +66,17 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-  """Which weights have an addition, and of which kind. Holds no array.
+  """The weights that have an adapter, and the kind of adapter. Holds no arrays.
 
   Attributes:
-    sizes: of the additions, by path: in a stack, factors have the largest rank of a layer, and beyond their own zeros, which
-      no gradient moves.
-    names: of the weights, a layer's own each: ``layers.7.attention.q``. A stack of which some layers alone are among them
-      has factors for all, of which the others stay zero.
+    sizes: ranks and scales by path. In a stack, the factors have the largest rank of its layers. Beyond the rank of a layer
+      they are zero, and no gradient changes that.
+    names: names of the weights, one per layer: ``layers.7.attention.q``. If only some layers of a stack have an adapter, the
+      factors exist for all layers, and stay zero for the others.
     weights: the declared weights, by path.
-    whole: the declared arrays that are trained whole, by path; with statistics among them, which stay and which peft asks for.
-    dora: the norms of the outputs are trained too.
-    dropout: share of the inputs of the additions that are zero in training.
+    whole: the completely trained arrays, by path. They include statistics, which do not change but which peft expects.
+    dora: also train the norms of the outputs.
+    dropout: fraction of the adapters' inputs that are set to zero in training.
   """
 
   sizes: Mapping[Path, Sizes]
@@ -86,29 +87,29 @@ class Adapter:
   dropout: float = 0.0
 
   def size(self, path: Path, row: int | None) -> tuple[int, float]:
-    """Rank and scale of the addition to a row of a weight; None: it is of no stack."""
+    """Return rank and scale of the adapter of one row of a weight. row is None for a weight that is not stacked."""
     ranks, scales = self.sizes[path]
     i = row if row is not None and len(ranks) > 1 else 0
     return ranks[i], scales[i]
 
   @property
   def trained(self) -> frozenset[str]:
-    """``names``, and those of the arrays that are trained whole, which are of no layer of the decoder."""
+    """``names``, and the names of completely trained arrays, which belong to no layer of the decoder."""
     return self.names | {".".join(path) for path in self.whole}
 
   def params(self) -> dict[str, Any]:
-    """The declared factors, "lora_a" and "lora_b" where the weight stands (see ``low_rank.factors``), and ``WHOLE`` arrays; all
-    float32."""
+    """Declare the adapter's arrays, all float32: "lora_a" and "lora_b" at the path of the weight (see ``low_rank.factors``),
+    and ``WHOLE`` arrays."""
     found: dict[Path, Any] = {path: factors(p, max(self.sizes[path].ranks), dora=self.dora) for path, p in self.weights.items()}
-    begun = {"dtype": "float32", "init": constant(0.0), "contracts": ()}  # as ``started`` makes them
+    begun = {"dtype": "float32", "init": constant(0.0), "contracts": ()}  # ``started`` sets their values
     return _nested(found | {path: {WHOLE: dataclasses.replace(p, **begun)} for path, p in self.whole.items()})
 
   def attach(self, params: dict[str, Any], rows: jax.Array | None = None) -> dict[str, Any]:
-    """The model's tree as the decoder takes it, each weight with its addition.
+    """Return the model's tree in the form that the decoder reads, with each adapted weight as a ``LowRank``.
 
     Args:
-      params: the model's tree, and the additions under ``ADAPTER``.
-      rows: uint32 [B, 2], the keys of a batch's rows (``dropout.ROWS``), in training; None: there is no dropout.
+      params: the model's tree, and the adapter's arrays under ``ADAPTER``.
+      rows: uint32 [B, 2], keys of the rows of a batch (``dropout.ROWS``), in training; None: no dropout.
     """
 
     def join(base, ab, path):
@@ -125,17 +126,17 @@ class Adapter:
     return self._joined(params, join)
 
   def replaced(self, params: dict[str, Any]) -> dict[str, Any]:
-    """The model's tree, of arrays or whatever stands for them, with what is trained whole in its place, without additions."""
+    """Return the model's tree, of arrays or other leaves, with completely trained arrays replaced, and without adapters."""
     return self._joined(params, lambda base, ab, path: ab[WHOLE] if path in self.whole else base)
 
   def started(self, params: dict[str, Any], precision: Precision, base: QuantisedBase | None = None) -> dict[str, Any]:
-    """The model's tree and its additions: zeros beyond the rank of a layer, magnitudes that are the norms that the weights have
-    now, and whole arrays as they are in the model.
+    """Set the initial values that depend on the model: zeros beyond the rank of a layer, magnitudes equal to the current norms
+    of the weights, and completely trained arrays equal to those of the model.
 
     Args:
-      params: as of ``attach``.
-      precision: in which the weights are multiplied.
-      base: how they are stored; None: as they are declared.
+      params: as in ``attach``.
+      precision: precision in which the weights are multiplied.
+      base: storage of the weights; None: as declared.
     """
     if not (self.dora or self.whole or any(len(set(own.ranks)) > 1 for own in self.sizes.values())):
       return params
@@ -150,7 +151,7 @@ class Adapter:
       if not self.dora:
         return
       p = self.weights[path]
-      weight = LowRank(below, ab["lora_a"], ab["lora_b"], Layout.of(p), 1.0)  # whatever the scale: B is zero
+      weight = LowRank(below, ab["lora_a"], ab["lora_b"], Layout.of(p), 1.0)  # the scale does not matter: B is zero
       norms = lambda weight: weight.norms(precision)
       found[path] = ab | {"lora_magnitude": norms(weight) if p.rows is None else jax.lax.map(norms, weight)}
 
@@ -158,12 +159,12 @@ class Adapter:
     return {**params, ADAPTER: _nested(found)}
 
   def merge(self, params: dict[str, Any], dtype: Any = None, base: QuantisedBase | None = None) -> "Merged":
-    """The model's tree with every addition added to its weight, in float32 and rounded once, one layer at a time.
+    """Merge every adapter into its weight, in float32, rounded once, one layer at a time.
 
     Args:
-      params: the model's tree as it is stored, and the additions under ``ADAPTER``.
-      dtype: of the weights that have an addition; None: their own.
-      base: how the weights are stored; each that is quantised is made whole. None: as they are declared.
+      params: the model's stored tree, and the adapter's arrays under ``ADAPTER``.
+      dtype: dtype of the merged weights; None: their own.
+      base: storage of the weights. Quantised weights are dequantised. None: as declared.
     """
     sums: list[jax.Array] = []
 
@@ -196,8 +197,8 @@ class Adapter:
     return Merged(tree, sum(sums, jnp.zeros(2)))
 
   def _scaled(self, path: Path, b: jax.Array) -> tuple[float, jax.Array]:
-    """The scale of a weight's additions, and its B; where layers of a stack have scales of their own, the largest, and each
-    layer's B times its share of that."""
+    """Return the scale of a weight's adapter, and its B. If layers of a stack have different scales, return the largest scale,
+    and multiply each layer's B by its scale relative to that."""
     scales = self.sizes[path].scales
     largest = max(scales)
     if len(set(scales)) == 1:
@@ -206,7 +207,7 @@ class Adapter:
     return largest, b * shares.reshape(-1, *(1,) * (b.ndim - 1))
 
   def _of_rank(self, path: Path, a: jax.Array) -> jax.Array:
-    """A with zeros beyond the rank of each layer of a stack."""
+    """Return A with zeros beyond the rank of each layer of a stack."""
     ranks = self.sizes[path].ranks
     if len(set(ranks)) == 1:
       return a
@@ -235,14 +236,14 @@ def make_adapter(
   ranks: Mapping[str, int] = MappingProxyType({}),
   alphas: Mapping[str, float] = MappingProxyType({}),
 ) -> Adapter:
-  """The adapter of some weights of a model.
+  """Create the adapter of a model.
 
   Args:
     decoder: the model.
-    names: of the weights.
-    settings: of the adapter.
-    ranks, alphas: of weights, by name, that have others than the settings say.
-    whole: what is trained whole: paths of tables, or of parts of the vision tower, as ("vision", "projector").
+    names: names of the weights.
+    settings: settings of the adapter.
+    ranks, alphas: for weights that differ from the settings, by name.
+    whole: paths of tables, or of parts of the vision tower such as ("vision", "projector"), to train completely.
   """
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   weights = {path: p for path, p in declared.items() if names & set(row_names(decoder, path))}
@@ -251,7 +252,7 @@ def make_adapter(
 
   def sizes(path: Path) -> Sizes:
     layers = row_names(decoder, path)
-    own = next(name for name in layers if name in names)  # layers without an addition take that of one that has
+    own = next(name for name in layers if name in names)  # layers without an adapter get the sizes of one that has it
     layers = [name if name in names else own for name in layers]
     found = tuple(ranks.get(name, s.lora_rank) for name in layers)
     return Sizes(found, tuple(s.scale(rank, alphas.get(name, s.alpha)) for rank, name in zip(found, layers, strict=True)))

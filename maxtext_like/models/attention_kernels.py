@@ -1,7 +1,7 @@
-"""Which attention kernel every layer gets: the one that fits its shapes, once it has passed its self-test on this device.
+"""Settles the attention kernel of every layer: chooses one that supports the layer, and runs its self-test on this device.
 
-A verdict holds for a device kind, a shape class and the versions of everything between the layer and the device; it is
-kept beside the compiled programs, so that a run tests once and the next one reads.
+The verdict of a self-test is valid for a kind of device, a class of shapes, and the versions of all software between the layer
+and the device. It is stored in the folder of compiled programs, so that later runs need not repeat the test.
 """
 
 import collections
@@ -37,22 +37,22 @@ FOLDER = "kernel-self-test"
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _KERNELS = Path(inspect.getfile(registry)).parents[1]
-"""The folder of all kernels, and of what they share."""
+"""Folder of all kernels and of the code that they share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelUse:
-  """What some layers of a model run on, and why.
+  """The kernel of some layers of a model, and the reason.
 
   Attributes:
-    kernel: what they run on.
-    layers: how many of them, of ``of`` layers of the model, or of its vision tower where ``tower`` says so.
-    shape: the class of the fused kernel that was looked at first; None: no fused kernel can do these layers.
-    tested: on which device; "" where it was not tested, since there is no device.
-    seconds: of the tests; None: an earlier run's verdicts.
-    failed: kernels that would have come first and failed their self-test.
-    problem: how they failed; "" where none did.
-    surpassed: precision keys that are false and that it computes in float32 all the same.
+    kernel: the kernel.
+    layers: number of layers with this kernel, out of ``of`` layers of the model (or of its vision tower, if ``tower`` is set).
+    shape: class of the first fused kernel that was considered; None: no fused kernel supports these layers.
+    tested: device of the self-test; "" if there was no device, so that nothing was tested.
+    seconds: duration of the tests; None: the verdicts are from an earlier run.
+    failed: preferred kernels that failed their self-test.
+    problem: how they failed; "" if none did.
+    surpassed: precision keys that are false but that have no effect, because the kernel computes in float32.
   """
 
   kernel: Name
@@ -74,7 +74,7 @@ class KernelUse:
       instead = f"{self.kernel} instead of {' and '.join(self.failed)} in {share}"
       return f"{instead}: failed its self-test on {self.tested}: {self.problem}"
     asked = " and ".join(f"{key}=false" for key in self.surpassed)
-    more = f"; in float32, more exact than {asked} asks" if asked else ""
+    more = f"; it computes in float32, more exactly than {asked} requires" if asked else ""
     if not self.tested:
       return f"{self.kernel} in {share}, not self-tested: there is no device{more}"
     when = "earlier" if self.seconds is None else f"in {self.seconds:.0f} s"
@@ -82,11 +82,11 @@ class KernelUse:
 
   @property
   def worth_telling(self) -> bool:
-    """Whether a run says it at its start: anything but the reference."""
+    """True if a run prints it at its start: anything other than the reference kernel."""
     return self.shape is not None or self.kernel != "dot_product"
 
   def to_json(self) -> dict[str, Any]:
-    """As an entry of env.json."""
+    """Return the entry of env.json."""
     return dataclasses.asdict(self)
 
 
@@ -103,27 +103,29 @@ def settle(
   cache: str | None = None,
   test: Callable[[ShapeClass], list[CaseResult]] = self_test,
 ) -> tuple[Decoder, tuple[KernelUse, ...]]:
-  """The decoder with the kernels that can be trusted, and what each group of layers got.
+  """Return the decoder with kernels that passed their self-test, and the kernel of each group of layers.
 
   Args:
     decoder: the model, as configured.
     length: positions of a row.
-    images: batches hold images, whose tokens may see each other both ways.
-    patches: of an image, padding included; None: there are none for a tower.
+    images: batches contain images, whose tokens may see each other in both directions.
+    patches: patches of an image, including padding; None: there are no images for a vision tower.
     context: devices that the positions of a row are split over.
-    segments: batches say which document a position belongs to.
-    capability: CUDA's compute capability of the devices, where ``device`` does not say it; None: not known, or no NVIDIA GPUs.
-    device: where to test; None: there is none (ahead of time), so nothing is tested.
-    cache: folder of verdicts; None: none are kept.
+    segments: batches have segments (documents or padding).
+    capability: CUDA compute capability of the devices, if ``device`` does not have it; None if they are not NVIDIA GPUs or not
+      known.
+    device: device for the test; None: there is none (ahead of time), so nothing is tested.
+    cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
 
   Raises:
-    UserError: a kernel that the configuration names cannot do this, or failed; "auto" falls back to the next.
+    UserError: a kernel that the configuration names does not support a layer, or failed. "auto" falls back to the next one.
   """
   capability = getattr(device, "compute_capability", capability)
   verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
 
   def look(asked: registry.Choice, case: Case, *, of: int, segments: bool) -> KernelUse:
+    # Choose, test, and with "auto" choose again without the kernels that failed.
     failed: dict[Name, str] = {}
     shapes, times = [], []
     while True:
@@ -144,7 +146,7 @@ def settle(
       if asked != "auto":
         raise UserError(
           f"attention={asked} failed its self-test on {device.device_kind}: {problem}\n"
-          "  fix: attention=auto, which falls back by itself, or attention=dot_product"
+          "  fix: attention=auto, which falls back to another kernel, or attention=dot_product"
         )
       failed[kernel.name] = problem
     return KernelUse(
@@ -153,7 +155,8 @@ def settle(
       failed=tuple(failed), problem="; ".join(failed.values()), surpassed=tuple(kernel.surpasses(case)),
     )  # fmt: skip
 
-  # A layer chooses again when it is traced, and for rows of any length: it has to know what this choice knows.
+  # A layer chooses its kernel again when it is traced, for rows of any length, so it must know the device and the failed
+  # kernels.
   layers = tuple(_with_mixer(layer, capability=capability) for layer in decoder.layers)
   chosen: dict[Block, KernelUse] = {}
   for layer in dict.fromkeys(layers):
@@ -173,7 +176,7 @@ def settle(
 
 
 def plain_tower(decoder: Decoder) -> Decoder:
-  """The decoder, whose vision tower, if it has one, runs in plain XLA."""
+  """Return the decoder with plain XLA attention in its vision tower, if it has one."""
   tower = decoder.cfg.vision
   return decoder if tower is None else _with_tower(decoder, dataclasses.replace(tower, kernel="dot_product"))
 
@@ -188,7 +191,7 @@ def _with_mixer(layer: Block, **values: Any) -> Block:
 
 
 def shape_of(kernel: Name, case: Case, segments: bool) -> ShapeClass:
-  """The class of a case for a kernel's self-test; segments: rows hold documents, or padding."""
+  """Return the class of a case for a kernel's self-test. segments: rows contain documents or padding."""
   return shape_class(
     kernel, dtype=case.dtype, head_dim=case.head_dim, value_dim=case.value_dim, query_heads=case.query_heads,
     kv_heads=case.kv_heads, window=case.window is not None, segments=segments, length=case.length,
@@ -197,19 +200,19 @@ def shape_of(kernel: Name, case: Case, segments: bool) -> ShapeClass:
 
 
 def _grouped(uses: list[KernelUse]) -> tuple[KernelUse, ...]:
-  """One entry, with its number of layers, for what came out alike."""
+  """Merge equal entries, and count their layers."""
   return tuple(dataclasses.replace(use, layers=count) for use, count in collections.Counter(uses).items())
 
 
 def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]) -> tuple[str, float | None]:
-  """What is wrong with a kernel ("" is nothing), and the seconds of the test (None: it was tested earlier).
+  """Return the problem of a kernel ("" if it passed), and the duration of the test in seconds (None if it was tested earlier).
 
   Args:
-    shape: what is tested, a dataclass that says itself in words.
-    device, cache, test: as of ``settle``.
+    shape: a dataclass that describes the test; its str() is printed.
+    device, cache, test: as in ``settle``.
   """
   key = {"device": device.device_kind, "shape": dataclasses.asdict(shape)} | versions(device)
-  path = None  # a cache in a bucket holds compiled programs only: a test at every start costs less than a client for it
+  path = None  # a cache in a bucket stores compiled programs only: testing at every start is cheaper than a bucket client
   if cache is not None and "://" not in cache:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     path = Path(os.path.expanduser(cache), FOLDER, f"{digest}.json")
@@ -221,7 +224,7 @@ def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]
     known = _told(shape, results)
   together = _together(known)
   if results:
-    # A kernel that raised is tried again by the next run: the machine may have been short of memory.
+    # Do not store the verdict of a kernel that raised an error: the machine may have been out of memory.
     if path is not None and not any(r.raised for r in results):
       _write(path, key | {"problem": known, "cases": [dataclasses.asdict(r) for r in results]})
     return together, time.monotonic() - begin
@@ -229,7 +232,7 @@ def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]
 
 
 def _told(shape: Any, results: list[CaseResult]) -> str:
-  """What is wrong, by case; cases that failed in the same words are named together. "" is nothing."""
+  """Describe the failed cases. Cases with the same problem are listed together. Return "" if all passed."""
   failed: dict[str, list[str]] = {}
   for r in results:
     if r.problem:
@@ -239,19 +242,20 @@ def _told(shape: Any, results: list[CaseResult]) -> str:
 
 
 def _together(problem: str) -> str:
-  """The verdict of all processes: they run one program, so one that cannot trust the kernel decides for all."""
+  """Combine the verdicts of all processes. They run one program, so a failure in one process counts for all."""
   if jax.process_count() == 1:
     return problem
   from jax.experimental import multihost_utils
 
   failed = np.atleast_1d(multihost_utils.process_allgather(np.asarray(bool(problem))))
   if failed.any() and not problem:
-    return f"it failed in process {int(np.argmax(failed))} of this run"
+    return f"it failed its self-test in process {int(np.argmax(failed))} of this run"
   return problem
 
 
 def versions(device: Any) -> dict[str, Any]:
-  """Everything between a layer and a device: packages, driver, flags of the compiler, and the sources of the kernels."""
+  """Return the versions of everything that a verdict depends on: packages, driver, compiler flags, and sources of the
+  kernels."""
   found = {}
   for name in _PACKAGES:
     try:
@@ -273,16 +277,16 @@ def versions(device: Any) -> dict[str, Any]:
 
 
 def _read(path: Path, key: dict[str, Any]) -> str | None:
-  """The stored problem ("" is a pass); None when there is no verdict for exactly this key."""
+  """Return the stored problem ("" is a pass), or None if there is no verdict for exactly this key."""
   try:
     stored = json.loads(path.read_text("utf-8"))
     if {name: stored[name] for name in key} == key and isinstance(stored["problem"], str):
       return stored["problem"]
-    _log.warning("%s: is not the verdict that its name says; the kernel is tested again", path)
+    _log.warning("%s: the stored verdict is for another kernel or version than its name says; testing the kernel again", path)
   except FileNotFoundError:
     return None
   except (OSError, ValueError, KeyError, TypeError) as error:
-    _log.warning("%s: cannot be read (%s: %s); the kernel is tested again", path, type(error).__name__, error)
+    _log.warning("%s: cannot read the stored verdict (%s: %s); testing the kernel again", path, type(error).__name__, error)
   return None
 
 
@@ -291,4 +295,4 @@ def _write(path: Path, entry: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_text(path, json.dumps(entry, indent=1) + "\n")
   except OSError as error:
-    _log.warning("%s: cannot be written (%s); the next run tests the kernel again", path, error.strerror)
+    _log.warning("%s: cannot store the verdict (%s); the next run will test the kernel again", path, error.strerror)

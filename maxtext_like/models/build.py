@@ -1,4 +1,4 @@
-"""From a configuration to a decoder: picks the family and translates the precision section."""
+"""``build_decoder``: creates the decoder of a configuration. It selects the family and converts the precision section."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from maxtext_like.models.registry import FAMILIES
 
 
 def precision_of(section: PrecisionConfig) -> Precision:
-  """The ``precision:`` section as the layers know it: all of it but ``layer_precision``."""
+  """Convert the ``precision:`` section, except ``layer_precision``, to the ``Precision`` of the layers."""
   return Precision(**{field.name: getattr(section, field.name) for field in dataclasses.fields(Precision)})
 
 
 def runs_in_loops(config: Config) -> bool:
-  """Whether layers run in a loop, without which ``remat_offload`` is refused."""
+  """True if layers run in a loop, which ``remat_offload`` requires."""
   p, scanned = config.precision, config.training.scan_layers
   decoder = build_decoder(config.model, precision_of(p), layer_precision=p.layer_precision, scan_layers=scanned)
   return bool(decoder.loops)
@@ -47,30 +47,32 @@ def build_decoder(
   capability: str | None = None,
   rules: Rules = RULES,
 ) -> Decoder:
-  """The decoder of a configuration.
+  """Create the decoder of a configuration.
 
   Args:
     model: the ``model:`` section.
     precision: dtypes and float32 flags.
-    layer_precision: other values for some layers, as the configuration's key has them.
-    vision: the ``vision:`` section; the decoder gets its tower with ``use_multimodal``. None: text only.
-    scan_layers: ``lax.scan`` over equal rows of layers, or the same rows unrolled.
-    init_scheme: how initial values are chosen; no other number depends on it.
-    remat_policy: what a layer keeps for the backward pass.
-    remat_offload: what of it lies in the host's memory.
-    attention: the kernel, "auto" for the fastest that honours mask and flags; a tower has that with any fused one, and plain
-      XLA where the layers shall have it.
-    grouped_product: the kernel of experts, likewise.
-    platform: "cpu", "gpu" or "tpu", where the program will run.
-    capability: CUDA's compute capability there, by which experts get their kernel; None: not known, or no NVIDIA GPU.
-    rules: how parameters and activations are split over a mesh.
+    layer_precision: other precision values for some layers, in the form of the configuration's key.
+    vision: the ``vision:`` section; the decoder has a vision tower if ``use_multimodal`` is set. None: text only.
+    scan_layers: run equal rows of layers with ``lax.scan``, or unroll them.
+    init_scheme: scheme of initial values; nothing else depends on it.
+    remat_policy: values that a layer saves for the backward pass.
+    remat_offload: saved values that are kept in host memory.
+    attention: the attention kernel; "auto" chooses the fastest that supports the mask and the flags. If it names a fused
+      kernel, a vision tower uses "auto". If it names plain XLA, the tower uses plain XLA too.
+    grouped_product: the grouped kernel of experts, in the same way.
+    platform: "cpu", "gpu" or "tpu": where the program will run.
+    capability: CUDA compute capability of that device, for the choice of the grouped kernel; None if it is not an NVIDIA GPU or
+      not known.
+    rules: sharding of parameters and activations over a mesh.
 
   Returns:
     A ``Decoder``: ``params()`` and a pure call.
 
   Raises:
-    ValueError: sizes that no model can have, entries for layers that it has not, ``remat_offload`` without a loop.
+    ValueError: impossible sizes, ``layer_precision`` of layers that do not exist, or ``remat_offload`` without a loop.
   """
+  # Layers, with the initial values of the scheme and the precision of each layer.
   family = FAMILIES[model.decoder_block]
   cfg, layers = initial_values.with_scheme(init_scheme, *family.decoder(model, precision, attention, platform))
   layers = tuple(
@@ -79,16 +81,18 @@ def build_decoder(
   )
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, remat_offload=remat_offload, rules=rules)
   experts = [Experts(layer.cfg.ffn.experts, layer.precision) for layer in layers if layer.cfg.ffn.experts is not None]
-  if grouped_product != "auto" or experts:  # asking imports every kernel; all layers have one
+  # One grouped kernel for all layers with experts. Choosing imports every kernel, so models without experts skip it.
+  if grouped_product != "auto" or experts:
     wanted = dict.fromkeys((e.precision.dtype, e.sums) for e in experts) or {(precision.dtype, False): None}
     cases = [grouped.Case(platform=platform, dtype=dtype, sums=sums, capability=capability) for dtype, sums in wanted]
     by = grouped.choose(grouped_product, *cases).name
     cfg = dataclasses.replace(cfg, grouped=by)
+  # The vision tower. Placeholders are looked up as padding with and without one.
   if vision is not None and model.pad_token_id is not None:
-    cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)  # with or without a tower
+    cfg = dataclasses.replace(cfg, placeholder_ids=vision.placeholder_ids)
   if vision is not None and vision.use_multimodal:
-    assert vision.image_token_id is not None  # VisionConfig has seen to it
-    # A kernel that is named is the layers'; heads of a tower are others. Plain XLA is plain XLA everywhere.
+    assert vision.image_token_id is not None  # VisionConfig has checked it
+    # The named kernel is for the layers, because the tower has other heads. Plain XLA applies to both.
     of_tower: Choice = "dot_product" if attention in PLAIN else "auto"
     tower = family.tower(model, vision)
     if init_scheme == "depth_scaled":
@@ -99,7 +103,7 @@ def build_decoder(
   if remat_offload != "none" and not decoder.loops:
     why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
     raise ValueError(
-      f"remat_offload = {remat_offload}: the layers are in no loop ({why}), and out of one compilers keep on the device what "
-      "is to wait on the host\n  fix: remat_offload=none"
+      f"remat_offload = {remat_offload}: the layers do not run in a loop ({why}). Outside a loop, compilers keep offloaded "
+      "arrays on the device\n  fix: remat_offload=none"
     )
   return decoder

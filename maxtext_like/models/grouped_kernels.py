@@ -1,4 +1,4 @@
-"""Which kernel multiplies tokens with their experts: the one that ``build`` chose, once it has passed its self-test here."""
+"""Settles the grouped kernel of a model's experts: runs the self-test of the chosen kernel, and falls back if it fails."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -25,20 +25,20 @@ def settle(
   cache: str | None = None,
   test: Callable[[GroupedShape], list[CaseResult]] = self_test,
 ) -> tuple[Decoder, str]:
-  """The decoder with a kernel that can be trusted, and what came of the test, in words; "" where nothing is to be said.
+  """Return the decoder with a kernel that passed its self-test, and a note about the test ("" if there is nothing to report).
 
   Args:
     decoder: the model, with its kernel.
-    asked: what the configuration asks for.
+    asked: the kernel that the configuration selects.
     platform: where the program will run.
-    tokens: of a device.
-    ways: devices that share out the experts.
-    device: where to test; None: there is none (ahead of time), so nothing is tested.
-    cache: folder of verdicts; None: none are kept.
+    tokens: tokens of one device.
+    ways: number of devices that share the experts.
+    device: device for the test; None: there is none (ahead of time), so nothing is tested.
+    cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
 
   Raises:
-    UserError: a kernel that the configuration names failed; "auto" falls back to the next, which is tested likewise.
+    UserError: a kernel that the configuration names failed. "auto" falls back to the next kernel, which is tested too.
   """
   layers = dict.fromkeys(layer for layer in decoder.layers if layer.cfg.ffn.experts is not None)
   name = decoder.cfg.grouped
@@ -46,6 +46,7 @@ def settle(
     return decoder, ""
   if device is None:
     return decoder, "not self-tested: there is no device"
+  # Test the kernel. With "auto", try the next one until one passes or a kernel needs no test.
   failed: dict[registry.Name, str] = {}
   seconds: list[float] = []
   while registry.kernel(name).fused:
@@ -58,7 +59,7 @@ def settle(
     if asked != "auto":
       raise UserError(
         f"grouped_product={asked} failed its self-test on {device.device_kind}: {problem}\n"
-        "  fix: grouped_product=auto, which falls back by itself"
+        "  fix: grouped_product=auto, which falls back to another kernel"
       )
     failed[name] = problem
     capability = getattr(device, "compute_capability", None)
@@ -72,7 +73,7 @@ def settle(
 
 
 def _shapes(layers: Iterable[Block], name: registry.Name, *, tokens: int, ways: int) -> list[GroupedShape]:
-  """What is to be tested of a kernel, each once; tokens and ways: as of ``settle``."""
+  """Return the shapes to test a kernel with, without duplicates. tokens and ways: as in ``settle``."""
   shapes: dict[GroupedShape, None] = {}
   for layer in layers:
     cfg = layer.cfg.ffn.experts

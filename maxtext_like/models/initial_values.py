@@ -24,11 +24,11 @@ def with_scheme(scheme: Scheme, cfg: DecoderConfig, layers: tuple[Block, ...]) -
 
       - Queries are scaled so that scores start with standard deviation 1. Gemma 4 multiplies q.k by 1 instead of
         head_dim ** -0.5, so norms of 1 give scores of standard deviation 16 to 23 and a nearly one-hot softmax.
-      - The residual stream starts with mean square 1. Gemma multiplies its embedding by sqrt(D); an untied table is drawn with
-        standard deviation 1. A tied table without that factor (Qwen3 0.6B) also is the output head and keeps D ** -0.5.
-      - Each of the n branches that join the stream is multiplied by n ** -0.5, where the stream starts with mean square 1: in
-        the norm behind the branch if there is one (depth-scaled sandwich norm, Yin et al. 2025, arXiv 2504.07866), otherwise
-        in the output projection (Radford et al. 2019, section 2.3). All branches together then add as much as the embedding.
+      - The residual stream starts with mean square 1. Gemma multiplies its embedding by sqrt(D). An untied table has initial
+      standard deviation 1. A tied table without that factor (Qwen3 0.6B) is the output head too and keeps D ** -0.5.
+      - If the stream starts with mean square 1, each of the n branches that are added to it is multiplied by n ** -0.5: in the
+      norm after the branch if there is one (depth-scaled sandwich norm, Yin et al. 2025, arXiv 2504.07866), otherwise in the
+      output projection (Radford et al. 2019, section 2.3). All branches together then add as much as the embedding.
 
       Gemma then starts by predicting its input token: half of the stream is the token's own row of the table, which is the head
       too. The first loss is above log(V), 21.9 for the 31B, and below that of ``maxtext`` after 5 steps. A final norm of

@@ -1,7 +1,7 @@
-"""A model on its devices: what follows from a configuration for whoever runs it, trained or not. Holds no array.
+"""``Model``: a decoder with its mesh, shardings and kernels, for training and for inference. Holds no arrays.
 
-It lies with the models and not with the trainer, because generation, forward, import and export need all of it and no
-optimizer; the trainer's program is built around one.
+It is part of models and not of training, because generation, forward passes, import and export need it without an optimizer.
+The training program contains a ``Model``.
 """
 
 import dataclasses
@@ -34,17 +34,17 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-  """A configuration's decoder, where its arrays lie and what it runs on.
+  """The decoder of a configuration, the placement of its arrays, and its kernels.
 
   Attributes:
-    config: of it.
-    mesh: devices in a grid; an abstract mesh has sizes only, so that its programs can be lowered and not run.
+    config: the configuration.
+    mesh: grid of devices. An abstract mesh has only sizes: programs can be lowered for it but not run.
     decoder: parameters and equations.
-    platform: "cpu", "gpu" or "tpu", where it runs.
-    kernels: what the attention layers run on, and why; empty where no attention over whole rows is called.
-    base: how its weights are stored below an adapter; None: as they are declared.
-    grouped_verdict: what came of the self-test of the experts' kernel, in words.
-    norms: what makes the gradients of norms, in words; "" where that is XLA.
+    platform: "cpu", "gpu" or "tpu": where it runs.
+    kernels: kernels of the attention layers; empty if attention over complete rows is never called.
+    base: storage of the weights under an adapter; None: as declared.
+    grouped_verdict: note about the self-test of the experts' kernel.
+    norms: note about the kernel for gradients of norms; "" if it is XLA.
   """
 
   config: Config
@@ -58,45 +58,45 @@ class Model:
 
   @property
   def grouped_product(self) -> str | None:
-    """What multiplies tokens with their experts, in how many layers, and whether they travel; None: there are no experts."""
+    """Describe the grouped kernel, its layers, and whether tokens are sent to experts; None if the model has no experts."""
     layers = self.decoder.layers
     count = sum(layer.cfg.ffn.experts is not None for layer in layers)
     if not count:
       return None
     ways = self.ways("expert")
-    travel = f"; tokens travel to experts on {ways} devices, padded to {SLACK} of an even share a round" if ways > 1 else ""
+    travel = f"; tokens are sent to experts on {ways} devices, padded to {SLACK} of an even share per round" if ways > 1 else ""
     verdict = f", {self.grouped_verdict}" if self.grouped_verdict else ""
     return f"{self.decoder.cfg.grouped} for experts in {count} of {len(layers)} layers{verdict}{travel}"
 
   @property
   def copied_heads(self) -> str | None:
-    """Key-value heads that several devices compute, in words; None: there are none."""
+    """Describe the key-value heads that several devices compute; None if there are none."""
     return copied(self.spec, self.decoder.cfg.rules, self.mesh)
 
   @functools.cached_property
   def spec(self) -> Any:
-    """The decoder's declared parameters, as they are stored."""
+    """The decoder's declared parameters, in their stored form."""
     declared = self.decoder.params()
     return declared if self.base is None else self.base.spec(declared)
 
   def draw(self, key: jax.Array) -> Any:
-    """Fresh parameters, as they are stored."""
+    """Draw initial parameters, in their stored form."""
     declared = self.decoder.params()
     return init(declared, key) if self.base is None else self.base.init(declared, key)
 
   @property
   def devices(self) -> list[Any]:
-    """The devices of the mesh, which is not an abstract one."""
+    """The devices of the mesh, which must not be an abstract one."""
     assert isinstance(self.mesh, jax.sharding.Mesh)
     return list(self.mesh.devices.flat)
 
   @functools.cached_property
   def abstract_params(self) -> Any:
-    """``jax.ShapeDtypeStruct`` with a sharding for every parameter."""
+    """A ``jax.ShapeDtypeStruct`` with a sharding for every parameter."""
     return placed(self.spec, self.mesh, self.decoder.cfg.rules)
 
   def lower_init(self) -> Any:
-    """The program that makes fresh parameters from a seed (uint32 scalar); every device makes its own part."""
+    """Lower the program that draws initial parameters from a seed (uint32 scalar). Every device draws its own part."""
     places = jax.tree.map(lambda x: x.sharding, self.abstract_params)
     with use_mesh(self.mesh):
       make = jax.jit(lambda seed: self.draw(jax.random.key(seed)), out_shardings=places)
@@ -104,28 +104,28 @@ class Model:
 
   @functools.cached_property
   def rows(self) -> int:
-    """Rows that all devices work on at a time: ``per_device_batch_size`` for each device of the mesh.
+    """Rows of one microbatch over all devices: ``per_device_batch_size`` times the number of devices of the mesh.
 
     Raises:
-      UserError: they cannot be shared out over the devices that the batch is split over.
+      UserError: the rows do not divide among the devices that the batch is split over.
     """
     each, devices, ways = self.config.training.per_device_batch_size, self.mesh.size, self.ways("batch")
     rows = round(each * devices)
     if abs(each * devices - rows) > 1e-6 or rows % ways or not rows:
       split = " x ".join(f"{axis} {self.mesh.shape[axis]}" for axis in self.decoder.cfg.rules.mesh_axes("batch", self.mesh))
       raise UserError(
-        f"per_device_batch_size = {each} on {devices} devices is {each * devices:g} rows, which cannot be shared out over "
+        f"per_device_batch_size = {each} on {devices} devices is {each * devices:g} rows, which cannot be divided evenly among "
         f"{ways} parts of the mesh ({split or 'one device'})\n"
         f"  fix: per_device_batch_size={ways / devices:g}, or a multiple of it"
       )
     return rows
 
   def ways(self, axis: str) -> int:
-    """Into how many parts the mesh splits a logical axis of the activations."""
+    """Return the number of parts that the mesh splits a logical axis of the activations into."""
     return self.decoder.cfg.rules.ways(axis, self.mesh)
 
   def inputs(self, rows: int) -> Shapes:
-    """What the decoder reads of so many rows: int32 [rows, T] each; with images [rows, max_images_per_row, ...] too."""
+    """Return the decoder's inputs for this many rows: int32 [rows, T]; with images also [rows, max_images_per_row, ...]."""
     length, v = self.config.training.max_target_length, self.config.vision
     shapes: dict[str, tuple[Any, ...]] = dict.fromkeys(("tokens", "positions", "segments"), (rows, length, jnp.int32))
     if v.use_multimodal:
@@ -137,23 +137,23 @@ class Model:
 
   @property
   def batch_sharding(self) -> NamedSharding:
-    """How a batch [B, T] lies on the mesh: its sequences over every axis that the decoder's rules give to "batch"."""
+    """Sharding of a batch [B, T]: sequences are split over every mesh axis that the rules assign to "batch"."""
     return batch_sharding(self.mesh, self.decoder.cfg.rules)
 
   def own_rows(self, rows: int) -> frozenset[int] | None:
-    """Which of a batch's rows this process's devices have; None: all of them."""
+    """Return the rows of a batch on this process's devices; None: all rows."""
     places = self.batch_sharding.addressable_devices_indices_map((rows,)).values()
     own = frozenset(row for place in places if place is not None for row in range(rows)[place[0]])
     return None if len(own) == rows else own
 
   def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A whole batch as global arrays on the mesh; each process puts the rows of its own devices there."""
+    """Put a complete batch on the mesh as global arrays. Each process copies only the rows that belong to its devices."""
     sharding = self.batch_sharding
     return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
 
 
 def placed(spec: Any, mesh: Mesh, rules: Rules) -> Any:
-  """``jax.ShapeDtypeStruct`` with a sharding for every array of a tree of Params."""
+  """Return a ``jax.ShapeDtypeStruct`` with a sharding for every array of a tree of Params."""
   shapes, places = abstract(spec), shardings(spec, mesh, rules)
   return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
@@ -167,27 +167,29 @@ def make_model(
   runs_attention: bool = True,
   one_document: bool = False,
 ) -> Model:
-  """The model of a configuration, without any array.
+  """Create the model of a configuration, without arrays.
 
-  On a device that is here, a fused kernel is tried before it is used (see ``attention_kernels``, ``grouped_kernels``).
+  If a device is available, a fused kernel must pass a self-test before it is used (see ``attention_kernels``,
+  ``grouped_kernels``).
 
   Args:
-    config: of it.
+    config: the configuration.
     mesh: default: the ``mesh:`` section over all devices.
-    platform: "cpu", "gpu" or "tpu", where it will run; needed for an abstract mesh, else that of its devices.
-    capability: CUDA's compute capability, of devices that do not say it: those of an abstract mesh or a topology; None: not
-      known, or no NVIDIA GPUs.
-    runs_attention: False where the decoder's attention over whole rows is never called, as in generation: its kernels
-      are not looked at then, and a tower runs in plain XLA.
-    one_document: every row that it is given is one document, padding behind it: it needs no mask of documents.
+    platform: "cpu", "gpu" or "tpu": where it will run. Required for an abstract mesh; otherwise that of its devices.
+    capability: CUDA compute capability of devices that do not report it (an abstract mesh or a topology); None if they are not
+      NVIDIA GPUs or not known.
+    runs_attention: False if attention over complete rows is never called, as in generation. No attention kernel is then chosen,
+      and a vision tower runs in plain XLA.
+    one_document: every row is one document followed by padding, so no document mask is needed.
 
   Raises:
-    UserError: sizes that no model can have, or that the mesh cannot split; axes that do not fit the devices; a kernel that the
-      configuration names and that cannot do this or failed its self-test.
+    UserError: impossible sizes, sizes that the mesh cannot split, mesh axes that do not match the devices, or a kernel that the
+      configuration names and that does not support the model or failed its self-test.
   """
+  # Find the platform, and a device to test kernels on. The devices of a topology exist for the compiler only.
   t = config.training
   mesh = make_mesh(config.mesh) if mesh is None else mesh
-  device = None  # to try kernels on; a topology's device is known to a compiler only
+  device = None
   if not isinstance(mesh, jax.sharding.AbstractMesh):
     first = mesh.devices.flat[0]
     own = "gpu" if first.platform in ("cuda", "rocm") else first.platform
@@ -195,6 +197,7 @@ def make_model(
     platform = platform or own
     device = mesh.local_devices[0] if platform == own and first in jax.devices() else None
   assert platform is not None, "an abstract mesh does not say where the program will run"
+  # Build the decoder, and check it against the device and the mesh.
   try:
     decoder = build_decoder(
       config.model,
@@ -216,6 +219,7 @@ def make_model(
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, one_document=one_document))
   require_units(decoder, platform, capability)
   require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
+  # Choose and test the kernels of attention, experts and norms.
   kernels = ()
   if not runs_attention:
     decoder = plain_tower(decoder)

@@ -1,4 +1,4 @@
-"""Parameter names for people: ``layers.7.mlp.down`` for row 1 of a stacked array, ``embedding.table`` for the rest.
+"""Names of parameters in messages and files: ``layers.7.mlp.down`` for a row of a stacked array, ``embedding.table`` otherwise.
 
 Paths are the keys into the nested dict of ``Decoder.params()``.
 """
@@ -8,16 +8,16 @@ from typing import Any
 from maxtext_like.layers.decoder import Decoder
 
 ADAPTER = "adapter"
-"""The key of an adapter in a tree of parameters, beside those of the model, in which it repeats their paths."""
+"""Key of an adapter in a tree of parameters. The adapter's tree repeats the paths of the model's parameters."""
 
 
 def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-  """The dict keys of a ``jax.tree_util`` path."""
+  """Convert a ``jax.tree_util`` path to dict keys."""
   return tuple(str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path)
 
 
 def row_names(decoder: Decoder, path: tuple[str, ...]) -> list[str]:
-  """The names behind one leaf: one for each row of a stacked leaf, in order, else a single one."""
+  """Return the names of one leaf: one for each row of a stacked leaf, in order, or a single one."""
   if path[0] == ADAPTER:  # ``layers.7.attention.q.lora_a``
     return row_names(decoder, path[1:])
   for s in decoder.stacks:
@@ -28,7 +28,7 @@ def row_names(decoder: Decoder, path: tuple[str, ...]) -> list[str]:
 
 
 def parameter_name(decoder: Decoder, path: tuple[str, ...], row: int | None = None) -> str:
-  """The name of one row of a leaf, or of the whole leaf: ``layers.0,6,12.mlp.down`` for a stack of three."""
+  """Return the name of one row of a leaf, or of the complete leaf: ``layers.0,6,12.mlp.down`` for a stack of three."""
   names = row_names(decoder, path)
   if row is not None:
     return names[row]

@@ -1,4 +1,4 @@
-"""Who makes the gradients of the norms between layers: the kernel where it can work and passes its self-test, else XLA."""
+"""Settles the kernel for gradients of norms: uses it if it supports the model and passes its self-test, otherwise XLA."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,20 +23,20 @@ def settle(
   cache: str | None = None,
   test: Callable[[NormShape], list[CaseResult]] = self_test,
 ) -> tuple[Decoder, str]:
-  """The decoder, and what it has, in words; "" where that is XLA and nothing failed.
+  """Return the decoder, and a note about its kernel ("" if it uses XLA and nothing failed).
 
   Args:
     decoder: the model.
-    asked: what the configuration asks for.
+    asked: the kernel that the configuration selects.
     platform: where the program will run.
-    devices: of the mesh.
-    capability: CUDA's compute capability of the devices; None: not known, or no NVIDIA GPUs.
-    device: where to test; None: there is none (ahead of time), so nothing is tested.
-    cache: folder of verdicts; None: none are kept.
+    devices: number of devices of the mesh.
+    capability: CUDA compute capability of the devices; None if they are not NVIDIA GPUs or not known.
+    device: device for the test; None: there is none (ahead of time), so nothing is tested.
+    cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
 
   Raises:
-    UserError: the kernel is asked for by name and cannot work here, or failed.
+    UserError: the configuration names the kernel, but it does not support the model or failed.
   """
   norm, precision = decoder.layers[0].cfg.norm, decoder.precision
   case = registry.Case(platform=platform, capability=capability, devices=devices, dim=norm.dim)
@@ -49,8 +49,9 @@ def settle(
   words = f"{name} for gradients of norms"
   if device is None:
     return _with(decoder, name), f"{words}, not self-tested: there is no device"
-  dtypes = {(precision.residual, layer.precision.dtype) for layer in decoder.layers}  # of the norm before a part
-  if decoder.layers[0].cfg.sandwich:  # and of that behind it
+  # Test the dtypes of the norm before a part and, with a sandwich norm, of the one after it.
+  dtypes = {(precision.residual, layer.precision.dtype) for layer in decoder.layers}
+  if decoder.layers[0].cfg.sandwich:
     dtypes |= {
       ("float32" if layer.precision.float32_branches else layer.precision.dtype, precision.residual) for layer in decoder.layers
     }
@@ -63,7 +64,7 @@ def settle(
   if asked != "auto":
     raise UserError(
       f"norm_kernel={asked} failed its self-test on {device.device_kind}: {problem}\n"
-      "  fix: norm_kernel=auto, which falls back by itself"
+      "  fix: norm_kernel=auto, which falls back to XLA"
     )
   return (
     decoder,

@@ -1,7 +1,8 @@
-"""The weights below an adapter, in fewer bits than they came in: what stands in their places, and how it is made of them.
+"""``QuantisedBase``: the quantised weights of a model under an adapter. It declares their stored arrays, quantises and
+dequantises.
 
-The tree of parameters has a few arrays (``layers.quantised``) where a weight stood, under its name. They meet the decoder as
-one ``Weight`` where it is called, as an adapter does.
+In the tree of parameters, the few stored arrays (``layers.quantised``) replace the weight, under its name. When the decoder is
+called, they are combined into one ``Weight``, as adapters are.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,12 +23,12 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class QuantisedBase:
-  """Which weights of a model are stored in which form. Holds no array.
+  """The quantised weights of a model, and their form. Holds no arrays.
 
   Attributes:
-    form: of all of them.
-    weights: as they are declared, by path.
-    rules: how the model's arrays are split over its mesh.
+    form: form of all these weights.
+    weights: their declarations, by path.
+    rules: sharding of the model's arrays over its mesh.
   """
 
   form: Form
@@ -35,27 +36,27 @@ class QuantisedBase:
   rules: Rules
 
   def spec(self, declared: Any) -> Any:
-    """The tree of declared parameters with what is stored in the places of the weights."""
+    """Return the tree of declared parameters, with the stored arrays instead of the weights."""
     return self._mapped(declared, lambda path, p: stored_params(self.form, p))
 
   def attach(self, params: Any) -> Any:
-    """The stored tree as the decoder takes it."""
+    """Return the stored tree in the form that the decoder reads."""
     return self._mapped(params, self._weight)
 
   def init(self, declared: Any, key: jax.Array) -> Any:
-    """The stored tree of the weights that ``init`` draws, one layer of a stack at a time."""
+    """Draw the weights as ``param.init`` does, and quantise them, one layer of a stack at a time."""
     store = lambda path, p: (lambda x: quantise(self.form, p, x)) if path_keys(path) in self.weights else None
     return init(declared, key, store=store)
 
   def values(self, path: Path, stored: Any, dtype: str) -> jax.Array:
-    """The weight of one layer, whole, of what is stored of it."""
+    """Dequantise the stored arrays of one layer's weight."""
     return self._weight(path, stored).values(dtype)
 
   def _weight(self, path: Path, stored: Any) -> Quantised:
     return Quantised(stored, self.form, one_layer(self.weights[path]), self.rules)
 
   def whole(self, params: Any, leave: Collection[Path] = ()) -> Any:
-    """The stored tree with every weight made whole, in its declared dtype, but those of ``leave``, which are so already."""
+    """Dequantise every weight of the stored tree to its declared dtype, except those of ``leave``, which are already plain."""
 
     def make(path: Path, stored: Any) -> Any:
       if path in leave:
@@ -67,7 +68,7 @@ class QuantisedBase:
     return self._mapped(params, make)
 
   def rounded(self, params: Any) -> Any:
-    """Whole weights as they are after quantisation, in their dtypes."""
+    """Quantise and dequantise plain weights, in their own dtypes."""
 
     def round_one(path: Path, x: jax.Array) -> jax.Array:
       p = self.weights[path]
@@ -77,7 +78,7 @@ class QuantisedBase:
     return self._mapped(params, round_one)
 
   def bytes_at_work(self, item: int) -> int:
-    """Of the largest weight of a layer, made whole, with ``item`` bytes a number."""
+    """Return the bytes of the largest weight of one layer, dequantised, with ``item`` bytes per element."""
     return max((count(one_layer(p)) * item for p in self.weights.values()), default=0)
 
   def _mapped(self, tree: Any, change: Callable[[Path, Any], Any]) -> Any:
@@ -92,22 +93,22 @@ class QuantisedBase:
 
 
 def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> QuantisedBase:
-  """The base of a model some of whose weights are quantised.
+  """Create the base of a model with some quantised weights.
 
   Args:
     decoder: the model.
-    names: of the weights, as ``layers.7.attention.q``.
-    form: that they are stored in.
+    names: names of the weights, such as ``layers.7.attention.q``.
+    form: form to store them in.
 
   Raises:
-    ValueError: one of them is a table, or a part of a stack alone is among them.
+    ValueError: one of them is a table, or only some layers of a stack are listed.
   """
   weights = {}
   for path, p in jax.tree_util.tree_leaves_with_path(decoder.params()):
     own = set(row_names(decoder, path_keys(path)))
     if names & own:
       if left := sorted(own - names):
-        raise ValueError(f"{min(names & own)} is stored in one array with {left[0]}, and both are quantised or neither")
+        raise ValueError(f"{min(names & own)} and {left[0]} are stored in one array, so quantise both or neither of them")
       stored_params(FORMS[form], p)
       weights[path_keys(path)] = p
   return QuantisedBase(FORMS[form], weights, decoder.cfg.rules)

@@ -1,7 +1,7 @@
-"""The families of models, a line each. What a family is lies in its folder; whoever needs a part of it asks here.
+"""The families of models: one line each. A family is a folder; other code asks this registry for its parts.
 
-The parts belong to different layers of the program, and each is loaded by name when it is first asked for: so the
-configuration may read a family's fields without JAX.
+The parts belong to different layers of the program. Each is imported by name on first use, so the configuration can read the
+keys of a family without JAX.
 """
 
 import importlib
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-  """A family of models: the ``decoder_block`` of a configuration and the package that holds
+  """A family of models: a value of ``decoder_block``, and a package with these modules:
 
-  - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, those in ``vision:``, if it has a tower;
-    ``SPELLINGS``, its tokenizers' special tokens by what they mean; ``chat_template``, if one is published;
-  - ``maxtext.py``: ``MAXTEXT``, what MaxText's files and keys mean for it;
-  - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has one for images;
+  - ``config.py``: ``Config``, its keys in ``model:`` and their checks; ``Vision``, its keys in ``vision:``, if it has a vision
+  tower; ``SPELLINGS``, the special tokens of its tokenizers by meaning; ``chat_template``, if one is published;
+  - ``maxtext.py``: ``MAXTEXT``, the meaning of MaxText's files and keys for this family;
+  - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has a vision tower;
   - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors;
-  - ``risk.py``: ``RISK``, how large its numbers can become, if somebody has written it down.
+  - ``risk.py``: ``RISK``, bounds of its numbers (optional).
 
   Attributes:
     name: the value of ``decoder_block``.
-    package: where the parts are.
+    package: the package with the modules.
   """
 
   name: str
@@ -43,32 +43,33 @@ class Family:
 
   @property
   def config(self) -> "type[ModelConfig]":
-    """What ``model:`` is made into."""
+    """The class of the ``model:`` section."""
     return self._part("config").Config
 
   @property
   def vision(self) -> "type[VisionConfig] | None":
-    """What ``vision:`` is made into; None: the family has no tower."""
+    """The class of the ``vision:`` section; None: the family has no vision tower."""
     return getattr(self._part("config"), "Vision", None)
 
   @property
   def spellings(self) -> Mapping[str, tuple[str, ...]]:
-    """How its tokenizers spell special tokens, by what they mean."""
+    """The spellings of special tokens in its tokenizers, by meaning."""
     return getattr(self._part("config"), "SPELLINGS", {})
 
   def chat_template(self, model: "ModelConfig") -> str | None:
-    """The name of the chat template that is published for a model (data/chat/registry.py); None: its checkpoint has one."""
+    """Return the name of the chat template that is published for a model (data/chat/registry.py). None: use its
+    checkpoint's."""
     made = getattr(self._part("config"), "chat_template", None)
     return None if made is None else made(model)
 
   @property
   def maxtext(self) -> "MaxText":
-    """What MaxText's files and keys mean for it."""
+    """The meaning of MaxText's files and keys for this family."""
     return self._part("maxtext").MAXTEXT
 
   @property
   def huggingface(self) -> "HuggingFace":
-    """What it is called at Hugging Face."""
+    """Its config.json and tensor names at Hugging Face."""
     return self._part("huggingface").HUGGING_FACE
 
   @property
@@ -78,15 +79,15 @@ class Family:
 
   @property
   def risk(self) -> "Formula | None":
-    """How large its numbers can become; None: nobody has written it down."""
+    """Bounds of its numbers; None: the family has no formula."""
     there = importlib.util.find_spec(f"{self.package}.risk") is not None
     return self._part("risk").RISK if there else None
 
   def tower(self, model: Any, vision: Any) -> Any:
-    """The configuration of the vision tower and projector that belong to a decoder.
+    """Return the configuration of the vision tower and projector of a decoder.
 
     Raises:
-      ValueError: the family has no tower, or sizes that no tower can have.
+      ValueError: the family has no vision tower, or its sizes are impossible.
     """
     made = getattr(self._part("model"), "tower", None)
     if made is None:

@@ -1,6 +1,6 @@
-"""Norms of parameter trees, kept apart by layer: one pass over the arrays gives the global norm and says where it broke.
+"""Norms of parameter trees, separately for each layer. One pass over the arrays gives the global norm and the layer of a fault.
 
-R rows: the arrays of single layers; a stacked leaf has one for each of its layers.
+R rows: the arrays of single layers. A stacked leaf has one row for each of its layers.
 """
 
 import functools
@@ -18,8 +18,8 @@ from maxtext_like.sharding import host_memory
 Tree = Any
 Axes = tuple[int, ...] | None
 
-_LARGE = 2.0**40  # sums of squares up to here stay in float32, whatever the number of terms
-_DOWN = 2.0**-96  # and squares of numbers beyond it do after this
+_LARGE = 2.0**40  # sums of squares of numbers up to here fit float32 for any number of terms
+_DOWN = 2.0**-96  # factor on larger numbers, after which their squares fit float32 too
 
 
 class Norm(NamedTuple):
@@ -30,20 +30,20 @@ class Norm(NamedTuple):
 
   @property
   def value(self) -> jax.Array:
-    """The norm itself, infinite where float32 ends."""
+    """The norm, infinite if it exceeds float32."""
     return self.scaled * self.unit
 
   def above(self, limit: float | jax.Array) -> jax.Array:
-    """Bool scalar: the norm, even one beyond float32, is above a limit, which is not below 0."""
+    """Return a bool scalar: the norm is above a limit, which must not be negative. It also works for norms beyond float32."""
     return self.scaled > limit / self.unit
 
 
 class Squares(NamedTuple):
-  """Sums of squares by row, float32 [R], in two parts, so that no square of a finite number is infinite (Blue 1978).
+  """Sums of squares by row, float32 [R]. There are two parts, so that no square of a finite number overflows (Blue 1978).
 
   Attributes:
-    small: of the numbers up to 2^40, and NaN where there is one.
-    large: of the others, times 2^-192, and infinity where there is one.
+    small: sum over numbers up to 2^40; NaN if there is a NaN.
+    large: sum over larger numbers, times 2^-192; infinite if there is an infinity.
   """
 
   small: jax.Array
@@ -51,27 +51,31 @@ class Squares(NamedTuple):
 
   @property
   def finite(self) -> jax.Array:
-    """Bool [R]: all numbers of a row are."""
+    """bool [R]: all numbers of the row are finite."""
     return jnp.isfinite(self.small) & jnp.isfinite(self.large)
 
   def norm(self) -> Norm:
-    """Of all rows together."""
+    """Return the norm over all rows."""
     return _norm(jnp.sum(self.small), jnp.sum(self.large))
 
   def largest(self) -> jax.Array:
-    """Float32 scalar that no number exceeds in magnitude, infinite or NaN where one is."""
-    # A rounded sum of squares is no smaller than its largest term; squares below 1e-38 are gone.
+    """Return a float32 scalar that no magnitude exceeds. It is infinite or NaN if one of them is."""
+    # A rounded sum of squares is at least its largest term. Squares below 1e-38 are zero, which the last summand covers.
     return _norm(jnp.max(self.small), jnp.max(self.large)).value * 1.001 + 1e-18
 
   def on_host(self) -> np.ndarray:
-    """The sums themselves, float64 [R]."""
+    """Return the sums as float64 [R]."""
     with np.errstate(over="ignore"):
       return np.asarray(self.small, np.float64) + np.asarray(self.large, np.float64) * _DOWN**-2
 
 
 class SoFar(NamedTuple):
-  """Of arrays that come part by part: sums of squares of all so far, float32 scalars in the two parts of ``Squares``, and the
-  share that they are expected to have of those of all, float32 scalar."""
+  """Sums over arrays that arrive part by part.
+
+  Attributes:
+    small, large: float32 scalars, sums of squares so far, in the two parts of ``Squares``.
+    share: float32 scalar, expected fraction of these sums in the total of all parts.
+  """
 
   small: jax.Array
   large: jax.Array
@@ -79,15 +83,15 @@ class SoFar(NamedTuple):
 
   @classmethod
   def nothing(cls) -> "SoFar":
-    """Before the first part."""
+    """The value before the first part."""
     return cls(*[jnp.zeros((), jnp.float32)] * 3)
 
   def with_part(self, squares: Squares, share: jax.Array) -> "SoFar":
-    """And of one part more, whose own share is ``share``."""
+    """Add a part, whose expected fraction of the total is ``share``."""
     return SoFar(self.small + jnp.sum(squares.small), self.large + jnp.sum(squares.large), self.share + share)
 
   def norm(self) -> Norm:
-    """Of all of them."""
+    """Return the norm over all parts so far."""
     return _norm(self.small, self.large)
 
 
@@ -97,36 +101,36 @@ def _norm(small: jax.Array, large: jax.Array) -> Norm:
 
 
 def row_squares(tree: Tree) -> Squares:
-  """The sums of squares of every layer's array: a stacked leaf gives one number for each of its rows.
+  """Return the sums of squares of every layer's array. A stacked leaf gives one number for each of its rows.
 
-  One sum in one pass; where one is not finite, a second pass makes two of it.
+  The function needs one pass. If a sum is not finite, a second pass splits it in two parts.
   """
   plain = plain_squares(tree)
   return jax.lax.cond(jnp.all(plain.finite), lambda: plain, lambda: split_squares(tree))
 
 
 def plain_squares(tree: Tree) -> Squares:
-  """What ``row_squares`` gives where no square leaves float32; where one does, the sum of its row is infinite."""
+  """Compute ``row_squares`` for numbers whose squares fit float32. If a square overflows, the sum of its row is infinite."""
   plain = _sums(tree, jnp.square)
   return Squares(plain, jnp.zeros_like(plain))
 
 
 def sums_of_rows(tree: Tree) -> jax.Array:
-  """Float32 [R], the sum of every layer's array."""
+  """Return the sum of every layer's array, float32 [R]."""
   return _sums(tree, lambda x: x)
 
 
 def split_squares(tree: Tree) -> Squares:
-  """What ``row_squares`` gives, without a square that leaves float32 anywhere in the program."""
+  """Compute ``row_squares`` without squares that overflow float32 anywhere in the program."""
   return Squares(_sums(tree, lambda x: _terms(x)[0]), _sums(tree, lambda x: _terms(x)[1]))
 
 
 def squares_of_arrays(tree: Tree, *, rows: bool) -> tuple[Tree, Tree]:
-  """What ``split_squares`` gives, as two trees: ``small`` and ``large`` of every array.
+  """Compute ``split_squares`` as two trees: ``small`` and ``large`` of every array.
 
   Args:
-    tree: of arrays.
-    rows: those of stacks have a first axis of layers, which each have a number; False: no array has one.
+    tree: tree of arrays.
+    rows: arrays of stacks have a first axis of layers, and one result for each of them. False: no array has this axis.
   """
 
   def sums(path, x):
@@ -141,37 +145,37 @@ def squares_of_arrays(tree: Tree, *, rows: bool) -> tuple[Tree, Tree]:
 
 
 def _terms(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """What ``small`` and ``large`` of ``Squares`` are the sums of."""
+  """Return the terms that ``small`` and ``large`` of ``Squares`` add up."""
   x = x.astype(jnp.float32)
   beyond = jnp.abs(x) > _LARGE
-  # Behind a barrier, since XLA on a GPU writes an array of constant zeros where a loop's sums begin with one alike.
+  # The zero is behind a barrier: XLA for GPUs would otherwise write an array of zeros where a loop starts with equal sums.
   zero = jax.lax.optimization_barrier(jnp.zeros((), jnp.float32))
   return jnp.square(jnp.where(beyond, zero, x)), jnp.square(jnp.where(beyond, x * _DOWN, zero))
 
 
 def _pair(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Both sums of an array over these axes."""
+  """Return both sums of an array over these axes."""
   small, large = _terms(x)
   return jnp.sum(small, axis=over), jnp.sum(large, axis=over)
 
 
 def _pair_in_one_pass(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The same as one reduction: of two a GPU reads the array twice. (A CPU would add one number after the other.)"""
+  """Return both sums with one reduction, because a GPU would read the array twice for two. On a CPU it would be sequential."""
   zeros = (jnp.zeros((), jnp.float32),) * 2
   return jax.lax.reduce(_terms(x), zeros, lambda so_far, more: tuple(map(jnp.add, so_far, more)), over)
 
 
 def _sums(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
-  """Float32 [R], ``terms`` of every row summed."""
+  """Return the sum of ``terms`` of every row, float32 [R]."""
   together = functools.partial(_sums_of_kernels, terms=terms)
   return jax.lax.platform_dependent(tree, cuda=together, default=lambda tree: _joined(tree, _sum(terms), {}))
 
 
 def _sums_of_kernels(tree: Tree, terms: Callable[[jax.Array], jax.Array]) -> jax.Array:
-  """The same in few kernels: a step has hundreds of these sums, and a GPU takes longer to start most of them than to run.
+  """Compute the same with few kernels. A step has hundreds of these sums, and most take a GPU longer to start than to run.
 
-  Vectors (norms, biases) of one shape are summed together; and what reads the sums reads them from one array, where XLA would
-  take a total, a maximum and a test of every part by itself.
+  Vectors (norms, biases) of one shape are summed together. The barrier makes later operations read one array of sums. Otherwise
+  XLA would compute a total, a maximum and a test for each part separately.
   """
   alike: dict[tuple[bool, tuple[int, ...]], list[tuple[int, jax.Array]]] = {}
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
@@ -190,11 +194,11 @@ def _sum(terms: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, Axes],
 
 
 def _joined(tree: Tree, of: Callable[[jax.Array, Axes], jax.Array], known: dict[int, jax.Array]) -> jax.Array:
-  """One number of every row in one array: ``of`` (an array, axes), for some arrays of the tree what is known."""
+  """Concatenate one number for every row: ``of(array, axes)``, or the entry of ``known`` for some arrays of the tree."""
   parts = []
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     over = tuple(range(1, x.ndim)) if _in_stack(path) else None
-    if x.dtype.itemsize == 1:  # codes of a quantised weight, which are no numbers of their own; frozen, and looked at when read
+    if x.dtype.itemsize == 1:  # codes of a frozen quantised weight have no meaning as numbers; they are checked when loaded
       parts.append(jnp.zeros(1 if over is None else x.shape[0], jnp.float32))
     else:
       parts.append(jnp.atleast_1d(known[i] if i in known else of(x, over)))
@@ -203,46 +207,46 @@ def _joined(tree: Tree, of: Callable[[jax.Array, Axes], jax.Array], known: dict[
 
 def _in_stack(path: tuple[Any, ...]) -> bool:
   keys = path_keys(path)
-  return keys[keys[0] == ADAPTER].startswith("stack_")  # an adapter repeats the paths of the model
+  return keys[keys[0] == ADAPTER].startswith("stack_")  # the tree of an adapter repeats the paths of the model
 
 
 def clip(tree: Tree, norm: Norm, largest: float | jax.Array) -> Tree:
-  """The tree in float32, times ``largest / norm`` where the norm is larger.
+  """Return the tree in float32, multiplied by ``largest / norm`` if its norm is larger.
 
-  Finite numbers stay finite and in proportion, also where their norm is beyond float32.
+  Finite numbers stay finite and in proportion, also if their norm exceeds float32.
 
   Args:
-    tree: of arrays.
-    norm: of the tree.
-    largest: not below 0, nor above 2^79.
+    tree: tree of arrays.
+    norm: norm of the tree.
+    largest: from 0 to 2^79.
   """
   clipped = norm.above(largest)
-  # Half of the way down before the factor, which may be large by as much as the unit is, and half behind it.
+  # The factor may be as large as the unit, so scale down by the square root of the unit before it and after it.
   down, factor = jnp.where(clipped, 1 / jnp.sqrt(norm.unit), 1.0), jnp.where(clipped, largest / norm.scaled, 1.0)
   return jax.tree.map(lambda x: x.astype(jnp.float32) * down * factor * down, tree)
 
 
 def largest_clipped(largest: float) -> float:
-  """What no number of a tree exceeds that ``clip`` was given: a norm is rounded."""
+  """Return a bound for the magnitudes of a tree after ``clip``, which is slightly larger because norms are rounded."""
   return largest * 1.001
 
 
 def row_labels(decoder: Decoder, tree: Tree) -> list[str]:
-  """The parameter names behind the entries of ``row_squares``, as ``layers.7.mlp.down``."""
+  """Return the parameter names of the entries of ``row_squares``, such as ``layers.7.mlp.down``."""
   return [name for path, _ in jax.tree_util.tree_leaves_with_path(tree) for name in row_names(decoder, path_keys(path))]
 
 
 def row_peaks(tree: Tree) -> jax.Array:
-  """The largest magnitude in every layer's array, float32 [R], infinite where a number is not finite."""
+  """Return the largest magnitude in every layer's array, float32 [R], infinite if a number is not finite."""
   return _joined(tree, _peak, {})
 
 
 def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
-  """The largest magnitude in every array of an optimizer state, float32 [R], infinite where a number is not finite.
+  """Return the largest magnitude in every array of an optimizer state, float32 [R], infinite if a number is not finite.
 
   Args:
-    opt_state: arrays; counters are left out.
-    params: the trained parameters: a moment of a stacked one has its rows, but for factored ones.
+    opt_state: arrays; counters are skipped.
+    params: the trained parameters. A moment of a stacked parameter has its rows, except for factored moments.
   """
   peaks = []
   for _, keys, x in _moments(opt_state):
@@ -252,29 +256,29 @@ def state_peaks(opt_state: Tree, params: Tree) -> jax.Array:
 
 
 def state_rows(opt_state: Tree, params: Tree) -> int:
-  """R of ``state_peaks``."""
+  """Return R of ``state_peaks``."""
   return sum(x.shape[0] if _stacked(keys, x, params) else 1 for _, keys, x in _moments(opt_state))
 
 
 def _peak(x: jax.Array, over: Axes) -> jax.Array:
-  if host_memory.is_there(x):  # a row at a time: all together need not have room on the device
+  if host_memory.is_there(x):  # one row at a time: the complete array may not fit on the device
     rows = jax.lax.map(lambda i: _peak(host_memory.row(x, i), None), jnp.arange(x.shape[0]))
     return jnp.max(rows) if over is None else rows
   return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf), axis=over, initial=0.0)
 
 
 def peaks_of_arrays(opt_state: Tree) -> Tree:
-  """The largest magnitude of each array, float32 scalars, infinite where a number is not finite; None for counters."""
+  """Return the largest magnitude of each array, float32 scalars, infinite if a number is not finite; None for counters."""
   is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
   return jax.tree.map(lambda x: _peak(x, None) if is_float(x) else None, opt_state)
 
 
 def peaks_of_rows(peaks: Tree, opt_state: Tree, params: Tree) -> jax.Array:
-  """What ``state_peaks`` gives, of the peaks of every row.
+  """Compute ``state_peaks`` from the peaks of every row.
 
   Args:
-    peaks: float32 [rows] for every array of floats, rows being those of its layer's stack, or 1.
-    opt_state, params: as of ``state_peaks``.
+    peaks: float32 [rows] for every floating-point array. rows is the number of layers of its stack, or 1.
+    opt_state, params: as in ``state_peaks``.
   """
   found = []
   for rows, (_, keys, x) in zip(jax.tree.leaves(peaks), _moments(opt_state), strict=True):
@@ -283,7 +287,7 @@ def peaks_of_rows(peaks: Tree, opt_state: Tree, params: Tree) -> jax.Array:
 
 
 def state_labels(decoder: Decoder, opt_state: Tree, params: Tree) -> list[str]:
-  """The names behind the entries of ``state_peaks``, as ``mu.layers.7.mlp.down`` and ``moment_rows.layers.7.mlp.down``."""
+  """Return the names of the entries of ``state_peaks``, such as ``mu.layers.7.mlp.down``, ``moment_rows.layers.7.mlp.down``."""
   found = []
   for kind, keys, x in _moments(opt_state):
     names = row_names(decoder, keys) if _stacked(keys, x, params) else [parameter_name(decoder, keys)]
@@ -292,13 +296,13 @@ def state_labels(decoder: Decoder, opt_state: Tree, params: Tree) -> list[str]:
 
 
 def _moments(opt_state: Tree) -> list[tuple[str, tuple[str, ...], Any]]:
-  """(field of the optimizer's state and factor, path of the parameter, array) of every array of floats."""
+  """Return (field of the optimizer state and factor, path of the parameter, array) for every floating-point array."""
   found = []
   for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
     if jnp.issubdtype(x.dtype, jnp.floating):
       own = [i for i, entry in enumerate(path) if isinstance(entry, jax.tree_util.DictKey)]
       kind = [entry.name for entry in path[: own[0]] if isinstance(entry, jax.tree_util.GetAttrKey)]
-      factor = [name for name in path_keys(path[own[-1] + 1 :]) if name != "scale"]  # of blocks, which stands for the moment
+      factor = [name for name in path_keys(path[own[-1] + 1 :]) if name != "scale"]  # block scales count as the moment itself
       found.append(("_".join([kind[-1], *factor]), path_keys(path[own[0] : own[-1] + 1]), x))
   return found
 
@@ -306,5 +310,5 @@ def _moments(opt_state: Tree) -> list[tuple[str, tuple[str, ...], Any]]:
 def _stacked(keys: tuple[str, ...], x: Any, params: Tree) -> bool:
   for key in keys:
     params = params[key]
-  # As many numbers as the parameter, or fewer along one axis: scales of blocks.
+  # The array has the rank of the parameter. It may be smaller along one axis, if it holds scales of blocks.
   return keys[0].startswith("stack_") and len(x.shape) == len(params.shape) and x.shape[0] == params.shape[0]

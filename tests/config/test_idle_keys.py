@@ -30,7 +30,7 @@ ROWS = {
   "routed_bias_update_rate": [
     ("deepseek3-tiny lora_rank=4", "0.1", "an adapter is trained"),
     ("deepseek3-tiny trainable_parameters_mask=[mlp]", "0.1", "with trainable_parameters_mask"),
-    ("deepseek3.2-tiny indexer_sparse_training=false", "0.1", "trains the indexer alone"),
+    ("deepseek3.2-tiny indexer_sparse_training=false", "0.1", "trains only the indexer"),
     ("deepseek3-tiny first_num_dense_layers=4", "0.1", NO_EXPERTS),
   ],
   "load_balance_loss": [("deepseek3-tiny", "maxtext", "load_balance_loss_weight is 0"), ("qwen3-tiny", "maxtext", NO_EXPERTS)],

@@ -49,7 +49,7 @@ def test_a_family_without_a_tower_is_an_error_of_the_builder_too():
     ("gemma3-tiny", ["vision_output_length=15", "use_multimodal=true"], "cannot be pooled to vision_output_length = 15"),
     ("gemma3-tiny", ["vision_output_length=9", "use_multimodal=true"], "cannot be pooled to vision_output_length = 9"),
     ("gemma3-tiny", ["num_attention_heads_for_vit=5", "use_multimodal=true"], "not divisible by num_attention_heads_for_vit"),
-    ("gemma4-tiny", ["head_dim_for_vit=10", "use_multimodal=true"], "which 4 does not divide"),
+    ("gemma4-tiny", ["head_dim_for_vit=10", "use_multimodal=true"], "10 elements, which is not a multiple of 4"),
     ("gemma4-tiny", ["num_position_embeddings_for_vit=47", "use_multimodal=true"], "has 48 patches in a line"),
     ("gemma4-tiny", ["max_images_per_row=0"], "max_images_per_row = 0 is below 1"),
     ("qwen3-tiny", ["vision_tower=frozen"], "qwen3 models have no vision tower"),

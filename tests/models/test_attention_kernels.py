@@ -239,7 +239,8 @@ def test_a_kernel_that_is_more_exact_than_a_flag_asks_is_told():
   config = small_config("gemma4-tiny", "dtype=bfloat16", "float32_logits=false")
   model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
   _, uses = settle(model, length=256, images=False)
-  assert "; in float32, more exact than float32_logits=false asks" in str(uses[0])
+  assert "in float32" in str(uses[0])
+  assert "float32_logits=false" in str(uses[0])
 
 
 def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
@@ -282,7 +283,7 @@ def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
   layers, _, ran = decide(BAD, cache=str(tmp_path))
   assert ran
   assert set(layers) == {"dot_product"}
-  assert "the kernel is tested again" in caplog.text
+  assert "testing the kernel again" in caplog.text
   caplog.clear()
   assert not decide(GOOD, cache=str(tmp_path))[2]  # it was written anew
   assert not caplog.text
@@ -293,7 +294,7 @@ def test_a_verdict_of_another_key_under_this_name_is_not_believed(tmp_path, capl
   for file in (tmp_path / attention_kernels.FOLDER).iterdir():
     file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "another"}))
   assert decide(BAD, cache=str(tmp_path))[2]
-  assert "is not the verdict that its name says" in caplog.text
+  assert "for another kernel or version" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog):
@@ -301,7 +302,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog)
   layers, _, ran = decide(GOOD, cache=str(tmp_path))
   assert ran
   assert set(layers) == {"cudnn_flash"}
-  assert "cannot be written" in caplog.text
+  assert "cannot store the verdict" in caplog.text
 
 
 def test_one_process_that_fails_decides_for_all(monkeypatch):
@@ -311,7 +312,7 @@ def test_one_process_that_fails_decides_for_all(monkeypatch):
   monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.asarray([False, True, bool(x)]))
   layers, uses, _ = decide(GOOD)
   assert set(layers) == {"dot_product"}
-  assert "it failed in process 1 of this run" in str(next(use for use in uses if use.shape))
+  assert "in process 1 of this run" in str(next(use for use in uses if use.shape))
 
 
 def test_the_cpu_runs_attention_written_out_and_tests_nothing():

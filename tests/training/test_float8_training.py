@@ -94,7 +94,7 @@ def test_the_start_says_which_products():
   assert float8_products.in_words(decoder("gemma4-tiny")) == ""
   words = "products by weights of attention and MLP in float8 (e4m3, gradients e5m2)"
   assert float8_products.in_words(decoder("gemma4-tiny", *FLOAT8)) == words
-  assert float8_products.in_words(decoder("gemma4-moe-tiny", *FLOAT8)) == f"{words}, of routed experts not"
+  assert float8_products.in_words(decoder("gemma4-moe-tiny", *FLOAT8)) == f"{words}, routed experts excepted"
   some = decoder("gemma4-tiny", "layer_precision=[1-2 matmul_dtype=float8]")
   assert float8_products.layers(some) == (1, 2)
   assert f" in 2 of {len(some.layers)} layers" in float8_products.in_words(some)

@@ -1,4 +1,4 @@
-"""The keys of DeepSeek V3 and V3.2 in ``model:``."""
+"""The ``model:`` keys of DeepSeek V3 and V3.2."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _WITH_INDEXER = When("use_indexer")
 
 
 def chat_template(model: "Config") -> str:
-  """The chat template that is published for a model: V3.2 has an encoding of its own."""
+  """Return the chat template that is published for a model. V3.2 has its own."""
   return "deepseek3.2" if model.use_indexer else "deepseek3"
 
 
@@ -59,31 +59,31 @@ class Config(ExpertsConfig):
   indexer_n_heads: Shape[Annotated[int, _WITH_INDEXER]]
   indexer_head_dim: Shape[Annotated[int, _WITH_INDEXER]]
   indexer_topk: Mathematics[Annotated[int, _WITH_INDEXER]]
-  # False: dense warm-up, which trains the indexer alone. The two values are stages of one training, so that the key may change
-  # freely, though attention becomes sparse.
+  # False: dense warm-up, which trains only the indexer. The two values are stages of one training, so a resumed run may change
+  # the key, although attention becomes sparse.
   indexer_sparse_training: TrainingOnly[Annotated[bool, _WITH_INDEXER, SelectsTrained()]]
   indexer_loss_scaling_factor: TrainingOnly[Annotated[float, _WITH_INDEXER]]
 
   @property
   def trained_part(self) -> tuple[str, str] | None:
-    """The one part of a layer that is trained, as it stands in names of parameters, and why; None: all of it is."""
+    """The only part of a layer that is trained, as in names of parameters, and the reason; None: all parts are trained."""
     if not self.use_indexer or self.indexer_sparse_training:
       return None
-    return "indexer", "the dense warm-up (indexer_sparse_training: false) trains the indexer alone"
+    return "indexer", "the dense warm-up (indexer_sparse_training: false) trains only the indexer"
 
   @property
   def router_bias_rate(self) -> float:
-    """Step by which the routers' biases move towards equal load after each update; 0: not at all."""
+    """Step size of the router biases towards even load after each update; 0: they stay constant."""
     return self.routed_bias_update_rate
 
   def has(self, part: Part, layer: int | None = None) -> bool:
-    """Whether the model, or one of its layers, has a part."""
+    """True if the model, or one of its layers, has a part."""
     if part == "indexer":
       return self.use_indexer
     return super().has(part) and (part != "experts" or layer is None or layer >= self.first_num_dense_layers)
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield every contradiction between values, with the keys that are involved."""
     yield from super().problems()
     yield from at_least(self, 1, "original_max_position_embeddings", "n_routing_groups", "topk_routing_group")
     counts = ("shared_experts", "first_num_dense_layers", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
@@ -98,7 +98,7 @@ class Config(ExpertsConfig):
       yield Problem(
         f"attn_logits_soft_cap = {self.attn_logits_soft_cap:g} in decoder_block {self.decoder_block}",
         ("attn_logits_soft_cap", "decoder_block"),
-        "leave it out: scores of latent attention, and of the indexer that learns from them, have no soft cap here",
+        "leave it out: the scores of latent attention, and of the indexer that learns from them, have no soft cap",
       )
     yield from self._dense_layer_problems()
     if self.num_experts:
@@ -166,13 +166,13 @@ class Config(ExpertsConfig):
       )
     if not self.indexer_sparse_training and self.indexer_loss_scaling_factor == 0:
       yield Problem(
-        "nothing would be trained: the dense warm-up trains the indexer alone, and the factor of its loss is 0",
+        "nothing would be trained: the dense warm-up trains only the indexer, and the factor of its loss is 0",
         ("indexer_sparse_training", "indexer_loss_scaling_factor"),
         "set indexer_loss_scaling_factor above 0, or indexer_sparse_training: true",
       )
 
   def pointless(self) -> Iterator[Problem]:
-    """What can be built, but does nothing or something else than is written."""
+    """Yield settings that can be built but have no effect, or another effect than they suggest."""
     yield from super().pointless()
     if self.rope_type == "yarn" and self.beta_fast <= self.beta_slow:
       yield Problem(f"beta_fast = {self.beta_fast:g} is not above beta_slow = {self.beta_slow:g}", ("beta_fast", "beta_slow"))

@@ -1,6 +1,6 @@
-"""DeepSeek V3 and V3.2 at Hugging Face: config.json to the ``model:`` section and back, names of tensors.
+"""DeepSeek V3 and V3.2 at Hugging Face: converts config.json to the ``model:`` section and back; tensor names.
 
-Defaults are those of the transformers 5.23 classes, which Hub files rely on: they leave out what equals them.
+Defaults are those of the transformers 5.23 classes. Files on the Hub leave out values that equal them.
 """
 
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from maxtext_like.models.deepseek.config import Config
 
 
 def _read(top: Fields) -> dict[str, Any]:
-  """The model section of a ``deepseek_v3`` or ``deepseek_v32`` config.json."""
+  """Return the model section of a ``deepseek_v3`` or ``deepseek_v32`` config.json."""
   sparse = top.values["model_type"] == "deepseek_v32"
   top.only("hidden_act", "silu", "no other activation is trained here")
   top.only("scoring_func", "sigmoid", "the router of V3", nullable=True)
   top.only("topk_method", "noaux_tc", "the router of V3", nullable=True)
   top.only("moe_layer_freq", 1, "every layer after the dense ones has experts", nullable=True)
   top.only("mlp_bias", False, "the MLPs have no biases", nullable=not sparse)
-  null_is_false = REFUSED if sparse else False  # V3.2's class takes no null
+  null_is_false = REFUSED if sparse else False  # V3.2's class does not accept null
   layers = top.integer("num_hidden_layers", 61)
   heads = top.integer("num_attention_heads", 128)
   if top.integer("num_key_value_heads", heads, null=heads) != heads:
@@ -55,7 +55,7 @@ def _read(top: Fields) -> dict[str, Any]:
     "norm_topk_prob": top.boolean("norm_topk_prob", True, null=null_is_false),
     "routed_scaling_factor": top.number("routed_scaling_factor", 2.5),
     "routed_bias": True,
-    # Released files have both keys, for DeepSeek's own code. transformers reads neither, so an absent key means no loss.
+    # Released files have both keys, for DeepSeek's own code. transformers reads neither, so a missing key means no loss.
     "load_balance_loss": "deepseek_sequence" if top.boolean("seq_aux", True, null=True) else "switch",
     "load_balance_loss_weight": top.number("aux_loss_alpha", 0.0, above=-1e-30, null=0.0),
     "n_routing_groups": top.integer("n_group", 8),
@@ -76,7 +76,7 @@ def _read(top: Fields) -> dict[str, Any]:
 
 
 def _dense_layers(top: Fields, layers: int) -> int:
-  """How many layers, from the first, have an MLP instead of experts."""
+  """Return the number of layers, from the first one, that have an MLP instead of experts."""
   dense = min(top.integer("first_k_dense_replace", 3, least=0), layers)
   kinds = top.texts("mlp_layer_types", layers)
   if kinds is None:
@@ -103,7 +103,7 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
     raise rope.error("attention_factor", "is not supported; it follows from factor, mscale and mscale_all_dim")
   if "factor" not in rope:
     raise rope.error("factor", "is missing; YaRN needs it")
-  key = "original_max_position_embeddings"  # at the top it overrides
+  key = "original_max_position_embeddings"  # at the top level it overrides the one in rope parameters
   trained = top.integer("max_position_embeddings", position_default)
   original = (top if key in top.values else rope).integer(key, trained)
   return values | {
@@ -118,7 +118,7 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
 
 
 def _write(model: Config) -> dict[str, Any]:
-  """config.json, in the Hub's form, of a DeepSeek V3 or V3.2."""
+  """Return config.json, in the Hub's form, of a DeepSeek V3 or V3.2."""
   config: dict[str, Any] = {
     "architectures": ["DeepseekV32ForCausalLM" if model.use_indexer else "DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v32" if model.use_indexer else "deepseek_v3",

@@ -1,4 +1,4 @@
-"""DeepSeek in MaxText."""
+"""The meaning of MaxText's keys for DeepSeek."""
 
 from maxtext_like.config.maxtext_family import MaxText, Meaning, ModelFile
 from maxtext_like.config.yaml_file import Entry
@@ -8,10 +8,10 @@ _TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
 
 
 def _complete(file: ModelFile) -> None:
-  file.dropped.add("norm_topk_prob")  # sigmoid routing divides by the sum, whatever the key says
+  file.dropped.add("norm_topk_prob")  # sigmoid routing always divides by the sum
   file.dropped.add("head_dim")  # latent attention has its own head sizes
   if "mscale" in file.given:
-    # MaxText scales the softmax by mscale and leaves the rotary table alone: ours with both magnitudes equal.
+    # MaxText scales the softmax by mscale and leaves the rotary table unchanged. Here both magnitudes are equal then.
     file.extra.append(Entry("mscale_all_dim", file.given["mscale"].node, file.given["mscale"].origin))
 
 

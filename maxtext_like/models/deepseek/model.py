@@ -1,4 +1,4 @@
-"""DeepSeek V3 and V3.2: the configuration of every layer and of what stands around them."""
+"""DeepSeek V3 and V3.2: creates the configurations of the layers and of the decoder around them."""
 
 from maxtext_like.layers.attention.indexer import IndexerConfig
 from maxtext_like.layers.attention.mla import MLAConfig
@@ -59,7 +59,7 @@ def _attention(m: Config, kernel: Choice, platform: str) -> MLAConfig:
 
 
 def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
-  """What surrounds the layers, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
+  """Return the configuration of the decoder, and the layers: ``first_num_dense_layers`` with an MLP, the rest with experts."""
   mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=m.mlp_dim, activation=m.mlp_activation)
   moe = None
   if m.num_experts:

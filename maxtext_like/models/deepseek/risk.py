@@ -1,4 +1,4 @@
-"""How large the numbers of a DeepSeek can become; see ``analysis.risk_model``.
+"""Bounds of the numbers of a DeepSeek; see ``analysis.risk_model``.
 
 N heads, Q unrotated and P rotated part of a head, H size of an index head, X index heads.
 """
@@ -16,7 +16,7 @@ from maxtext_like.layers.block import Block
 
 
 def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) -> Signal:
-  """Multi-head latent attention, with the indexer where there is one."""
+  """Multi-head latent attention, including the indexer if the model has one."""
 
   def project(name: str, quantity: str) -> Signal:
     return _linear(walk, place, quantity, p, name, x, bias=c.bias)
@@ -31,7 +31,7 @@ def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) 
   N, Q = c.num_heads, c.nope_dim
 
   def expand(name: str, source: Signal, parts: tuple[str, str]) -> tuple[Signal, Signal, np.ndarray]:
-    """The two parts of every head, flat over heads, and the Gram matrices [N, Q, Q] of the unrotated one."""
+    """Return the two parts of every head, flat over heads, and the Gram matrices [N, Q, Q] of the unrotated part."""
     grams: list[np.ndarray] = []
 
     def noted(chunks):
@@ -57,7 +57,7 @@ def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) 
   walk.put_scores(place, bound, std, c.scale)
   if c.indexer:
     _indexer(walk, place, p.part("indexer"), c, x, source)
-  values = v.grown((1 + walk.u) ** 3)  # convex combinations, by probabilities that were rounded
+  values = v.grown((1 + walk.u) ** 3)  # convex combinations; the probabilities are rounded
   return _linear(walk, place, "attention output", p, "o", values, inputs=2, bias=c.bias)
 
 
@@ -69,16 +69,16 @@ def _linear(
 
 
 def _scores(walk: Sizes, c: MLAConfig, query: tuple, key: tuple) -> tuple[float, np.ndarray]:
-  """Bound over all heads and standard deviation of every head [N] of q.k.
+  """Return the bound of q.k over all heads, and its standard deviation for every head [N].
 
-  The unrotated parts are linear in two balls, so that their product's largest value is a matrix norm; the rotated parts
-  are bounded pair by pair.
+  The unrotated parts are linear in two balls, so the largest value of their product is a matrix norm. The rotated parts are
+  bounded pair by pair.
   """
   (q_nope, q_rope, q_gram), (k_nope, k_rope, k_gram) = query, key
   N = c.num_heads
   growth = (1 + walk.u) ** 5 * (1 + (c.nope_dim + c.rope_dim) * 2.0**-23)
   separate = np.sum(q_nope.bounds().reshape(N, -1) * k_nope.bounds().reshape(N, -1), axis=1)
-  # The norm is that of exact q and k; what rounding adds to them is bounded channel by channel.
+  # The norm is that of exact q and k. The rounding errors of both are bounded channel by channel.
   nope = np.minimum(bounds.bilinear_bound(q_gram, k_gram) * (1 + 1e-4) + (growth - 1) * separate, separate) * growth
 
   def pair(sizes: np.ndarray) -> np.ndarray:
@@ -93,14 +93,14 @@ def _scores(walk: Sizes, c: MLAConfig, query: tuple, key: tuple) -> tuple[float,
 
 
 def _indexer(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal, latent: Signal) -> None:
-  """Index products, and their weighted sum over heads."""
+  """Bound the index products, and their weighted sum over heads."""
   i = c.indexer
   assert i is not None
   X, H, rotated = i.num_heads, i.head_dim, i.rope.dim
   q = walk.put(place, "index q", bounds.through(latent, p.columns("q"), walk.u))
   k = bounds.normed(p.scale("k_norm"), walk.u, bias=p.vector("k_norm", "bias")).grown(1 + walk.u)
   assert k.offset is not None
-  # Rope mixes two channels of a pair: both count as the larger of the two.
+  # Rope mixes two channels of a pair, so both get the larger of the two values.
   pairs = bounds.rotary_pairs(np.arange(rotated))
   scale, bias, factor = k.scale.copy(), np.abs(k.offset), np.ones(H)
   scale[pairs] = scale[pairs].max(axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The keys of Gemma 3 in ``model:`` and ``vision:``, and those that every Gemma has."""
+"""The ``model:`` and ``vision:`` keys of Gemma 3, and those that Gemma 3 and 4 share."""
 
 import math
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ SPELLINGS = {
 
 
 def chat_template(model: Any) -> str:
-  """The chat template that is published for a model."""
+  """Return the chat template that is published for a model."""
   return "gemma3"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(GroupedQueryConfig):
-  """What Gemma 3 and 4 share: sliding and global layers. ``rope_max_timescale`` is the global layers'."""
+  """Keys that Gemma 3 and 4 share: sliding and global layers. ``rope_max_timescale`` applies to the global layers."""
 
   # layer_types = None: every inhomogeneous_layer_cycle_interval-th layer is global. The stacks of layers follow from it.
   layer_types: Shape[tuple[LayerType, ...] | None]
@@ -40,7 +40,7 @@ class GemmaConfig(GroupedQueryConfig):
   local_rope_max_timescale: Mathematics[float]
 
   def attention_types(self) -> tuple[LayerType, ...]:
-    """The type of every layer, spelt out."""
+    """Return the type of every layer."""
     if self.layer_types is not None:
       return self.layer_types
     cycle = self.inhomogeneous_layer_cycle_interval
@@ -48,18 +48,20 @@ class GemmaConfig(GroupedQueryConfig):
     return types
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what it means filled in where it is left out."""
+    """Return the value of a key, with defaults that depend on other keys filled in."""
     if key == "inhomogeneous_layer_cycle_interval":
       return None  # another way to write layer_types
     return self.attention_types() if key == "layer_types" else super().effective(key)
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield every contradiction between values, with the keys that are involved."""
     yield from super().problems()
     yield from at_least(self, 1, "inhomogeneous_layer_cycle_interval")
     yield from above_zero(self, "local_rope_max_timescale")
     if self.sliding_window_size is None:
-      yield Problem("sliding_window_size is not set", ("sliding_window_size",), "set it to the number of keys a token sees")
+      yield Problem(
+        "sliding_window_size is not set", ("sliding_window_size",), "set it to the number of keys that a token sees"
+      )
     elif self.sliding_window_size < 1:
       yield Problem(
         f"sliding_window_size = {self.sliding_window_size}", ("sliding_window_size",),
@@ -78,27 +80,27 @@ class Config(GemmaConfig):
 
   rope_types = ("default", "linear")
 
-  query_pre_attn_scalar: Mathematics[float | None]  # scores are scaled by this ** -0.5; None is head_dim
+  query_pre_attn_scalar: Mathematics[float | None]  # scores are multiplied by this ** -0.5; None means head_dim
   rope_linear_scaling_factor: Mathematics[Annotated[float, When("rope_type", "linear")]]
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what it means filled in where it is left out."""
+    """Return the value of a key, with defaults that depend on other keys filled in."""
     value = super().effective(key)
     return self.head_dim if key == "query_pre_attn_scalar" and value is None else value
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield every contradiction between values, with the keys that are involved."""
     yield from super().problems()
     yield from above_zero(self, "rope_linear_scaling_factor", "query_pre_attn_scalar")
 
   def pointless(self) -> Iterator[Problem]:
-    """What can be built, but does nothing or something else than is written."""
+    """Yield settings that can be built but have no effect, or another effect than they suggest."""
     yield from super().pointless()
     if (self.rope_linear_scaling_factor != 1) != (self.rope_type == "linear"):
       yield Problem(
         f"rope_type: {self.rope_type} with rope_linear_scaling_factor = {self.rope_linear_scaling_factor:g}",
         ("rope_type", "rope_linear_scaling_factor"),
-        "rope_type: linear goes with a factor other than 1, rope_type: default with 1",
+        "use rope_type: linear with a factor other than 1, and rope_type: default with 1",
       )
 
 
@@ -108,11 +110,11 @@ class Vision(SquareVision):
 
   @property
   def frame(self) -> str:
-    """Text that stands between an image and the text around it."""
+    """Text between an image and the surrounding text."""
     return "\n\n"
 
   def unfit(self, model: ModelConfig) -> Iterator[Problem]:
-    """What keeps the tower from being built for a decoder; asked with ``use_multimodal`` alone."""
+    """Yield the reasons why the tower cannot be built for a decoder. It is called only with ``use_multimodal``."""
     yield from super().unfit(model)
     if self.patch_size_for_vit < 1 or self.vision_output_length < 1:
       return
@@ -126,5 +128,5 @@ class Vision(SquareVision):
       yield Problem(
         f"a grid of {side} x {side} patches cannot be pooled to vision_output_length = {self.vision_output_length} tokens",
         ("vision_output_length", "image_size_for_vit", "patch_size_for_vit"),
-        "it is a square number whose root divides image_size_for_vit / patch_size_for_vit",
+        "it must be a square number whose root divides image_size_for_vit / patch_size_for_vit",
       )

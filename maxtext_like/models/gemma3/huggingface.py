@@ -1,6 +1,6 @@
-"""Gemma 3 at Hugging Face, and what every Gemma has alike: config.json to the sections and back, names of tensors.
+"""Gemma 3 at Hugging Face, and the parts that Gemma 3 and 4 share: converts config.json to the sections and back; tensor names.
 
-Defaults are those of the transformers 5.23 classes, which Hub files rely on: they leave out what equals them.
+Defaults are those of the transformers 5.23 classes. Files on the Hub leave out values that equal them.
 """
 
 import re
@@ -16,17 +16,17 @@ _KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def text_of(top: Fields) -> Fields:
-  """The text model's fields: nested in ``text_config`` beside a vision tower, or the file itself."""
+  """Return the fields of the text model: nested in ``text_config`` if there is a vision tower, or the file itself."""
   return top.section("text_config") if top.values["model_type"] in ("gemma3", "gemma4") else top
 
 
 def _null_is_untied(top: Fields) -> Any:
-  """The meaning of ``tie_word_embeddings: null``: false for Gemma 3's class with a tower; the others refuse it."""
+  """Return the meaning of ``tie_word_embeddings: null``: false for Gemma 3's class with a vision tower; others refuse it."""
   return False if top.values["model_type"] == "gemma3" else REFUSED
 
 
 def common(top: Fields, text: Fields, **defaults: int) -> dict[str, Any]:
-  """What Gemma 3 and 4 say alike, ``defaults`` where the classes differ."""
+  """Return the values that Gemma 3 and 4 have in common. ``defaults`` are those in which the classes differ."""
   text.only("hidden_activation", "gelu_pytorch_tanh", "no other activation is trained here")
   text.only("attention_bias", False, "Gemma attention has no biases here")
   cap = text.number("final_logit_softcapping", 0.0, null=0.0)
@@ -40,20 +40,21 @@ def common(top: Fields, text: Fields, **defaults: int) -> dict[str, Any]:
     "head_dim": text.integer("head_dim", 256),
     "mlp_activation": "gelu",
     "normalization_layer_epsilon": text.number("rms_norm_eps", 1e-6),
-    # The class with the head decides: what text_config says is not read. Gemma 3's, with a tower, takes null for false.
+    # The class with the head decides, so the value in text_config is not read. Gemma 3's class with a tower reads null as
+    # false.
     "logits_via_embedding": top.boolean("tie_word_embeddings", True, null=_null_is_untied(top)),
     "max_position_embeddings": text.integer("max_position_embeddings", 131072, least=2),
     "final_logits_soft_cap": cap or None,
     "sliding_window_size": text.integer("sliding_window", defaults["sliding_window"]),
     "pad_token_id": text.token("pad_token_id", 0),
     "bos_token_id": text.token("bos_token_id", 2),
-    # The Hub's nested files list the tokens that end an answer at the top.
+    # Nested files on the Hub list the tokens that end an answer at the top level.
     "eos_token_id": (top if "eos_token_id" in top else text).tokens("eos_token_id", 1),
   }
 
 
 def layer_types(text: Fields, layers: int, every: int, *, last_is_global: bool) -> dict[str, Any]:
-  """The layer pattern in one canonical form: the interval where there is one, so that equal models compare equal."""
+  """Return the layer pattern in one canonical form, the interval if there is one, so that equal models compare equal."""
   listed = text.texts("layer_types", layers)
   if listed is None:
     types = ["sliding" if (i + 1) % every else "global" for i in range(layers)]
@@ -66,32 +67,32 @@ def layer_types(text: Fields, layers: int, every: int, *, last_is_global: bool) 
   first = types.index("global") + 1 if "global" in types else 0
   if first and types == ["sliding" if (i + 1) % first else "global" for i in range(layers)]:
     return {"layer_types": None, "inhomogeneous_layer_cycle_interval": first}
-  return {"layer_types": tuple(types), "inhomogeneous_layer_cycle_interval": 6}  # has no say beside a list
+  return {"layer_types": tuple(types), "inhomogeneous_layer_cycle_interval": 6}  # the interval is not used with a list
 
 
 def plain(rope: Fields) -> None:
-  """Refuses a rotary table of the sliding layers that is not the default one."""
+  """Refuse a rotary table of the sliding layers other than the default one."""
   kind = rope_type(rope, "default")
   if kind != "default":
     raise rope.error("rope_type", f"'{kind}' is not supported for sliding layers; supported: 'default'")
 
 
 def _read(top: Fields) -> dict[str, Any]:
-  """The model section of a ``gemma3`` or ``gemma3_text`` config.json."""
+  """Return the model section of a ``gemma3`` or ``gemma3_text`` config.json."""
   text = text_of(top)
   values = common(top, text, vocab_size=262208, num_hidden_layers=26, sliding_window=4096)
   text.only("use_bidirectional_attention", False, "an embedding model, not a language model", nullable=True)
   if top is not text:
-    values["final_logits_soft_cap"] = None  # transformers applies it in the text-only class alone
+    values["final_logits_soft_cap"] = None  # transformers applies it only in the text-only class
   every = 6 if "layer_types" in text else text.integer("sliding_window_pattern", 6)
   values |= layer_types(text, values["num_decoder_layers"], every, last_is_global=False)
-  # Hub files: rope_theta, rope_local_base_freq and rope_scaling; transformers 5: rope_parameters by layer type.
+  # Files on the Hub have rope_theta, rope_local_base_freq and rope_scaling; transformers 5 has rope_parameters by layer type.
   nested = text.section("rope_parameters")
   sliding, full = nested.section("sliding_attention"), nested.section("full_attention")
   if "rope_scaling" in text:
     scaling = text.section("rope_scaling")
     if not full.values and "rope_type" not in scaling.values and rope_type(scaling, "default") != "default":
-      raise scaling.error("type", "transformers 5 reads rope_type alone here and would not scale; write rope_type")
+      raise scaling.error("type", "transformers 5 reads only rope_type here, so it would not scale; write rope_type")
     full = scaling.over(full)
   plain(sliding)
   for section in (text, full):
@@ -116,7 +117,7 @@ def _read(top: Fields) -> dict[str, Any]:
 
 
 def write_common(model: GemmaConfig) -> dict[str, Any]:
-  """config.json, in the Hub's form: what the text-only classes of Gemma 3 and 4 call alike."""
+  """Return the entries of config.json, in the Hub's form, that the text-only classes of Gemma 3 and 4 share."""
   return {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -147,7 +148,7 @@ def _write(model: Config) -> dict[str, Any]:
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "attn_logit_softcapping": None,
-    # transformers reads an integer here, and refuses 168.0.
+    # transformers expects an integer here, and refuses 168.0.
     "query_pre_attn_scalar": int(scalar) if float(scalar).is_integer() else scalar,
     "rope_theta": model.rope_max_timescale,
     "rope_local_base_freq": model.local_rope_max_timescale,
@@ -179,14 +180,16 @@ def _read_tower(top: Fields) -> dict[str, Any]:
 
 
 def _token(top: Fields, which: str, default: int) -> int:
-  """Gemma 3 writes ``image_token_index``, and reads ``image_token_id`` as well."""
+  """Gemma 3 writes ``image_token_index``, and also reads ``image_token_id``."""
   key = f"{which}_token_index" if f"{which}_token_index" in top.values else f"{which}_token_id"
-  # The model reads the image's token alone.
+  # The model itself reads only the image's token.
   return top.integer(key, default, least=0, null=REFUSED if which == "image" else default)
 
 
 def write_with_tower(text: dict[str, Any], model: GemmaConfig, tower: dict[str, Any]) -> dict[str, Any]:
-  """config.json of a model with a tower, without its tokens. ``text``: that of its text model alone; ``tower``: the other's."""
+  """Return config.json of a model with a tower, without its tokens.
+
+  text: config.json of the text model. tower: that of the tower."""
   return {
     "model_type": model.decoder_block,
     "tie_word_embeddings": model.logits_via_embedding,
@@ -286,12 +289,12 @@ _IN_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?(head\.|embed
 
 
 def spelt_as(name: str, *others: str) -> tuple[str, ...]:
-  """How files may spell a tensor of a tower, with and without the ``model.`` that transformers put before everything."""
+  """Return the spellings of a tensor of a tower, with and without the prefix ``model.`` of transformers."""
   return tuple(prefix + spelling for spelling in (name, *others) for prefix in ("model.", ""))
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-  """Released files have a segment that transformers dropped; it writes it again when it read it."""
+  """Released files have a segment that transformers dropped. It writes the segment again if it has read it."""
   if not name.startswith(_TOWER):
     return (name, *spelt_as(name))
   older = _OLD_TOWER + name.removeprefix(_TOWER)
@@ -299,7 +302,7 @@ def _spellings(name: str) -> tuple[str, ...]:
 
 
 def unused_of_towers(name: str, tower: bool) -> str | None:
-  """Why nothing needs a tensor of a tower that is not expected; None: something does, or it is of no tower."""
+  """Return the reason why an unexpected tensor of a tower is not used; None if it is used, or not of a tower."""
   if tower and _IN_TOWER.search(name):
     return "tensors of the vision tower that its features do not need are not used"
   if (_SOUND if tower else _TOWERS).match(name):

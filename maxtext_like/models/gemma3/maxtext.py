@@ -1,4 +1,4 @@
-"""Gemma 3 in MaxText, and what MaxText does for every Gemma."""
+"""The meaning of MaxText's keys for Gemma 3, and the values that MaxText's code assumes for Gemma 3 and 4."""
 
 from maxtext_like.config.maxtext_family import MaxText, ModelFile, entry_of
 
@@ -14,18 +14,18 @@ FIXED = {
 
 
 def complete(file: ModelFile, *, cycle: int, tokens: tuple[int, int, int]) -> None:
-  """What MaxText's code does for both: ``cycle`` is that of the layers, ``tokens`` are those of, before and after an image."""
+  """Fill in the values of MaxText's code. ``cycle``: interval of layer types. ``tokens``: ids of, before and after an image."""
   if file.number("global_rope_max_timescale") > 0:
-    file.dropped.add("rope_max_timescale")  # every Gemma 4 layer has a table of its own
+    file.dropped.add("rope_max_timescale")  # Gemma 4 has a separate table for each type of layer
   elif "global_rope_max_timescale" in file.given:
     file.dropped.add("global_rope_max_timescale")
-  file.assumed["inhomogeneous_layer_cycle_interval"] = cycle  # written in MaxText's code; a file may repeat it
-  # So is that the tokens of an image see each other both ways, in all layers of Gemma 3 and the sliding ones of Gemma 4.
+  file.assumed["inhomogeneous_layer_cycle_interval"] = cycle  # a constant in MaxText's code; a file may repeat it
+  # Tokens of an image see each other in both directions, in all layers of Gemma 3 and in the sliding layers of Gemma 4.
   file.assumed["use_bidirectional_image_attn"] = True
   if file.number("local_rope_max_timescale") <= 0 < file.number("rope_max_timescale"):
     file.dropped.add("local_rope_max_timescale")
     file.assumed["local_rope_max_timescale"] = file.number("rope_max_timescale")
-  # And what there is to know about the vision towers.
+  # Special tokens of the vision towers.
   file.assumed |= zip(("image_token_id", "boi_token_id", "eoi_token_id"), tokens, strict=True)
 
 
@@ -43,6 +43,6 @@ def _complete(file: ModelFile) -> None:
 
 MAXTEXT = MaxText(
   fixed=FIXED | {"vision_encoder_block": ("gemma3",)},
-  defaults={"head_dim": 128, "eos_token_id": (1, 106)},  # the tokens of the tokenizer
+  defaults={"head_dim": 128, "eos_token_id": (1, 106)},  # the tokenizer's end tokens
   complete=_complete,
 )

@@ -1,4 +1,4 @@
-"""Gemma 3: the configuration of every layer, of what stands around them, and of the vision tower."""
+"""Gemma 3: creates the configurations of the layers, of the decoder around them, and of the vision tower."""
 
 from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.attention.rope import RopeConfig
@@ -44,7 +44,7 @@ def _layer(m: Config, kind: LayerType, kernel: Choice, platform: str) -> BlockCo
 
 
 def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
-  """What surrounds the layers, and the layers."""
+  """Return the configuration of the decoder, and the layers."""
   cfg = DecoderConfig(
     embedding=EmbeddingConfig(vocab_size=m.vocab_size, emb_dim=m.emb_dim, scale_by_sqrt_dim=True),
     norm=_norm(m, m.emb_dim),
@@ -56,7 +56,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
 
 
 def tower(m: Config, v: Vision) -> SiglipConfig:
-  """The tower and projector that belong to a decoder."""
+  """Return the configuration of the vision tower and projector."""
   return SiglipConfig(
     image_size=v.image_size_for_vit,
     patch_size=v.patch_size_for_vit,

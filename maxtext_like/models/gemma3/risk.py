@@ -1,4 +1,4 @@
-"""How large the numbers of a Gemma 3 can become, and those of every Gemma's layers; see ``analysis.risk_model``.
+"""Bounds of the numbers of a Gemma 3, and of the layers of Gemma 3 and 4; see ``analysis.risk_model``.
 
 D tower width, N heads, H head, F MLP.
 """
@@ -18,7 +18,7 @@ from maxtext_like.layers.vision.gemma3 import SiglipConfig
 
 
 def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Signal, per_layer: Signal | None) -> Signal:
-  """A layer of Gemma 3 or 4: both parts are normed before they join the stream."""
+  """Bound a layer of Gemma 3 or 4. Both parts are normed before they are added to the residual stream."""
   c, plus_one, u_residual = layer.cfg, layer.cfg.norm.scale_plus_one, sizes.u_residual
   assert isinstance(c.mixer, AttentionConfig)
   assert isinstance(c.ffn, MLPConfig | DenseBesideMoEConfig)
@@ -54,7 +54,7 @@ def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Sig
 
 
 def pixels(count: int) -> Signal:
-  """Pixels as they meet the first product: in [-1, 1], evenly spread at most, which makes their deviation 1 / sqrt(3)."""
+  """Return the bounds of pixels as operands: in [-1, 1], at most evenly distributed, so their deviation is 1 / sqrt(3)."""
   return Signal(np.ones(count), np.full(count, 3**-0.5))
 
 

@@ -1,4 +1,4 @@
-"""The keys of Gemma 4 in ``model:`` and ``vision:``."""
+"""The ``model:`` and ``vision:`` keys of Gemma 4."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,17 +22,17 @@ _PER_LAYER = When("hidden_size_per_layer_input")
 
 
 def chat_template(model: "Config") -> str:
-  """The chat template that is published for a model: E2B and E4B, with embeddings in each layer, have one of their own."""
+  """Return the chat template that is published for a model. E2B and E4B, with per-layer embeddings, have their own."""
   return "gemma4-small" if model.hidden_size_per_layer_input else "gemma4"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ExpertsConfig, GemmaConfig):
-  """``model:`` of Gemma 4. ``head_dim`` and ``num_kv_heads`` are the sliding layers'."""
+  """``model:`` of Gemma 4. ``head_dim`` and ``num_kv_heads`` apply to the sliding layers."""
 
   parts = frozenset({"experts", "vision pooler"})
 
-  # With embeddings in each layer, the tokens of an image take that of the padding token.
+  # In the per-layer embedding, the tokens of an image use the row of the padding token.
   pad_token_id: Mathematics[Annotated[int | None, _PER_LAYER]]
   global_head_dim: Shape[int | None]
   global_num_kv_heads: Shape[Annotated[int | None, When("share_kv_projections")]]
@@ -44,7 +44,7 @@ class Config(ExpertsConfig, GemmaConfig):
   global_rope_proportion: Mathematics[float]
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what it means filled in where it is left out."""
+    """Return the value of a key, with defaults that depend on other keys filled in."""
     value = super().effective(key)
     if not does_something(self, key):
       return value
@@ -56,7 +56,7 @@ class Config(ExpertsConfig, GemmaConfig):
     return meant.get(key) if value is None else value
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield every contradiction between values, with the keys that are involved."""
     yield from super().problems()
     yield from at_least(self, 0, "num_kv_shared_layers", "hidden_size_per_layer_input")
     yield from at_least(self, 1, "global_head_dim", "global_num_kv_heads", "vocab_size_per_layer_input")
@@ -73,7 +73,7 @@ class Config(ExpertsConfig, GemmaConfig):
     if shared >= L:
       yield Problem(
         f"num_kv_shared_layers = {shared} of num_decoder_layers = {L}", ("num_kv_shared_layers", "num_decoder_layers"),
-        "the first layers own the keys and values that the rest share, so at least one must be left",
+        "the last layers reuse keys and values of earlier layers, so at least one layer must have its own",
       )  # fmt: skip
     elif shared > 0:
       owners, sharers = types[: L - shared], types[L - shared :]
@@ -85,7 +85,7 @@ class Config(ExpertsConfig, GemmaConfig):
         )
 
   def pointless(self) -> Iterator[Problem]:
-    """What can be built, but does nothing or something else than is written."""
+    """Yield settings that can be built but have no effect, or another effect than they suggest."""
     yield from super().pointless()
     cycle, L = self.inhomogeneous_layer_cycle_interval, self.num_decoder_layers
     last_is_sliding = self.layer_types[-1] == "sliding" if self.layer_types else cycle >= 1 and L % cycle != 0
@@ -97,7 +97,7 @@ class Config(ExpertsConfig, GemmaConfig):
       )  # fmt: skip
     if self.use_double_wide_mlp and self.num_kv_shared_layers == 0:
       yield Problem(
-        "use_double_wide_mlp widens the layers that reuse keys and values, and there are none",
+        "use_double_wide_mlp widens the layers that reuse keys and values, but there are none",
         ("use_double_wide_mlp", "num_kv_shared_layers"),
         "set num_kv_shared_layers, or a larger mlp_dim",
       )
@@ -105,7 +105,7 @@ class Config(ExpertsConfig, GemmaConfig):
       yield Problem(
         f"global_num_kv_heads = {self.global_num_kv_heads} without share_kv_projections",
         ("global_num_kv_heads", "share_kv_projections"),
-        "global layers have their own kv heads only together with share_kv_projections: true",
+        "global layers can have their own number of kv heads only with share_kv_projections: true",
       )
     if self.vocab_size_per_layer_input is not None and self.hidden_size_per_layer_input == 0:
       yield Problem(
@@ -125,8 +125,8 @@ class Vision(PatchVision):
   rope_theta_for_vit: Mathematics[float]
   standardize_for_vit: Shape[bool]
   use_clipped_linears_for_vit: Shape[bool]
-  video_token_id: Mathematics[int | None]  # no video is read, but the token is looked up as padding
-  audio_token_id: Mathematics[int | None]  # the same of sound
+  video_token_id: Mathematics[int | None]  # videos are not supported, but the token is looked up as padding
+  audio_token_id: Mathematics[int | None]  # the same for sound
 
   @property
   def head_dim(self) -> int:
@@ -134,28 +134,28 @@ class Vision(PatchVision):
     return self.head_dim_for_vit or super().head_dim
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what null means filled in."""
+    """Return the value of a key, with the meaning of null filled in."""
     return self.head_dim if key == "head_dim_for_vit" else super().effective(key)
 
   def divides_heads(self) -> Iterator[Problem]:
-    """A problem where the width of the tower has to be divided among its heads, and cannot be."""
+    """Yield a problem if the width of the tower must be divided among its heads but is not divisible."""
     if self.head_dim_for_vit is None:
       for problem in super().divides_heads():
         yield replace(problem, fix="set head_dim_for_vit, or make it divisible")
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield every contradiction between values, with the keys that are involved."""
     yield from super().problems()
     yield from at_least(self, 0, "video_token_id", "audio_token_id")
     yield from at_least(self, 1, "head_dim_for_vit")
     yield from above_zero(self, "rope_theta_for_vit")
 
   def unfit(self, model: ModelConfig) -> Iterator[Problem]:
-    """What keeps the tower from being built for a decoder; asked with ``use_multimodal`` alone."""
+    """Yield the reasons why the tower cannot be built for a decoder. It is called only with ``use_multimodal``."""
     if self.num_attention_heads_for_vit > 0 and self.head_dim % 4:
       yield Problem(
-        f"heads of the vision tower have {self.head_dim} elements, which 4 does not divide",
+        f"heads of the vision tower have {self.head_dim} elements, which is not a multiple of 4",
         ("head_dim_for_vit", "hidden_size_for_vit", "num_attention_heads_for_vit"),
-        "one half turns with the column, the other with the row, both in pairs",
+        "one half of a head is rotated by the column and the other by the row, both in pairs",
       )
     yield from super().unfit(model)

@@ -1,6 +1,6 @@
-"""Gemma 4 at Hugging Face: config.json to the ``model:`` and ``vision:`` sections and back, names of tensors.
+"""Gemma 4 at Hugging Face: converts config.json to the ``model:`` and ``vision:`` sections and back; tensor names.
 
-Defaults are those of the transformers 5.23 classes, which Hub files rely on: they leave out what equals them.
+Defaults are those of the transformers 5.23 classes. Files on the Hub leave out values that equal them.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from maxtext_like.models.gemma3.huggingface import (
 from maxtext_like.models.gemma4.config import Config, Vision
 
 _PLACEHOLDERS = {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881}
-"""Tokens that are looked up as padding, whether there is a tower or not, and the class's defaults."""
-_SOFT_TOKENS = 280  # of the image processor; config.json does not say
+"""Tokens that are looked up as padding, with and without a tower, and the defaults of the class."""
+_SOFT_TOKENS = 280  # default of the image processor; config.json does not contain it
 
 
 def _read(top: Fields) -> dict[str, Any]:
-  """The model section of a ``gemma4`` or ``gemma4_text`` config.json."""
+  """Return the model section of a ``gemma4`` or ``gemma4_text`` config.json."""
   text = text_of(top)
   values = common(top, text, vocab_size=262144, num_hidden_layers=30, sliding_window=512)
   if text.values.get("use_bidirectional_attention") not in (None, "vision"):
@@ -42,7 +42,9 @@ def _read(top: Fields) -> dict[str, Any]:
   rows = text.integer("vocab_size_per_layer_input", 262144)
   shared = text.integer("num_kv_shared_layers", 0, least=0)
   if shared >= values["num_decoder_layers"]:
-    raise text.error("num_kv_shared_layers", f"{shared} of {values['num_decoder_layers']}: no layer is left to share from")
+    raise text.error(
+      "num_kv_shared_layers", f"{shared} of {values['num_decoder_layers']}: no layer has its own keys and values"
+    )
   rope = text.section("rope_parameters")
   full, sliding = rope.section("full_attention"), rope.section("sliding_attention")
   plain(sliding)
@@ -55,11 +57,11 @@ def _read(top: Fields) -> dict[str, Any]:
         raise rope.error(name, "is missing")
       if "rope_theta" not in rope.section(name).values:
         raise rope.section(name).error("rope_theta", "is missing")
-  full.only("factor", 1.0, "no released Gemma 4 stretches its positions")
+  full.only("factor", 1.0, "no released Gemma 4 scales its positions")
   default = 1.0 if full.values else 0.25
   proportion = full.number("partial_rotary_factor", default) if kind == "proportional" else 1.0
   if proportion > 1:
-    raise full.error("partial_rotary_factor", f"{proportion} is more than the whole head")
+    raise full.error("partial_rotary_factor", f"{proportion} is above 1, the complete head")
   return values | {
     "decoder_block": "gemma4",
     "num_kv_shared_layers": shared,
@@ -74,7 +76,7 @@ def _read(top: Fields) -> dict[str, Any]:
 
 
 def _heads(text: Fields, values: dict[str, Any]) -> dict[str, Any]:
-  """Heads of the global layers: Hub fields, or ``per_layer_config`` as transformers 5 writes it."""
+  """Return the heads of the global layers, from the Hub's fields or from ``per_layer_config``, which transformers 5 writes."""
   shared = text.boolean("attention_k_eq_v", False)
   if "per_layer_config" not in text.values:
     return {
@@ -99,12 +101,12 @@ def _heads(text: Fields, values: dict[str, Any]) -> dict[str, Any]:
     if kind == "global":
       found.add(sizes)
     elif sizes != (values["head_dim"], values["num_kv_heads"]):
-      raise per_layer.error(str(i), "a sliding layer with sizes of its own is not supported")
+      raise per_layer.error(str(i), "a sliding layer with different sizes is not supported")
   if len(found) > 1:
     raise per_layer.error("head_dim", f"global layers differ from each other: {sorted(found)}; not supported")
   head_dim, kv_heads = found.pop() if found else (values["head_dim"], values["num_kv_heads"])
   if not shared and kv_heads != values["num_kv_heads"]:
-    raise per_layer.error("num_key_value_heads", "global layers have their own only together with attention_k_eq_v")
+    raise per_layer.error("num_key_value_heads", "global layers can have another number only with attention_k_eq_v")
   return {
     "share_kv_projections": shared,
     "global_head_dim": head_dim,
@@ -157,7 +159,7 @@ def _write(model: Config) -> dict[str, Any]:
 
 
 def _read_tower(top: Fields) -> dict[str, Any]:
-  """Without a tower nothing but the placeholders, of which null means that there is none."""
+  """Return the vision section. Without a tower it has only the placeholder tokens; null means that a token does not exist."""
   if top.values["model_type"] != "gemma4":
     return {}
   placeholders = {key: top.token(key, default) for key, default in _PLACEHOLDERS.items()}
@@ -187,7 +189,7 @@ def _read_tower(top: Fields) -> dict[str, Any]:
     "pooling_size_for_vit": pooling,
     "standardize_for_vit": vision.boolean("standardize", False),
     "use_clipped_linears_for_vit": vision.boolean("use_clipped_linears", False),
-    # A table too short for a line of so many tokens is that of a smaller model.
+    # A position table that is too short for this many tokens in a line belongs to a smaller model.
     "vision_output_length": min(vision.integer("default_output_length", _SOFT_TOKENS), max(rows // pooling, 1)),
     "boi_token_id": top.token("boi_token_id", 255999, null=255999),
     "eoi_token_id": top.token("eoi_token_id", 258882, null=258882),
@@ -227,7 +229,7 @@ def _write_tower(text: dict[str, Any], model: Config, v: Vision) -> dict[str, An
 
 
 def _write_nested(text: dict[str, Any]) -> dict[str, Any]:
-  """config.json of a model without a tower, nested all the same. ``text``: of the text-only class."""
+  """Return config.json of a model without a tower, in nested form. ``text``: config.json of the text-only class."""
   return {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",

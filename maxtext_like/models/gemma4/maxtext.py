@@ -1,4 +1,4 @@
-"""Gemma 4 in MaxText."""
+"""The meaning of MaxText's keys for Gemma 4."""
 
 from collections.abc import Mapping
 
@@ -8,25 +8,25 @@ from maxtext_like.models.gemma3.maxtext import FIXED, complete
 
 def _complete(file: ModelFile) -> None:
   small = file.text("decoder_block") == "gemma4_small"
-  # E2B's pattern goes by its name.
+  # MaxText selects E2B's layer pattern by the model name.
   e2b = "e2b" in file.name or file.number("base_num_decoder_layers") == 35
   complete(file, cycle=5 if small and e2b else 6, tokens=(258880, 255999, 258882))
-  file.assumed |= {"video_token_id": 258884, "audio_token_id": 258881}  # Gemma 4's own: MaxText takes neither
+  file.assumed |= {"video_token_id": 258884, "audio_token_id": 258881}  # Gemma 4's values; MaxText has no keys for them
   if "use_clipped_linears_for_vit" not in file.given:
     file.assumed["use_clipped_linears_for_vit" if small else "standardize_for_vit"] = True
   if file.number("num_experts") > 1:
     if file.number("shared_experts") == 1:
-      file.dropped.add("shared_experts")  # the dense MLP beside the experts, which is always there
+      file.dropped.add("shared_experts")  # the dense MLP of layers with experts, which always exists here
     file.assumed["norm_topk_prob"] = False
 
 
 def _notes(values: Mapping[str, object]) -> tuple[str, ...]:
-  """A word on images in the small models, where MaxText differs from what was released."""
+  """Return a note about images in the small models, where MaxText differs from the released models."""
   images = values["use_multimodal"] and values["use_bidirectional_image_attn"]
   if not (values["hidden_size_per_layer_input"] and images):
     return ()
   return (
-    "tokens of an image see each other both ways, as in MaxText; in the released E2B and E4B they do not: "
+    "tokens of an image see each other in both directions, as in MaxText; in the released E2B and E4B they do not: "
     "use_bidirectional_image_attn=false",
   )
 

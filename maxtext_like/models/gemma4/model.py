@@ -1,4 +1,4 @@
-"""Gemma 4: the configuration of every layer, of what stands around them, and of the vision tower."""
+"""Gemma 4: creates the configurations of the layers, of the decoder around them, and of the vision tower."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from maxtext_like.models.gemma4.config import Config, Vision
 
 
 def layer_types(m: Config) -> tuple[LayerType, ...]:
-  """Sliding or global, for every layer; the last one is always global."""
+  """Return the type of every layer, sliding or global. The last layer is always global."""
   return (*m.attention_types()[:-1], "global")
 
 
@@ -34,7 +34,7 @@ def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platfor
     rope = RopeConfig(dim=head_dim, theta=m.local_rope_max_timescale)
   else:
     head_dim = m.global_head_dim or head_dim
-    if m.share_kv_projections:  # the global layers' own number of heads holds only together with k_eq_v
+    if m.share_kv_projections:  # global layers can have their own number of heads only with k_eq_v
       kv_heads = m.global_num_kv_heads or kv_heads
     rope = RopeConfig(dim=head_dim, theta=m.rope_max_timescale, kind="proportional", proportion=m.global_rope_proportion)
   return AttentionConfig(
@@ -49,7 +49,7 @@ def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platfor
     norm=_norm(m, head_dim),
     value_norm=True,
     value_is_key=m.share_kv_projections and kind == "global",
-    # Every layer that owns keys and values lends them, so the last one before the layers that borrow is the donor.
+    # Every layer with its own keys and values shares them, so later layers reuse those of the last layer of their type.
     lends=kind if m.num_kv_shared_layers and not shared else None,
     borrows=kind if shared else None,
     bidirectional_images=m.use_bidirectional_image_attn and kind == "sliding",
@@ -75,7 +75,7 @@ def _experts(m: Config) -> MoEConfig | None:
 
 
 def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
-  """What surrounds the layers, and the layers."""
+  """Return the configuration of the decoder, and the layers."""
   types, moe, norm = layer_types(m), _experts(m), _norm(m, m.emb_dim)
   first_shared = m.num_decoder_layers - m.num_kv_shared_layers
   per_layer = per_layer_gate = None
@@ -92,7 +92,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
   for i, kind in enumerate(types):
     shared = i >= first_shared
     if shared and kind not in types[:first_shared]:
-      raise ValueError(f"num_kv_shared_layers={m.num_kv_shared_layers}: no layer before them owns {kind} keys")
+      raise ValueError(f"num_kv_shared_layers={m.num_kv_shared_layers}: no earlier {kind} layer has keys and values to reuse")
     width = m.mlp_dim * (2 if shared and m.use_double_wide_mlp else 1)
     mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=width, activation=m.mlp_activation)
     cfg = BlockConfig(
@@ -116,7 +116,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
 
 
 def tower(m: Config, v: Vision) -> Gemma4VisionConfig:
-  """The tower and projector that belong to a decoder."""
+  """Return the configuration of the vision tower and projector."""
   return Gemma4VisionConfig(
     patch_size=v.patch_size_for_vit,
     emb_dim=v.hidden_size_for_vit,

@@ -1,4 +1,4 @@
-"""How large the numbers of a Gemma 4 can become; see ``analysis.risk_model``.
+"""Bounds of the numbers of a Gemma 4; see ``analysis.risk_model``.
 
 D tower width, N heads, H head, F MLP.
 """
@@ -28,7 +28,7 @@ def _tower(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Precis
 
 
 def _pooler(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Precision, x: Signal) -> None:
-  """What the pooler computes: patches averaged, times sqrt(D), shifted and scaled; see ``Gemma4Vision._standardize``."""
+  """Bound the pooler: patches averaged, times sqrt(D), shifted and scaled; see ``Gemma4Vision._standardize``."""
   root = c.emb_dim**0.5
   pooled = x.grown(1 + 2.0**-20)
   if precision.float32_vision_pool or precision.dtype == "float32":
@@ -37,7 +37,7 @@ def _pooler(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Preci
       return
     bias, scale = p.vector("std_bias"), p.vector("std_scale")
   else:
-    # In 16 bits the same numbers with sqrt(D) folded into the statistics, or left out.
+    # In 16 bits, sqrt(D) is folded into the statistics, or left out without statistics.
     features = sizes.put("vision", "pooled", pooled.grown(1 + sizes.u))
     if not c.standardize:
       return
@@ -62,7 +62,7 @@ def _tower_layer(sizes: Sizes, place: str, p: Parameters, c: Gemma4VisionConfig,
     boxed = signal.clipped(low, high)
     out = bounds.through(boxed, part.columns(name, inputs=inputs), u)
     if boxed is not signal and low <= 0 <= high:
-      # Clipping around 0 makes no channel larger, so that the ball still holds.
+      # Clipping to a range that contains 0 makes no channel larger, so the ball bound still holds.
       ball = bounds.through(signal, part.columns(name, inputs=inputs), u)
       out = Signal(np.minimum(out.bounds(), ball.bounds()), np.minimum(out.std, ball.std))
     return out.clipped(out_low, out_high).grown(1 + u)
@@ -74,7 +74,7 @@ def _tower_layer(sizes: Sizes, place: str, p: Parameters, c: Gemma4VisionConfig,
   for name in "qkv":
     sizes.put(place, name, linear(a, name, y))
   quarter = np.arange(c.head_dim // 2).reshape(2, -1).T
-  pairs = np.concatenate([quarter, quarter + c.head_dim // 2])  # columns turn the first half, rows the second
+  pairs = np.concatenate([quarter, quarter + c.head_dim // 2])  # columns rotate the first half, rows the second
   bound, std = bounds.normed_scores(a.scale("q_norm"), a.scale("k_norm"), u, pairs=pairs)
   sizes.put_scores(place, bound, np.array([std]), 1.0, heads=c.num_heads)
   values = bounds.heads(bounds.normed(np.ones(c.head_dim), u), c.num_heads).grown((1 + u) ** 3)

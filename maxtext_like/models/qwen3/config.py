@@ -1,4 +1,4 @@
-"""The keys of Qwen3, dense and with experts, in ``model:``."""
+"""The ``model:`` keys of Qwen3, dense and with experts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,5 +15,5 @@ class Config(ExpertsConfig, GroupedQueryConfig):
   parts = frozenset({"experts"})
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what it means filled in where it is left out."""
+    """Return the value of a key, with defaults that depend on other keys filled in."""
     return None if key == "mlp_dim" and self.num_experts else super().effective(key)

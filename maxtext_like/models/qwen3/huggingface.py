@@ -1,6 +1,6 @@
-"""Qwen3 at Hugging Face: config.json of ``qwen3`` and ``qwen3_moe`` to the ``model:`` section and back, names of tensors.
+"""Qwen3 at Hugging Face: converts config.json of ``qwen3`` and ``qwen3_moe`` to the ``model:`` section and back; tensor names.
 
-Defaults are those of the transformers 5.23 classes, which Hub files rely on: they leave out what equals them.
+Defaults are those of the transformers 5.23 classes. Files on the Hub leave out values that equal them.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def _read(top: Fields) -> dict[str, Any]:
   if set(top.texts("layer_types", layers) or ()) - {"full_attention"}:
     raise top.error("layer_types", "only 'full_attention' is supported")
   width = top.integer("hidden_size", 2048 if moe else 4096)
-  # The class with experts knows no head_dim of its own.
+  # The class with experts has no head_dim.
   head_dim = top.integer("head_dim", max(width // heads, 1) if moe else 128, null=max(width // heads, 1))
   values = {
     "decoder_block": "qwen3",
@@ -76,7 +76,7 @@ def _write(m: Config) -> dict[str, Any]:
     "norm_topk_prob": m.norm_topk_prob,
     "num_experts": m.num_experts,
     "num_experts_per_tok": m.num_experts_per_tok,
-    # The weight of another definition would be wrong under this name. Left out, it would be 0.001.
+    # The weight of another definition would be wrong under this name. If it is missing, transformers uses 0.001.
     "router_aux_loss_coef": m.load_balance_loss_weight if m.load_balance_loss == "huggingface" else 0.0,
   }
   return (experts if moe else {}) | {

@@ -1,4 +1,4 @@
-"""Qwen3 in MaxText."""
+"""The meaning of MaxText's keys for Qwen3."""
 
 from maxtext_like.config.maxtext_family import MaxText, ModelFile
 

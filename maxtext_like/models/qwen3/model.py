@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): the configuration of every layer and of what stands around them."""
+"""Qwen3 (Yang et al. 2025): creates the configurations of the layers and of the decoder around them."""
 
 from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.attention.rope import RopeConfig
@@ -14,7 +14,7 @@ from maxtext_like.models.qwen3.config import Config
 
 
 def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> tuple[DecoderConfig, tuple[Block, ...]]:
-  """What surrounds the layers, and the layers, all of them equal."""
+  """Return the configuration of the decoder, and the layers, which are all equal."""
 
   def norm(dim: int) -> NormConfig:
     return NormConfig(dim=dim, epsilon=m.normalization_layer_epsilon, round_before_scale=True)

@@ -1,4 +1,4 @@
-"""How large the numbers of a Qwen3 can become; see ``analysis.risk_model``."""
+"""Bounds of the numbers of a Qwen3; see ``analysis.risk_model``."""
 
 from maxtext_like.analysis.risk.bounds import Signal
 from maxtext_like.analysis.risk.model_risk import Formula, Sizes

@@ -194,7 +194,7 @@ def test_deepseek_defaults_differ_between_v3_and_v32():
     ("gemma3_text", {"layer_types": ["chunked_attention"] * 7}, "'chunked_attention' is not one of"),
     ("gemma3_text", {"tie_word_embeddings": "yes"}, "is not true or false"),
     ("gemma4_dense", {"use_bidirectional_attention": "all"}, "only null and 'vision'"),
-    ("gemma4_dense", {"num_kv_shared_layers": 6}, "no layer is left to share from"),
+    ("gemma4_dense", {"num_kv_shared_layers": 6}, "num_kv_shared_layers: 6 of 6"),
     ("gemma4_dense", {"enable_moe_block": True}, "num_experts: is missing"),
     ("gemma4_dense", {"per_layer_config": {"x": {}}}, "x: is not the number of a layer"),
     ("gemma4_dense", {"per_layer_config": {"9": {}}}, "9: is not the number of a layer"),

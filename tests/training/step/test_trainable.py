@@ -54,5 +54,5 @@ def test_the_dense_warm_up_trains_the_indexer_alone():
   assert program.step.router_bias is None
   paths = [path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.abstract_state["opt_state"])]
   assert not any("mlp" in keys for keys in paths)
-  with pytest.raises(UserError, match="trains the indexer alone"):
+  with pytest.raises(UserError, match="trains only the indexer"):
     make_program(load_config("deepseek3.2-tiny", ["indexer_sparse_training=false", "trainable_parameters_mask=['mlp']"]).config)
