@@ -321,11 +321,11 @@ def test_what_a_file_leaves_to_maxtext(name, leave_out, expected, load):
 
 def test_images_of_the_small_models_are_told_about(load):
   keys = without(FILES["gemma4-e2b"], "use_bidirectional_image_attn")
-  assert not [note for note in load("gemma4-e2b", keys).notes if "tokens of an image" in note]
-  (told,) = [note for note in load("gemma4-e2b", keys, "use_multimodal=true").notes if "tokens of an image" in note]
+  assert not [note for note in load("gemma4-e2b", keys).notes if "both directions" in note]
+  (told,) = [note for note in load("gemma4-e2b", keys, "use_multimodal=true").notes if "both directions" in note]
   assert "use_bidirectional_image_attn=false" in told
   words = ("use_multimodal=true", "use_bidirectional_image_attn=false")
-  assert not [note for note in load("gemma4-e2b", keys, *words).notes if "tokens of an image" in note]
+  assert not [note for note in load("gemma4-e2b", keys, *words).notes if "both directions" in note]
 
 
 def rows_of(notes):
