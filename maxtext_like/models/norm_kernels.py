@@ -52,9 +52,7 @@ def settle(
   # Test the dtypes of the norm before a part and, with a sandwich norm, of the one after it.
   dtypes = {(precision.residual, layer.precision.dtype) for layer in decoder.layers}
   if decoder.layers[0].cfg.sandwich:
-    dtypes |= {
-      ("float32" if layer.precision.float32_branches else layer.precision.dtype, precision.residual) for layer in decoder.layers
-    }
+    dtypes |= {(layer.precision.branch_dtype, precision.residual) for layer in decoder.layers}
   verdicts = [verdict(NormShape(dtype=x, gradient=g, dim=norm.dim), device, cache, test) for x, g in sorted(dtypes)]
   problem = next((problem for problem, _ in verdicts if problem), "")
   if not problem:

@@ -108,6 +108,7 @@ class Block:
   def params(self) -> dict:
     c, norm, ffn = self.cfg, self._norm.params(), self.ffn
     spec: dict[str, Any] = {"pre_attention_norm": norm, "attention": self.mixer.params(), "pre_mlp_norm": norm}
+    # A sandwich norm also norms the outputs of both parts.
     if c.sandwich:
       branch_norm = RMSNorm(replace(c.norm, initial_scale=c.branch_gain), self.precision).params()
       spec |= {"post_attention_norm": branch_norm, "post_mlp_norm": branch_norm}

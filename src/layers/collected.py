@@ -28,6 +28,7 @@ def totals(
   found: dict[str, list[jax.Array]] = {}
   probes = [f"probe.{name}" for name in PROBED]
   for _, aux in collected:
+    # Stack the layers of a row next to each other, so that the order is that of the model.
     layers = list(aux.values())
     for key in ("rescued", "indexer_loss", "moe_load", *NAMES, *probes):
       values = [a[key] for a in layers if key in a]
@@ -50,6 +51,7 @@ def totals(
 
 def captured(collected: Collected) -> dict:
   """Return the captured arrays by name and layer: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
+  # The name of a capture gets the index of its layer in the model.
   out = {}
   for s, aux in collected:
     for row in range(s.repeats):

@@ -103,6 +103,7 @@ class Context:
     """Return x. Report x if its name, or the part before the dot, is captured.
 
     If the name has a probe, also report the statistics of x, and pass the statistics of its cotangent to the probe."""
+    # Probe first, so that a capture returns the probed array.
     if self.probes is not None and name in self.probes:
       x, self.aux[f"probe.{name}"] = probe(x, self.probes[name])
     if name.partition(".")[0] in self.capture:
@@ -119,6 +120,7 @@ class Context:
     Args:
       new: [B, T, ...], arrays of the current tokens.
     """
+    # Without a cache, the layer reads only the current tokens.
     if self.cache is None or self.step is None:
       return new
     if self.taps is None:
@@ -126,6 +128,7 @@ class Context:
         "context: a layer has a cache, but its context does not collect values, so new cache entries would be lost\n  fix: use "
         "ctx.collecting()"
       )
+    # Store the new entries, and return them together with the cached ones.
     self.aux["cache"] = {name: stored(self.cache[name], x, self.step) for name, x in new.items()}
     return {name: joined(self.cache[name], x) for name, x in new.items()}
 

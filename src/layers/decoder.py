@@ -233,6 +233,7 @@ class Decoder:
     Returns:
       Normed hidden states [B, T, D], the updated caches, and the number of values that were clamped with float16, int32.
     """
+    # Tokens before the first real token of a row are padding.
     real = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
     x, aux = self.hidden(p, batch | {"segments": real.astype(jnp.int32)}, cache=cache, step=step)
     return x, aux["cache"], aux["rescued"]
@@ -277,6 +278,7 @@ class Decoder:
     """Create the context that all layers share. It does not depend on parameters."""
     if unknown := set(capture) - set(CAPTURES):
       raise ValueError(f"cannot capture {sorted(unknown)}\n  fix: choose from {', '.join(CAPTURES)}")
+    # Number the images of each row, and collect documents and images in Tokens.
     types = batch.get("token_types")
     images = None if types is None else numbered_images(types)
     tokens = Tokens(batch.get("segments"), images, self.cfg.one_document and step is None)
@@ -334,6 +336,7 @@ class Decoder:
       per_layer: per-layer inputs of ``enter``.
       cache, probes: as in ``hidden``.
     """
+    # Cut per-layer arrays of the model into the rows of this stack.
     period = len(s.layers)
 
     def cut(x):  # [L, ...] of all layers to [repeats, period, ...] of this stack's
@@ -379,6 +382,7 @@ class Decoder:
     """Run layer j of a row with its own precision. The other arguments are as in ``run_row``. Return the carry and aux.
 
     ``alone``: XLA has no neighbouring computation to merge with the recomputation of this layer (``remat``)."""
+    # The part of the inputs that belongs to this layer.
     own = replace(
       ctx,
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
@@ -386,6 +390,7 @@ class Decoder:
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
       kept_apart=alone and keeps(self.cfg.remat_policy, "mlp"),
     )
+    # Rematerialization wraps the complete layer.
     offload = self.cfg.remat_offload if in_loop else "none"
     call = remat(layer, self.cfg.remat_policy, alone=alone, offload=offload)
     with jax.named_scope(f"{s.name}/layer_{j}"):
@@ -409,6 +414,7 @@ class Decoder:
       ctx: ``context`` of the batch.
     """
     x = named(self._final_norm, p, "final_norm", carry["x"])
+    # Combine the statistics of all layers with those of the vision tower.
     aux = totals(collected, self.router_losses, ctx.balance_load) | captured(collected)
     aux["rescued"] = aux.get("rescued", jnp.zeros((), jnp.int32)) + first.get("rescued", 0)
     aux |= {name: value for name, value in first.items() if name != "rescued"}

@@ -25,6 +25,7 @@ def row_keys(seed: int, step: jax.Array, count: int) -> jax.Array:
     step: int32 scalar.
     count: number of rows of the complete batch.
   """
+  # One key for the step, mixed with the number of each row.
   key = jax.random.key_data(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step))
   return folded(key, jnp.arange(count))
 
@@ -32,6 +33,7 @@ def row_keys(seed: int, step: jax.Array, count: int) -> jax.Array:
 def folded(keys: jax.Array, numbers: jax.Array) -> jax.Array:
   """Derive a key for each integer: uint32 [*numbers.shape, *keys.shape] from keys [..., 2]."""
   numbers = numbers.astype(jnp.uint32).reshape(numbers.shape + (1,) * keys.ndim)
+  # Mix the number before and after combining it with the keys, so that neighbouring numbers give unrelated keys.
   both = _mixed(numbers + jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32))
   return _mixed(_mixed(keys ^ both) + jnp.flip(both, -1))
 
@@ -80,5 +82,6 @@ class Dropout:
       size *= shape[axis]
     first, second = (self.keys[:, i].reshape(rows, *(1,) * (len(shape) - 1)) for i in (0, 1))
     bits = _mixed(_mixed(place + first) ^ second)
+    # An element is kept if its hash is above the rate.
     kept = bits >= jnp.uint32(min(round(self.rate * 2**32), 2**32 - 1))
     return jnp.where(kept.reshape(x.shape), x, jnp.zeros((), x.dtype))

@@ -40,6 +40,7 @@ class Lookup:
     """Return the rows int32 [B, T], and bool [B, T]: which tokens are placeholders (None: no token can be one)."""
     if not self.placeholders:
       return tokens_BT, None
+    # Look up padding instead of placeholders.
     held_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, jnp.result_type(tokens_BT)), axis=-1)
     return jnp.where(held_BT, self.padding, tokens_BT), held_BT
 
@@ -124,6 +125,7 @@ class Head:
 
   def params(self) -> dict:
     c = self.cfg
+    # The kernel is stored input-major, unlike the table of a tied head.
     return {"kernel": Param((c.emb_dim, c.vocab_size), ("embed", "vocab"), self.precision.weight_dtype)}
 
   def __call__(self, p: dict, x_BTD: jax.Array) -> jax.Array:
@@ -134,7 +136,6 @@ class Head:
 @jax.named_scope("logits")
 def output_product(precision: Precision, spec: str, x: jax.Array, w: Any) -> jax.Array:
   """Compute the last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
-  if precision.logits_dot_in_fp32:
-    logits = product(precision.exact, spec, x, w)
-    return logits if precision.cast_logits_to_fp32 else precision.cast(logits)
-  return product(precision, spec, x, w, float32=precision.cast_logits_to_fp32)
+  operands = precision.for_logits
+  out = "float32" if operands.dtype == "float32" else precision.logits_dtype
+  return product(operands, spec, x, w, out=out).astype(precision.logits_dtype)

@@ -33,6 +33,7 @@ class Linen(nn.Module):
   def __call__(self, *args, **kwargs):
     """Call the layer (``alone`` if it has that method) with the module's parameters."""
     spec = self.layer.params()
+    # Use existing parameters, or draw them in ``init``.
     given: Any = self.variables.get("params")
     if given:
       # Not self.param, which would trace the initializer again in every apply even if the value exists.
@@ -50,6 +51,7 @@ def _face(layer_class):
   def make(*args, name: str | None = None, parent: Any = nn.module._unspecified_parent, **kwargs) -> Linen:
     return Linen(layer_class(*args, **kwargs), name=name, parent=parent)
 
+  # Show the name and the documentation of the layer.
   make.__name__ = make.__qualname__ = layer_class.__name__
   make.__doc__ = f"{layer_class.__doc__}\n\nReturns:\n  A ``flax.linen.Module``. The arguments are those of the layer."
   return make

@@ -109,17 +109,13 @@ class MLP:
   @jax.named_scope("mlp")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Apply the MLP to x, normed [B, T, D]. Return [B, T, D] in ``dtype`` (float32 with float16). Report "rescued"."""
-    # Gate and up projections, in float32 if their product is.
-    float32 = keep_float32(self.precision)
-    wide = lambda name: checkpoint_name(
-      product(self.precision, "BTD,DF->BTF", x_BTD, p[name], float32=float32, large=True), "mlp"
-    )
+    # Gate and up projections, in the dtype of their product.
+    dtype = self.precision.gate_dtype
+    wide = lambda name: checkpoint_name(product(self.precision, "BTD,DF->BTF", x_BTD, p[name], out=dtype, large=True), "mlp")
     gate, up = (ctx.rules.share(wide(name), "batch", "sequence", "mlp") for name in ("gate", "up"))
 
     def down(hidden_BTF):
-      out_BTD = product(
-        self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], float32=self.precision.float32_branches, large=True
-      )
+      out_BTD = product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], out=self.precision.branch_dtype, large=True)
       return checkpoint_name(out_BTD, "output")
 
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down, kept_apart=ctx.kept_apart)
@@ -142,7 +138,7 @@ def gated(
   Args:
     precision: selects the dtypes.
     activation: activation of the gate.
-    gate, up: [..., F], float32 if ``keep_float32`` is true.
+    gate, up: [..., F], in ``Precision.gate_dtype``.
     down: the next product, a linear function. With float16 it returns its sum in float32.
     bounded: ``down`` clips its input to bounds within float16 itself. The bounds apply to the unscaled product.
     kept_apart: as in ``Context``.
@@ -150,6 +146,7 @@ def gated(
   Returns:
     The result of ``down``, and the number of clamped values, int32.
   """
+  # Only float16 needs scaling and clipping.
   if precision.dtype != "float16" or bounded:
     with jax.named_scope("gate_product"):
       hidden: Any = gated_product_at_once(activation, kept_apart, gate, up) if on_gpu() else gated_product(activation, gate, up)
@@ -179,19 +176,13 @@ def gated_product_at_once(activation: Activation, kept_apart: bool, gate: jax.Ar
 
 
 def _at_once_bwd(activation, kept_apart, saved, g):
+  # The barrier keeps XLA from computing each gradient in a kernel of the forward pass.
   gate, up = saved
   gate, up, g = (gate, up, jax.lax.optimization_barrier(g)) if kept_apart else jax.lax.optimization_barrier((gate, up, g))
   return jax.vjp(functools.partial(gated_product, activation), gate, up)[1](g)
 
 
 gated_product_at_once.defvjp(lambda activation, _, *given: (gated_product(activation, *given), given), _at_once_bwd)
-
-
-def keep_float32(precision: Precision) -> bool:
-  """True if gate, up and their product are kept in float32 (``float32_gate_product``)."""
-  if precision.float32_gate_product == "auto":
-    return precision.dtype == "float16"
-  return precision.float32_gate_product and precision.dtype != "float32"
 
 
 @jax.named_scope("gate_product")
@@ -225,6 +216,7 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
       bound = 0.7 * float(jnp.finfo(jnp.float32).max)
       rescued += jnp.sum(~(jnp.abs(hidden) <= bound), dtype=jnp.int32)
       hidden = jnp.where(jnp.abs(hidden) <= bound, hidden, 0)
+    # Find the power of two by which each row exceeds float16.
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(hidden), axis=-1, keepdims=True))
     excess = jnp.ceil(jnp.log2(jnp.maximum(peak, FLOAT16_SAFE_MAX) / FLOAT16_SAFE_MAX))
     # Only ldexp computes powers of two exactly on every backend.

@@ -38,14 +38,17 @@ class NNX(nnx.Module):
   """
 
   def __init__(self, layer: Any, *, rngs: nnx.Rngs | None):
+    # The layer object is static; its arrays become attributes.
     self.layer = layer
     spec = layer.params()
+    # Draw the parameters, and make every array reachable as an attribute.
     tree = jax.tree.map(_box, spec, abstract(spec)) if rngs is None else init(spec, rngs.params(), _box)
     for name, value in tree.items():
       setattr(self, name, Branch(value) if isinstance(value, dict) else value)
 
   def __call__(self, *args, **kwargs):
     """Call the layer (``alone`` if it has that method) with the module's parameters."""
+    # Convert the module's state to the plain tree that layers read.
     params = checked(self.layer.params(), nnx.to_pure_dict(nnx.state(self)))
     return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
 

@@ -52,6 +52,7 @@ class RMSNorm:
   def params(self) -> dict:
     if not self.cfg.with_scale:
       return {}
+    # The stored parameter may be the scale minus one.
     start = self.cfg.initial_scale - 1.0 if self.cfg.scale_plus_one else self.cfg.initial_scale
     return {"scale": Param((self.cfg.dim,), (None,), self.precision.weight_dtype, constant(start))}
 
@@ -78,6 +79,7 @@ class RMSNorm:
       return pair
 
   def _given(self, p: dict, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    # The custom derivative returns both gradients as varying inside shard_map, so mark both arguments alike.
     scale, x = vary_alike(p["scale"], x) if self.cfg.with_scale else (None, x)
     return scale, x
 
@@ -90,6 +92,7 @@ def _rms_norm(cfg: NormConfig, dtype: str, scale: jax.Array | None, x: jax.Array
 def _rms_norm_fwd(cfg, dtype, scale, x, real):
   x32 = x.astype(jnp.float32)  # the sum of squares overflows float16 at |x| > 255
   inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + cfg.epsilon)
+  # Llama and DeepSeek round before the scale, Gemma after it.
   y = x32 * inverse
   if scale is not None:
     y = y.astype(dtype) * _factor(cfg, scale).astype(dtype) if cfg.round_before_scale else y * _factor(cfg, scale)
@@ -100,12 +103,15 @@ def _rms_norm_fwd(cfg, dtype, scale, x, real):
 def _rms_norm_bwd(cfg, dtype, saved, g):
   """Compute gradients. With the normed u = x * inverse: du = g * scale, dx = inverse * (du - u * mean(u * du))."""
   scale, x, inverse, real = saved
+  # The GPU kernel computes both gradients in one pass.
   if cfg.kernel != "xla" and scale is not None:
     return *_by_kernel(cfg, saved, g), None
+  # Otherwise recompute the normed input from x and the saved inverse.
   u, du, dscale = x.astype(jnp.float32) * inverse, g.astype(jnp.float32), None
   if real is not None:
     du = jnp.where(real[..., None], du, 0)
   if scale is not None:
+    # The gradient of the scale is a sum over all rows of all devices.
     dscale = rounded_sum(jnp.sum(du * u, axis=tuple(range(x.ndim - 1))), scale.dtype)
     du = du * _factor(cfg, scale)
   return dscale, (inverse * (du - u * jnp.mean(u * du, axis=-1, keepdims=True))).astype(x.dtype), None
@@ -132,6 +138,7 @@ def _by_kernel(cfg: NormConfig, saved: Any, g: jax.Array, stream: jax.Array | No
   from maxtext_like.layers.kernels.norm import pallas_gpu
 
   scale, x, inverse, real = saved
+  # The kernel works on rows [R, D].
   rows = lambda a: None if a is None else a.reshape(-1, cfg.dim)
   each = None if real is None else jnp.broadcast_to(real, x.shape[:-1]).reshape(-1)
   dx, dscale = pallas_gpu.gradients(rows(x), inverse.reshape(-1), _factor(cfg, scale), rows(g), rows(stream), each)

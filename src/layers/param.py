@@ -115,6 +115,7 @@ class Param:
   contracts: tuple[int, ...] | None = None
 
   def __post_init__(self):
+    # A FanIn initializer knows the summed axes.
     if self.contracts is None:
       object.__setattr__(self, "contracts", self.init.axes if isinstance(self.init, FanIn) else ())
     if len(self.shape) != len(self.axes):
@@ -241,6 +242,7 @@ def checked(spec: Spec, params):
   Raises:
     ValueError: lists every name that is missing, unknown or has another shape.
   """
+  # Compare names and shapes of both trees.
   want = {jax.tree_util.keystr(path): p.shape for path, p in jax.tree_util.tree_leaves_with_path(spec)}
   have = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
   wrong = [f"{name} has shape {have[name]}, expected {want[name]}" for name in want if have.get(name, want[name]) != want[name]]
@@ -257,7 +259,7 @@ def shardings(spec: Spec, mesh: Mesh, rules: Rules = RULES):
 
 
 def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
-  """Return arrays with their axes in the memory order that TPU programs use for their arguments (``tiles.order``).
+  """Return arrays with their axes in the memory order that TPU programs use for their arguments (``tpu_layout.order``).
 
   The arrays, such as gradients, are sharded like the spec. They are returned unchanged if no mesh is set.
 

@@ -1,6 +1,6 @@
 """Placement of activations on the current mesh, collectives for shard_map, and constraints that steer XLA's memory use.
 
-rules.py defines how arrays are split.
+sharding_rules.py defines how arrays are split.
 """
 
 import functools
@@ -57,6 +57,7 @@ def _gathered_forward(x, axes, dimension):
 
 
 def _gathered_backward(axes, dimension, _, g):
+  # The transpose of an all-gather is a reduce-scatter. Add in float32, and round once.
   total = jax.lax.psum_scatter(g.astype(jnp.float32), axes, scatter_dimension=dimension, tiled=True)
   return (total.astype(g.dtype),)
 
@@ -95,8 +96,10 @@ class Held:
       of_tokens: mesh axes that split tokens. A dimension split over other mesh axes is gathered outside of shard_map, because
         the gathered values would otherwise be typed as varying over these axes.
     """
+    # The spec of the rules, with one entry for every dimension.
     split = [*rules.spec(shape, axes, mesh), *(None,) * len(shape)][: len(shape)]
     own, of_tokens = set(own), set(of_tokens)
+    # Split on entry: the device's own axes, and those that also split tokens.
     kept = [
       axes_of(e) if a in own else tuple(m for m in axes_of(e) if m in of_tokens) for a, e in zip(axes, split, strict=True)
     ]
@@ -121,6 +124,7 @@ def shared_sums() -> Literal["none", "weights", "all"]:
   "weights": gradients of weights, which are sums over rows. "all": other products too, because heads, hidden sizes or positions
   are split. "none": no mesh, or inside shard_map, where code adds partial sums explicitly."""
   mesh = free_mesh()
+  # These three axes split only rows and parameters, so only gradients of weights are partial sums.
   split = set() if mesh is None else set(free_axes(mesh))
   return "none" if not split else "weights" if split <= {"data", "fsdp", "expert"} else "all"
 
@@ -168,6 +172,7 @@ def rounded_sum(total: jax.Array, dtype: Any) -> jax.Array:
   """Convert a float32 sum over rows to a dtype. It is rounded once, after all devices have added to it.
 
   Without the barrier, XLA moves the rounding before the all-reduce and adds rounded partial sums."""
+  # On one device there is nothing to add, and the barrier would only prevent fusion.
   barred = free_mesh() is not None and total.dtype != dtype
   return (jax.lax.optimization_barrier(total) if barred else total).astype(dtype)
 
@@ -219,7 +224,7 @@ def own_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def as_stored(weight: Any) -> Any:
-  """Return one layer of a stacked weight in the memory order of the stack (``tiles.order``), on TPUs. Its gradient has it too.
+  """Return one layer of a stacked weight in the stack's memory order (``tpu_layout.order``), on TPUs. Its gradient has it too.
 
   A product may need another order; a kernel needs the declared one. Without the constraint, XLA would copy all layers to that
   order before the loop, keep the copy during the step, and do the same for the gradient. With it, XLA transposes one layer at
@@ -287,6 +292,7 @@ def _platform() -> str | None:
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
   """Return the manual mesh axes over which x may differ between devices; an empty set outside of shard_map."""
+  # JAX renamed the attribute from vma to manual_axis_type.
   aval = jax.typeof(x)
   manual = getattr(aval, "manual_axis_type", None)
   return frozenset(manual.varying if manual is not None else getattr(aval, "vma", ()))
@@ -307,6 +313,7 @@ def _varied(axes: tuple[str, ...], x: jax.Array) -> Any:
 
 
 def _varied_backward(axes: tuple[str, ...], _, g: jax.Array):
+  # The transpose of marking as varying is a sum over these axes. 16-bit gradients are added in float32.
   total = jax.lax.psum(g.astype(jnp.float32) if g.dtype.itemsize == 2 else g, axes)
   return ((total if total.dtype == g.dtype else jax.lax.optimization_barrier(total)).astype(g.dtype),)
 
@@ -336,6 +343,7 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
     arrays: [B, T, ...].
   """
   mesh = free_mesh()
+  # Find the mesh axes that split tokens. Without them, call the function directly.
   tokens = PartitionSpec() if mesh is None else rules.spec(arrays[0].shape[:2], ("batch", "sequence"), mesh)
   axes = [a for entry in tokens for a in axes_of(entry)]
   if mesh is None or not axes:
@@ -365,9 +373,11 @@ def by_head(
   mesh = free_mesh()
   if mesh is None or mesh.size == 1:
     return attend(q_BTNH, k_BSKH, v_BSKV, *of_rows)
+  # Find how rows and heads are split. Complete rows are needed, so positions are not split.
   B, T, N, _ = q_BTNH.shape
   rows, heads = rules.rows(B, mesh), rules.spec((B, T, N), ("batch", None, "heads"), mesh)
   ways = math.prod(mesh.shape[axis] for axis in axes_of(heads[2])) if len(heads) > 2 else 1
+  # Copy key-value heads until they divide among the devices.
   copies = ways // math.gcd(ways, k_BSKH.shape[2])
   if copies > 1:
     k_BSKH, v_BSKV = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKV))

@@ -63,9 +63,11 @@ class PerLayerInput:
       [B, T, L, P] in ``dtype``.
     """
     c, precision = self.cfg, self.precision
+    # The part that depends on the token.
     rows = constant(lookup(precision, p["table"], tokens_BT), held_BT)
     identity = rows.reshape(*rows.shape[:-1], c.num_layers, c.width) * jnp.asarray(c.width**0.5, precision.dtype)
-    context = product(precision, "BTD,DLP->BTLP", x_BTD, p["projection"], float32=True) * c.emb_dim**-0.5
+    # The part that depends on the embedded input, normed in float32.
+    context = product(precision, "BTD,DLP->BTLP", x_BTD, p["projection"], out="float32") * c.emb_dim**-0.5
     context = named(self._norm, p, "norm", context, "float32")
     return precision.cast((context + identity.astype(jnp.float32)) * 2.0**-0.5)
 
@@ -101,6 +103,7 @@ class PerLayerGate:
     Reports "rescued", and the per-layer input as "ple" if captured."""
     if ctx.per_layer_input is None:
       raise ValueError("per-layer input: the context has none (per_layer_input), but the layer is configured to use it")
+    # Gate the input by the residual stream, and norm the result.
     ctx.tap("ple", ctx.per_layer_input)
     out_BTD = self._gated(p, x_BTD, ctx.per_layer_input.astype(jnp.float32), ctx)
     return RMSNorm(self.cfg.norm, self.precision)(p["norm"], out_BTD, self.precision.residual)
@@ -108,8 +111,8 @@ class PerLayerGate:
   @jax.named_scope("per_layer_input")
   def _gated(self, p: dict, x_BTD: jax.Array, input_BTP: jax.Array, ctx: Context) -> jax.Array:
     """Compute in float32 throughout, because the following norm amplifies the rounding errors of a small product."""
-    gate = product(self.precision, "BTD,DP->BTP", x_BTD, p["gate"], float32=True, unbounded=True)
-    project = lambda hidden: product(self.precision, "BTP,PD->BTD", hidden, p["projection"], float32=True)
+    gate = product(self.precision, "BTD,DP->BTP", x_BTD, p["gate"], out="float32", unbounded=True)
+    project = lambda hidden: product(self.precision, "BTP,PD->BTD", hidden, p["projection"], out="float32")
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, input_BTP, project)
     ctx.note("rescued", rescued)
     return out_BTD

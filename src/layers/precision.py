@@ -103,11 +103,74 @@ class Precision:
     """The dtype of the residual stream."""
     return self.residual_dtype or ("float32" if self.dtype == "float16" else self.dtype)
 
+  # The dtype of each operation, by the keys above. Layers read these properties, so that every decision is made once.
+
   @property
-  def float32_branches(self) -> bool:
-    """True if mixers and feed-forward layers return their last sum in float32. Their float16 outputs could overflow, and the
-    norm or the residual stream that reads the sum computes in float32 in that case."""
-    return self.dtype == "float16"
+  def branch_dtype(self) -> str:
+    """The dtype of the output of a mixer or a feed-forward layer. A float16 output could overflow, and the norm or the residual
+    stream that reads it computes in float32 in that case."""
+    return "float32" if self.dtype == "float16" else self.dtype
+
+  @property
+  def qk_dtype(self) -> str:
+    """The dtype of the q.k products of attention."""
+    return "float32" if self.float32_qk_product else self.dtype
+
+  @property
+  def softmax_dtype(self) -> str:
+    """The dtype of the attention mask, the softmax and the probabilities."""
+    return "float32" if self.float32_logits else self.dtype
+
+  @property
+  def gate_dtype(self) -> str:
+    """The dtype of gate, up and act(gate) * up of an MLP."""
+    keep = self.dtype == "float16" if self.float32_gate_product == "auto" else self.float32_gate_product
+    return "float32" if keep else self.dtype
+
+  @property
+  def expert_dtype(self) -> str:
+    """The dtype of the products of experts, which share one kernel: the wider of ``gate_dtype`` and ``branch_dtype``."""
+    return self.gate_dtype if self.branch_dtype == self.dtype else self.branch_dtype
+
+  @property
+  def pool_dtype(self) -> str:
+    """The dtype in which the vision pooler of Gemma 4 scales and standardises."""
+    return "float32" if self.float32_vision_pool else self.dtype
+
+  @property
+  def logits_dtype(self) -> str:
+    """The dtype of logits."""
+    return "float32" if self.cast_logits_to_fp32 else self.dtype
+
+  @property
+  def for_logits(self) -> "Precision":
+    """The precision of the last product."""
+    return self.exact if self.logits_dot_in_fp32 else self
+
+  @property
+  def for_router(self) -> "Precision":
+    """The precision of a router: its norm and its product."""
+    return self.exact if self.float32_gate_logits else self
+
+  @property
+  def for_weight_sum(self) -> "Precision":
+    """The precision of the weighted sum over experts. A float16 sum could overflow, so it is float32 then."""
+    return self.exact if self.float32_weight_sum or self.dtype == "float16" else self
+
+  @property
+  def for_indexer(self) -> "Precision":
+    """The precision of the head weights of a sparse indexer."""
+    return self.exact if self.indexer_float32_logits else self
+
+  @property
+  def indexer_dtype(self) -> str:
+    """The dtype of the index products and index scores of a sparse indexer."""
+    return self.for_indexer.dtype
+
+  @property
+  def indexer_sum_precision(self) -> str | None:
+    """``jax.lax.Precision`` of the weighted sum over index heads; None: JAX's default."""
+    return "highest" if self.indexer_float32_logits else None
 
   def in_layer(self, **values: Any) -> "Precision":
     """Return the precision of one layer, with some of ``LAYER_KEYS`` replaced. The dtype of the residual stream stays the same.
@@ -144,7 +207,7 @@ class Precision:
     x: jax.Array,
     y: jax.Array,
     *,
-    float32: bool = False,
+    out: str | None = None,
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
@@ -154,7 +217,7 @@ class Precision:
       spec: einsum specification of two operands.
       x: first operand, any dtype.
       y: second operand, any dtype.
-      float32: return the float32 accumulator instead of rounding it to ``dtype``.
+      out: dtype of the result. "float32" returns the float32 accumulator; None rounds it to ``dtype``.
       unbounded: an operand is not normalised (the residual stream) and may exceed the range of float16. With ``dtype``
         float16 the operands and the result are then float32.
       large: the product multiplies by a weight of an attention or MLP layer, so ``matmul_dtype`` applies to it.
@@ -163,10 +226,10 @@ class Precision:
       The product, in float32 or ``dtype``.
     """
     spec, x, leading = _by_rows(_spelt_out(spec, x.ndim), x)
-    out = self._multiply(spec, x, y, float32, unbounded, large)
-    return out.reshape(*leading, *out.shape[1:]) if leading else out
+    made = self._multiply(spec, x, y, out or self.dtype, unbounded, large)
+    return made.reshape(*leading, *made.shape[1:]) if leading else made
 
-  def _multiply(self, spec: str, x: jax.Array, y: jax.Array, float32: bool, unbounded: bool, large: bool) -> jax.Array:
+  def _multiply(self, spec: str, x: jax.Array, y: jax.Array, out: str, unbounded: bool, large: bool) -> jax.Array:
     # An unnormalised operand does not fit float16: compute this product in float32.
     if unbounded and self.dtype == "float16":
       x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -178,13 +241,13 @@ class Precision:
     parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
     low = large and self.matmul_dtype == "float8"
     # The custom derivative is needed for float8 operands, for a result wider than its operands, and for float32 partial sums.
-    if low or (self.dtype != "float32" and (float32 or parts != "none")):
-      how = _How(spec, self.matmul_precision, jnp.dtype("float32" if float32 else self.dtype), parts, low)
-      out: Any = _product(how, *vary_alike(x, y))
-      return out if how.batched else checkpoint_name(out, PRODUCT)
+    if low or (self.dtype != "float32" and (out != self.dtype or parts != "none")):
+      how = _How(spec, self.matmul_precision, jnp.dtype(out), parts, low)
+      made: Any = _product(how, *vary_alike(x, y))
+      return made if how.batched else checkpoint_name(made, PRODUCT)
     return jnp.einsum(spec, x, y, precision=self.matmul_precision)
 
-  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name, *, float32: bool = False) -> jax.Array:
+  def grouped(self, x_MD: jax.Array, y_EDF: jax.Array, sizes_E: jax.Array, by: Name, *, out: str | None = None) -> jax.Array:
     """Multiply each group of consecutive rows of x by its own matrix. Return [M, F]; operands and result are in ``dtype``.
 
     Args:
@@ -192,9 +255,10 @@ class Precision:
       y_EDF: one matrix for each group.
       sizes_E: int32, number of rows in each group.
       by: name of the kernel.
-      float32: return the float32 sums. float32 operands and their gradients then keep the range of float32.
+      out: dtype of the result. "float32" returns the float32 sums; float32 operands and their gradients then keep the range of
+        float32. None: ``dtype``.
     """
-    if float32:
+    if out not in (None, self.dtype):
       x, y = (a if a.dtype == jnp.float32 else self.cast(a) for a in (x_MD, y_EDF))
       return kernel(by).sums(x, y, sizes_E, self.dtype, self.matmul_precision)
     return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)

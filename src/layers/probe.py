@@ -33,6 +33,7 @@ def summary(x: jax.Array) -> jax.Array:
   The function needs one integer reduction, because the bits of |x| as float32 are ordered like the numbers.
   """
   bits = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x).astype(jnp.float32), jnp.int32) & jnp.int32(0x7FFFFFFF)
+  # Bits at or above those of infinity are infinity or NaN.
   parts = jnp.where(bits < _INFINITY, bits, 0), (bits >= _INFINITY).astype(jnp.int32)
   join = lambda a, b: (jax.lax.max(a[0], b[0]), jax.lax.add(a[1], b[1]))
   largest, bad = jax.lax.reduce(parts, (jnp.int32(0), jnp.int32(0)), join, tuple(range(x.ndim)))

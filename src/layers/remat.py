@@ -38,6 +38,7 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
   Raises:
     ValueError: offload with the policy "none", which names no saved values.
   """
+  # No checkpoint: all values are saved.
   if policy == "none":
     if offload != "none":
       raise ValueError(
@@ -45,6 +46,7 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
         "remat_policy, or set remat_offload=none"
       )
     return function
+  # Choose what is saved and where, and wrap the function.
   saved = _kept_on_device(policy) if offload == "none" else _kept_on_host(policy, offload)
   if offload in ("layer_inputs", "all"):
     function = _naming_its_carry(function)
@@ -65,6 +67,7 @@ def offload_under(policy: RematPolicy, offload: RematOffload) -> RematOffload:
 
 def _kept_on_device(policy: RematPolicy) -> Any:
   policies = jax.checkpoint_policies
+  # "full" saves nothing, other policies save values by name, and "minimal" products without batch axes too.
   if policy == "full":
     return policies.nothing_saveable
   by_name = policies.save_only_these_names(*NAMES[policy])
@@ -75,6 +78,7 @@ def _kept_on_device(policy: RematPolicy) -> Any:
 
 def _kept_on_host(policy: RematPolicy, offload: RematOffload) -> Any:
   policies, where = jax.checkpoint_policies, {"offload_src": "device", "offload_dst": "pinned_host"}
+  # Named values are either saved on the device or offloaded to the host.
   inputs, kept = offload in ("layer_inputs", "all"), offload in ("kept", "all")
   by_name = policies.save_and_offload_only_these_names(
     names_which_can_be_saved=() if kept else NAMES[policy],

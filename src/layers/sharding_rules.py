@@ -62,6 +62,7 @@ class Rules:
       return ()
     if axis not in LOGICAL_AXES:
       raise ValueError(f"sharding: no rule for the logical axis {axis!r}\n  fix: choose from {', '.join(LOGICAL_AXES)}")
+    # Skip mesh axes of one device, and those that an enclosing shard_map has split.
     wanted = getattr(self, axis)
     return tuple(a for a in ((wanted,) if isinstance(wanted, str) else wanted or ()) if a in free_axes(mesh))
 
@@ -80,6 +81,7 @@ class Rules:
     entries: list[MeshAxes] = []
     for names, even in self._wanted(shape, axes, mesh):
       entries.append((names[0] if len(names) == 1 else names) if names and even else None)
+    # Leave out trailing None entries, so that equal shardings have equal specs.
     while entries and entries[-1] is None:
       entries.pop()
     return PartitionSpec(*entries)
@@ -96,6 +98,7 @@ class Rules:
     for size, axis in zip(shape, axes, strict=True):
       names = tuple(a for a in self.mesh_axes(axis, mesh) if a not in taken)
       divides = lambda names, size=size: size % math.prod(mesh.shape[a] for a in names) == 0
+      # A gathered dimension may be split over fewer axes; others are all or nothing.
       while axis in GATHERED and len(names) > 1 and not divides(names):
         names = names[:-1]
       even = divides(names)
@@ -125,6 +128,7 @@ class Rules:
     mesh = free_mesh()
     if mesh is None or not any(self.mesh_axes(axis, mesh) for axis in axes if axis in GATHERED):
       return x
+    # Constrain x as if the gathered axes were replicated.
     kept = tuple(None if axis in GATHERED else axis for axis in axes)
     return jax.lax.with_sharding_constraint(x, self.spec(x.shape, kept, mesh))
 

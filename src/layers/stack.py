@@ -40,6 +40,7 @@ def find_stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:
   stacks, at = [], 0
   while at < len(layers):
     best, repeats = 1, 1
+    # Try every length of a row, and count how often it repeats from here.
     for period in range(1, (len(layers) - at) // 2 + 1):
       row, n = layers[at : at + period], 1
       while layers[at + n * period : at + (n + 1) * period] == row:

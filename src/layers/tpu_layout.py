@@ -14,6 +14,7 @@ def order(shape: tuple[int, ...]) -> tuple[int, ...]:
   declared order."""
   if len(shape) < 2:
     return tuple(range(len(shape)))
+  # Try all pairs of minor axes, starting with the declared order.
   axes = range(len(shape) - 1, -1, -1)
   pairs = [(second, minor) for minor in axes for second in axes if second != minor]
   best = min(pairs, key=lambda pair: _taken(shape, *pair))  # min returns the first of equal pairs

@@ -74,7 +74,7 @@ class Weight(abc.ABC):
     x: jax.Array,
     *,
     groups: Groups | None = None,
-    float32: bool = False,
+    out: str | None = None,
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
@@ -100,26 +100,28 @@ def product(
   weight: Any,
   *,
   groups: Groups | None = None,
-  float32: bool = False,
+  out: str | None = None,
   unbounded: bool = False,
   large: bool = False,
 ) -> jax.Array:
   """Multiply x by a weight.
 
   Args:
-    precision: selects the dtype of operands and result, see ``Precision.einsum``.
+    precision: selects the dtype of the operands, see ``Precision.einsum``.
     equation: einsum specification with x first, "BTD,DNH->BTNH". With ``groups``, an axis that only the weight has is the axis
       of groups: "MD,EDF->MF" for rows sorted by expert.
     x: activations.
     weight: an array or a ``Weight``.
     groups: the rows of x that belong to each entry of the weight's first axis.
-    float32, unbounded, large: as in ``Precision.einsum``. With ``groups`` only float32 applies, as in ``Precision.grouped``.
+    out, unbounded, large: as in ``Precision.einsum``. With ``groups`` only ``out`` applies, as in ``Precision.grouped``.
   """
-  how = {"float32": float32, "unbounded": unbounded, "large": large}
+  how = {"out": out, "unbounded": unbounded, "large": large}
+  # A quantised or adapted weight has its own product.
   if isinstance(weight, Weight):
     return weight.product(precision, equation, x, groups=groups, **how)
+  # Experts: one matrix per group of rows.
   if groups is not None:
-    return precision.grouped(x, weight, groups.sizes, groups.kernel, float32=float32)
+    return precision.grouped(x, weight, groups.sizes, groups.kernel, out=out)
   return _by_matrix(precision, Equation.of(equation), x, weight, **how)
 
 
@@ -137,10 +139,12 @@ def products(
     weights: arrays or ``Weight``.
   """
   e = Equation.of(equation)
+  # Concatenate only plain arrays, on one GPU, in one dtype.
   own = [w.values(precision.dtype) if isinstance(w, Rounded) else w for w in weights]
   apart = len(own) == 1 or not on_one_gpu() or precision.matmul_dtype == "float8"
   if apart or not all(isinstance(w, jax.Array) for w in own):
     return [product(precision, equation, x, w, large=large) for w in weights]
+  # Concatenate along the first axis that x does not have, and split the result along it.
   axis = next(a for a in e.weight if a not in e.x)
   at = e.weight.index(axis)
   joined = jnp.concatenate([precision.cast(w) for w in own], axis=at)
@@ -152,6 +156,7 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   """Read rows of a table, [*index.shape, ...] in ``dtype``. An index beyond the table is clamped."""
   if isinstance(weight, Weight):
     return weight.lookup(precision, index)
+  # On TPUs, the barrier avoids a second copy of the table in another layout.
   (weight,) = together(weight)
   copies = weight_copies()
   if copies == 1 or index.shape[0] % copies:
@@ -166,6 +171,7 @@ def rows(table: jax.Array, index: jax.Array) -> jax.Array:
   """Return table[index]. The gradient of a table row is summed in float32 over all positions that read it, as in PyTorch.
 
   A token may occur in thousands of positions. A bfloat16 sum stops growing when it is 256 times the summand."""
+  # float32 tables need no special gradient.
   if table.dtype.itemsize > 2:
     return table[index]
   like = jax.ShapeDtypeStruct(table.shape, table.dtype)
@@ -175,6 +181,7 @@ def rows(table: jax.Array, index: jax.Array) -> jax.Array:
     return table[index]
 
   def backward(index, gradient):
+    # Scatter-add the gradients of all positions into a float32 table.
     zero, gradient = own_zero(gradient.astype(jnp.float32))
     total = jnp.broadcast_to(zero, like.shape).at[index].add(gradient)
     return rounded_sum(total, like.dtype), None
@@ -221,6 +228,7 @@ class Rounded(Weight):
     return self.narrow if self.narrow.dtype == dtype else self.stored
 
   def product(self, precision: Precision, equation: str, x: jax.Array, *, unbounded: bool = False, **how: Any) -> jax.Array:
+    # An unbounded product is float32, so it uses the stored array.
     own = self.stored if unbounded and precision.dtype == "float16" else self._of(precision.dtype)
     return product(precision, equation, x, own, unbounded=unbounded, **how)
 
@@ -256,7 +264,9 @@ def unstacked(spec: Spec, params: Any, precision: Precision | None) -> list[Any]
     if (
       rounds and param.contracts and isinstance(weight, jax.Array) and weight.dtype.itemsize > jnp.dtype(rounds.dtype).itemsize
     ):
+      # Round the complete stack, and cut both copies.
       return [Rounded(*both) for both in zip(rows_of(weight), rows_of(rounds.cast(weight)), strict=True)]
+    # Cut every array of the weight into rows.
     leaves, own = jax.tree.flatten(weight)
     return [own.unflatten(row) for row in zip(*map(rows_of, leaves), strict=True)]
 
@@ -285,7 +295,7 @@ class Equation:
     return "".join(a for a in self.weight if a in self.x and a not in self.result)
 
 
-def _by_matrix(precision: Precision, e: Equation, x: jax.Array, weight: jax.Array, **how: bool) -> jax.Array:
+def _by_matrix(precision: Precision, e: Equation, x: jax.Array, weight: jax.Array, **how: Any) -> jax.Array:
   """Multiply by a weight of more than two axes as by a matrix: merge neighbouring axes that are summed, and those that are
   kept.
 

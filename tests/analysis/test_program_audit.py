@@ -138,17 +138,17 @@ def test_a_product_in_float8_that_was_not_asked_for_is_found(monkeypatch):
 # -- planted
 
 
-def _ignores_float32(self, spec, x, y, *, float32=False, unbounded=False, large=False):
+def _ignores_float32(self, spec, x, y, *, out=None, unbounded=False, large=False):
   return jnp.einsum(spec, self.cast(x), self.cast(y), precision=self.matmul_precision)
 
 
-def _all_float32(self, spec, x, y, *, float32=False, unbounded=False, large=False):
-  out = jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=self.matmul_precision)
-  return out if float32 else self.cast(out)
+def _all_float32(self, spec, x, y, *, out=None, unbounded=False, large=False):
+  made = jnp.einsum(spec, x.astype(jnp.float32), y.astype(jnp.float32), precision=self.matmul_precision)
+  return made.astype(out or self.dtype)
 
 
-def _ignores_precision(self, spec, x, y, *, float32=False, unbounded=False, large=False):
-  return Precision.einsum(dataclasses.replace(self, matmul_precision="default"), spec, x, y, float32=float32)
+def _ignores_precision(self, spec, x, y, *, out=None, unbounded=False, large=False):
+  return Precision.einsum(dataclasses.replace(self, matmul_precision="default"), spec, x, y, out=out)
 
 
 _softmax, _product, _call = dot_product.masked_softmax, mlp.float16_gated_product, TrainStep.__call__
@@ -174,7 +174,7 @@ PLANTED = {
     "gemma capped", ["float32_logits=false"], {"float32_qk_product"},
   ),
   "gate product never float32": (
-    lambda m: m.setattr(mlp, "keep_float32", lambda precision: False),
+    lambda m: m.setattr(Precision, "gate_dtype", property(lambda self: self.dtype)),
     "gemma", ["float32_gate_product=true"], {"float32_gate_product"},
   ),
   "scores rounded on their way": (

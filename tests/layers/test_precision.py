@@ -3,6 +3,8 @@
 import contextlib
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.extend
@@ -27,18 +29,18 @@ def product(function):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("float32", [False, True])
-def test_operands_are_low_and_the_flag_keeps_the_accumulator(dtype, float32):
+@pytest.mark.parametrize("out", [None, "float32"])
+def test_operands_are_low_and_the_result_may_be_the_accumulator(dtype, out):
   einsum = Precision(dtype=dtype).einsum
-  dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, float32=float32))
-  assert dtypes(dot) == (dtype, dtype, "float32" if float32 else dtype)
+  dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, out=out))
+  assert dtypes(dot) == (dtype, dtype, out or dtype)
 
 
 def test_in_float32_there_is_one_product_whatever_the_flags():
   einsum = Precision(dtype="float32").einsum
   texts = {
     str(jax.make_jaxpr(lambda x, y, kw=kw: einsum("BTD,DF->BTF", x, y, **kw))(X, Y))
-    for kw in ({}, {"float32": True}, {"unbounded": True})
+    for kw in ({}, {"out": "float32"}, {"unbounded": True})
   }
   assert len(texts) == 1
 
@@ -54,7 +56,7 @@ def test_an_unbounded_operand_is_not_rounded_to_float16(dtype, expected):
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_float32_product_of_low_operands_is_exact(dtype):
   x, y = X.astype(dtype), Y.astype(dtype)
-  got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)
+  got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, out="float32")
   np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(y, np.float64), rtol=1e-6, atol=1e-6)
 
 
@@ -76,7 +78,7 @@ def test_gradient_of_a_float32_product(dtype, tolerance, spec, shapes):
 
   @jax.jit
   def gradients(x, y, g):
-    plain, flagged = (lambda x, y: jnp.einsum(spec, x, y)), (lambda x, y: low(spec, x, y, float32=True))
+    plain, flagged = (lambda x, y: jnp.einsum(spec, x, y)), (lambda x, y: low(spec, x, y, out="float32"))
     return jax.vjp(flagged, x, y)[1](g), jax.vjp(plain, x, y)[1](g)
 
   for got, expected in zip(*gradients(x, y, cotangent), strict=True):
@@ -87,7 +89,7 @@ def test_gradient_of_a_float32_product(dtype, tolerance, spec, shapes):
 def test_a_large_cotangent_of_a_float16_product_is_not_rounded_to_float16():
   """1e6 * 1e-3: the cotangent alone would be infinite in float16."""
   low = Precision(dtype="float16").einsum
-  _, pull = jax.vjp(lambda x: low("BTD,DF->BTF", x, jnp.full((5, 7), 1e-3), float32=True), X)
+  _, pull = jax.vjp(lambda x: low("BTD,DF->BTF", x, jnp.full((5, 7), 1e-3), out="float32"), X)
   (gradient,) = pull(jnp.full((2, 3, 7), 1e6))
   np.testing.assert_allclose(gradient, np.full((2, 3, 5), 7e3), rtol=2e-3)
 
@@ -106,11 +108,45 @@ def test_residual_dtype(dtype, residual_dtype, expected):
   assert Precision(dtype=dtype, residual_dtype=residual_dtype).residual == expected
 
 
+DECIDES: dict[str, Callable[[Precision], str]] = {
+  "float32_qk_product": lambda p: p.qk_dtype,
+  "float32_logits": lambda p: p.softmax_dtype,
+  "indexer_float32_logits": lambda p: p.indexer_dtype,
+  "float32_gate_product": lambda p: p.gate_dtype,
+  "float32_vision_pool": lambda p: p.pool_dtype,
+  "float32_gate_logits": lambda p: p.for_router.dtype,
+  "float32_weight_sum": lambda p: p.for_weight_sum.dtype,
+  "cast_logits_to_fp32": lambda p: p.logits_dtype,
+  "logits_dot_in_fp32": lambda p: p.for_logits.dtype,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", *LOW])
+@pytest.mark.parametrize("key", DECIDES)
+def test_each_flag_decides_one_dtype(key, dtype):
+  off: dict[str, Any] = {"dtype": dtype, **dict.fromkeys(DECIDES, False)}
+  flagged = {name: decides(Precision(**off | {key: True})) for name, decides in DECIDES.items()}
+  expected = dict.fromkeys(DECIDES, dtype) | {key: "float32"}
+  if dtype == "float16":  # a sum over experts could overflow
+    expected["float32_weight_sum"] = "float32"
+  assert flagged == expected
+
+
+def test_float16_keeps_outputs_and_gate_products_in_float32():
+  half, wide = Precision(dtype="float16"), Precision(dtype="bfloat16")
+  assert (half.branch_dtype, half.gate_dtype, half.expert_dtype) == ("float32",) * 3
+  assert (wide.branch_dtype, wide.gate_dtype, wide.expert_dtype) == ("bfloat16",) * 3
+  half = Precision(dtype="float16", float32_gate_product=False)
+  assert (half.branch_dtype, half.gate_dtype, half.expert_dtype) == ("float32", "float16", "float32")
+  wide = Precision(dtype="bfloat16", float32_gate_product=True)
+  assert (wide.branch_dtype, wide.gate_dtype, wide.expert_dtype) == ("bfloat16", "float32", "float32")
+
+
 @pytest.mark.parametrize("precision", ["high", "highest"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matmul_precision_reaches_the_product(dtype, precision):
   einsum = Precision(dtype=dtype, matmul_precision=precision).einsum
-  dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, float32=True))
+  dot = product(lambda x, y: einsum("BTD,DF->BTF", x, y, out="float32"))
   assert dot.params["precision"] == (jax.lax.Precision(precision),) * 2
 
 
@@ -139,18 +175,18 @@ def test_a_float32_product_is_within_the_bound_of_its_sum(spec, x_shape, y_shape
 def test_float8_operands_are_multiplied_exactly(stored, dtype):
   """Every float8 number is one of bfloat16 and of float16, and a product of two is exact in float32."""
   x, y = X.astype(stored), Y.astype(stored)
-  got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)
+  got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, out="float32")
   exact = np.einsum("BTD,DF->BTF", np.asarray(x, np.float64), np.asarray(y, np.float64))
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6)
-  gradient = jax.grad(lambda x: jnp.sum(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)))(x.astype(dtype))
+  gradient = jax.grad(lambda x: jnp.sum(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, out="float32")))(x.astype(dtype))
   np.testing.assert_allclose(np.float32(gradient), np.broadcast_to(np.float32(y).sum(1), x.shape), rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_the_gradient_of_a_shared_operand_adds_up_inside_shard_map(dtype):
   mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  loss = lambda x, y: jnp.sum(jnp.sin(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, float32=True)))
+  loss = lambda x, y: jnp.sum(jnp.sin(Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, out="float32")))
   parts = lambda x, y: jax.lax.psum(loss(x, y), "data")
   spread = jax.shard_map(parts, mesh=mesh, in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=PartitionSpec())
   got, want = (jax.grad(f, (0, 1))(X, Y) for f in (spread, loss))
@@ -163,7 +199,7 @@ def test_the_gradient_of_a_shared_operand_adds_up_inside_shard_map(dtype):
   [("BTD,DF->BTF", [(2, 3, 5), (5, 7)]), ("BTNH,NHD->BTD", [(2, 3, 4, 5), (4, 5, 7)]), ("...D,VD->...V", [(2, 0, 3), (4, 3)])],
 )
 def test_on_one_cpu_the_leading_axes_are_one(dtype, spec, shapes):
-  einsum = lambda x, y: Precision(dtype=dtype).einsum(spec, x, y, float32=True)
+  einsum = lambda x, y: Precision(dtype=dtype).einsum(spec, x, y, out="float32")
   pull = lambda x, y: (einsum(x, y), *jax.grad(lambda x, y: jnp.sum(jnp.sin(einsum(x, y))), (0, 1))(x, y))
   x, y = (jnp.asarray(RNG.normal(size=s), dtype) for s in shapes)
   want = pull(x, y)

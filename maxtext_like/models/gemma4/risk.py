@@ -31,7 +31,7 @@ def _pooler(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Preci
   """Bound the pooler: patches averaged, times sqrt(D), shifted and scaled; see ``Gemma4Vision._standardize``."""
   root = c.emb_dim**0.5
   pooled = x.grown(1 + 2.0**-20)
-  if precision.float32_vision_pool or precision.dtype == "float32":
+  if precision.pool_dtype == "float32":
     features = sizes.put("vision", "pooled * sqrt(D)", pooled.times(root).grown(1 + 2.0**-22))
     if not c.standardize:
       return

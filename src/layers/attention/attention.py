@@ -113,6 +113,7 @@ class Attention:
     # Projections. A layer that reuses keys and values has only q and o.
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, K, H = c.emb_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
+    # Names and logical axes of the projected heads.
     heads = {"q": (N, "heads")}
     if not c.borrows:
       heads["k"] = (K, "kv_heads")
@@ -246,6 +247,7 @@ class Attention:
       kv = held["k"], held["v"]
     # Attend. Generation uses the cached mask and the unfused kernel; other passes use the kernel that fits the case.
     if ctx.step is not None:
+      # S counts the cached keys and the new ones.
       T, S = x_BTD.shape[1], kv[0].shape[1]
       images = ctx.tokens.images if c.bidirectional_images else None
       mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
@@ -253,6 +255,7 @@ class Attention:
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, **how)
     else:
       T, tokens = x_BTD.shape[1], ctx.tokens
+      # The case decides the kernel: shapes, mask, dtypes, and devices that share a row.
       parts = context_parallel.parts(ctx.rules, T)
       case = self.case(T, images=tokens.images is not None, documents=tokens.several_documents, context=parts)
       kernel = choose(c.kernel, case, c.failed)
@@ -271,6 +274,6 @@ class Attention:
       if not kernel.named:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
     # Project to the residual stream.
-    out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], float32=self.precision.float32_branches, large=True)
+    out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], out=self.precision.branch_dtype, large=True)
     out_BTD = checkpoint_name(out_BTD, "output")
     return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv

@@ -46,10 +46,12 @@ def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images:
   Returns:
     bool [B, T, C + T].
   """
+  # Find the token index in each slot: the newest index before ``start`` that maps to it.
   slot = jnp.arange(slots)
   held = step.start - 1 - jnp.mod(step.start - 1 - slot, slots)  # the newest index before start that maps to the slot
   query = step.start + jnp.arange(new)
   key = jnp.concatenate([held, query])
+  # Only new tokens have image numbers, so cached keys belong to no image.
   same = None if images is None else jnp.pad(same_image(images, images), ((0, 0), (0, 0), (slots, 0)))
   mask = causal_mask(query, key, window=window, images=same)
   # An index below the first real token of the row is padding, or (below 0) an empty slot.
@@ -63,6 +65,7 @@ def joined(cache: jax.Array, new: jax.Array) -> jax.Array:
 
 def stored(cache: jax.Array, new: jax.Array, step: Step) -> jax.Array:
   """Return the cache [B, C, ...] with the new entries [B, T, ...] stored. Of more than C entries, the last C are stored."""
+  # A ring buffer: index i goes to slot i % C.
   slots, T = cache.shape[1], new.shape[1]
   kept = min(slots, T)
   at = jnp.mod(step.start + jnp.arange(T - kept, T), slots)

@@ -47,6 +47,7 @@ class Part:
     """Extend [B, t, ...] of this part to [B, S, ...], the positions of the keys. Positions before the row are zeros."""
     if self.past is None:
       return gathered(x_Bt, self.axes, 1)
+    # A window of one key needs no other positions.
     if not self.past:
       return x_Bt
     # The nearest neighbour has the positions just before this part. Continue with farther ones until all are fetched.
@@ -121,6 +122,7 @@ def attend(
 
 def _read_by(k_BTKH: jax.Array, own: int, heads: int, axes: tuple[str, ...]) -> jax.Array:
   """Return the key-value heads that this device's ``own`` query heads (of ``heads`` in total) read."""
+  # Query heads per key-value head. A device's query heads must read complete heads.
   group = heads // k_BTKH.shape[2]
   if own % group and group % own:
     raise ValueError(

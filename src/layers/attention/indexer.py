@@ -100,6 +100,7 @@ class Indexer:
   @jax.named_scope("indexer")
   def queries(self, p: dict, x_BTD: jax.Array, latent_BTR: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute rotated index queries [B, T, X, H] and head weights [B, T, X]. The arguments are as in ``__call__``."""
+    # The indexer is trained by its own loss only, so its inputs receive no gradient.
     c, precision = self.cfg, self.precision
     x_BTD, latent_BTR = jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(latent_BTR)
     q_BTXH = self._rotate(product(precision, "BTR,RXH->BTXH", latent_BTR, p["q"]), rope_table(c.rope, positions))
@@ -107,20 +108,18 @@ class Indexer:
 
   def head_weights(self, p: dict, x_BTD: jax.Array) -> jax.Array:
     """Compute the weight of each head [B, T, X], in float32 with ``indexer_float32_logits``."""
-    exact = self.precision.exact if self.precision.indexer_float32_logits else self.precision
-    weights = product(exact, "BTD,DX->BTX", x_BTD, p["weights"])
+    weights = product(self.precision.for_indexer, "BTD,DX->BTX", x_BTD, p["weights"])
     return weights * jnp.asarray(self.cfg.num_heads**-0.5, weights.dtype)
 
   @jax.named_scope("indexer")
   def score(self, q_BTXH: jax.Array, weights_BTX: jax.Array, k_BSH: jax.Array) -> jax.Array:
     """Compute index scores [B, T, S] from ``queries`` and ``keys``."""
-    float32 = self.precision.indexer_float32_logits
     with jax.named_scope("indexer_product"):
-      products = self.precision.einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, float32=float32)
+      products = self.precision.einsum("BTXH,BSH->BXTS", q_BTXH, k_BSH, out=self.precision.indexer_dtype)
     with jax.named_scope("indexer_sum"):
       relu = jax.nn.relu(products * jnp.asarray(self.cfg.head_dim**-0.5, products.dtype))
       # The sum over heads has terms of both signs. Rounding them would change which keys are selected near the threshold.
-      return jnp.einsum("BXTS,BTX->BTS", relu, weights_BTX, precision="highest" if float32 else None)
+      return jnp.einsum("BXTS,BTX->BTS", relu, weights_BTX, precision=self.precision.indexer_sum_precision)
 
   def _rotate(self, x, table):
     rotated, rest = jnp.split(x, [self.cfg.rope.dim], axis=-1)
@@ -170,6 +169,7 @@ def _ordered(scores: jax.Array) -> jax.Array:
 
 def _rank(scores: jax.Array) -> jax.Array:
   """Map scores (of 16 or 32 bits) to uint32 above 0 in the same order."""
+  # Flip the bits of negative numbers, so that the bits are ordered like the numbers.
   bits = jax.lax.bitcast_convert_type(_ordered(scores.astype(jnp.float32)), jnp.uint32)
   return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -189,6 +189,7 @@ def _largest(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array
   """
 
   def step(i, found):
+    # Try all values of the next digit at once, and keep the largest that holds.
     place = (_DIGIT * (digits - 1 - i)).astype(jnp.uint32)
     larger = found | (jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32) << place)
     return found | (_count(holds(larger[..., None])).astype(jnp.uint32)[..., None] << place)
@@ -233,6 +234,7 @@ def indexer_loss(divergence_BT: jax.Array, real: jax.Array | None = None, over: 
   Returns:
     float32 scalar, in nats per token.
   """
+  # Average over the real tokens of all devices.
   counts = jnp.ones(divergence_BT.shape, jnp.float32) if real is None else real.astype(jnp.float32)
   total, tokens = jnp.sum(divergence_BT * counts), jnp.sum(counts)
   if over:

@@ -71,6 +71,7 @@ def causal_mask(query: jax.Array, key: jax.Array, *, window: int | None, images:
   Returns:
     bool [B or 1, T, S].
   """
+  # Causal, then images, then the window, which limits the past of images too.
   mask = (key[None, :] <= query[:, None])[None]
   if images is not None:
     mask = mask | images
@@ -137,6 +138,7 @@ def numbered_images(token_types: jax.Array) -> jax.Array:
   Returns:
     int32 [B, T].
   """
+  # A new image begins where the previous token is not part of one.
   image = (token_types == 1) | (token_types == 2)
   before = jnp.pad(image, ((0, 0), (1, 0)))[:, :-1]
   return jnp.where(image, jnp.cumsum(image & ~before, axis=1), 0).astype(jnp.int32)

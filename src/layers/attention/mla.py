@@ -18,6 +18,7 @@ from maxtext_like.layers.attention.cache import cached_mask
 from maxtext_like.layers.attention.indexer import Indexer, IndexerConfig, divergence, indexer_loss
 from maxtext_like.layers.attention.masks import Keys, Tokens, masked_softmax, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate, yarn_mscale
+from maxtext_like.layers.attention.soft_cap import softmax_scores
 from maxtext_like.layers.attention.sparse_attention_tiles import Arrays, chosen, over_queries
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
@@ -154,6 +155,7 @@ class MLA:
       q = product(self.precision, "BTR,RNH->BTNH", latent, p["q_b"], large=True)
     else:
       q = product(self.precision, "BTD,DNH->BTNH", x_BTD, p["q"], large=True)
+    # Only the last part of each head is rotated.
     nope, rope = jnp.split(q, [c.nope_dim], axis=-1)
     return jnp.concatenate([nope, rotate(rope, table, interleave=c.rope.interleave)], axis=-1), latent
 
@@ -177,6 +179,7 @@ class MLA:
 
   def expand(self, kv_b: Any, latent_BSC: jax.Array, k_rope_BSP: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Project latents to keys [B, S, N, Q + P] and values [B, S, N, V]."""
+    # Expand the latent for every head. All heads share the rotated part of the keys.
     kv = product(self.precision, "BSC,CNH->BSNH", latent_BSC, kv_b, large=True)
     k_nope, v = jnp.split(kv, [self.cfg.nope_dim], axis=-1)
     k_rope: jax.Array = repeated(k_rope_BSP, k_nope.shape[2], 2)
@@ -224,7 +227,7 @@ class MLA:
     return sum(count * keys(seen) for count, seen in sparse_attention_tiles.stretches(length, parts))
 
   def tile_bytes(self, rows: int, length: int, heads: int, kv_b: Any, parts: int = 1) -> int:
-    """Return the bytes that the backward pass of one tile of queries (``query_tiles``) needs in addition to its arguments.
+    """Return the bytes that the backward pass of one tile (``sparse_attention_tiles``) needs in addition to its arguments.
 
     The terms were read from programs compiled for a GPU: the products of index heads once, the scores of the attention heads
     twice, and the gradients of keys and values. If keys are gathered: the gathered latents, and the scores of the attention
@@ -240,6 +243,7 @@ class MLA:
     c = self.cfg
     if (indexer := c.indexer) is None or length <= sparse_attention_tiles.TILE:
       return 0
+    # The largest tile decides, which is the one with most visible keys.
     gathers, tile = self.may_gather(kv_b, length), min(sparse_attention_tiles.TILE, length // parts)
 
     def floats(seen: int) -> int:
@@ -307,7 +311,7 @@ class MLA:
       ctx.note("indexer_loss", loss)
     if not named:
       out_BTNV = checkpoint_name(out_BTNV, "attention")
-    out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], float32=self.precision.float32_branches, large=True)
+    out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], out=self.precision.branch_dtype, large=True)
     out = checkpoint_name(out, "output")
     return self.precision.plus(out, p["o_bias"]) if c.bias else out
 
@@ -380,13 +384,14 @@ class MLA:
     # Absorb the key part of the weight into the queries.
     of_keys, of_values = jnp.split(keys["kv_b"], [c.nope_dim], axis=-1)
     nope, rope = jnp.split(q_BTNH, [c.nope_dim], axis=-1)
+    # Queries in the space of latents, followed by their rotated part.
     q_BTNC = jnp.concatenate([precision.einsum("BTNQ,CNQ->BTNC", nope, of_keys, large=True), rope], axis=-1)
     with jax.named_scope("qk_product"):
       k_BTKC = jnp.concatenate([latent_BTKC, rope_BTKP], axis=-1)
-      products = precision.einsum("BTNC,BTKC->BNTK", q_BTNC, k_BTKC, float32=precision.float32_qk_product) * c.scale
+      products = precision.einsum("BTNC,BTKC->BNTK", q_BTNC, k_BTKC, out=precision.qk_dtype) * c.scale
+    scores_BNTK = softmax_scores(products, precision, None)
     with jax.named_scope("softmax"):
-      products = products.astype(jnp.float32 if precision.float32_logits else precision.dtype)
-      probs_BNTK = masked_softmax(products, seen[:, None])
+      probs_BNTK = masked_softmax(scores_BNTK, seen[:, None])
     with jax.named_scope("pv_product"):
       latent_BTNC = precision.einsum("BNTK,BTKC->BTNC", probs_BNTK, latent_BTKC)
     out = precision.einsum("BTNC,CNV->BTNV", latent_BTNC, of_values, large=True)
@@ -419,6 +424,7 @@ class MLA:
     Returns:
       [B, T, N, V], the best keys [B, T, min(topk, S)] or None, and the loss.
     """
+    # Expand keys and values once for all tiles. Queries are then processed tile by tile.
     weight, (k, v) = self.cfg.indexer_loss_weight, self.expand(kv_b, keys["latent"], keys["k_rope"])
     attend = functools.partial(self._attend, wanted=k.shape[1] if wanted else None, heads_on=heads_on)
     shared = {"kv_b": values(self.precision, kv_b)} if self.may_gather(kv_b, k.shape[1]) else {}
@@ -440,6 +446,7 @@ class MLA:
     rows = PartitionSpec(*place[:2])
     tokens_on = tuple(a for entry in rows for a in axes_of(entry))
     heads_on = axes_of(place[2]) if len(place) > 2 else ()
+    # A quantised or adapted weight is replicated. A plain one stays split over heads, and is gathered over other axes.
     held = Held(PartitionSpec())
     if plain:
       own = ("heads",) if heads_on else ()

@@ -66,14 +66,18 @@ def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
   The exponent is rounded to float32, and the power is rounded once. An error of one unit in the last place changes logits by
   1e-2 at position 100000.
   """
+  # The default frequencies, theta ** (-2m / dim).
   exponent = np.arange(0, cfg.dim, 2, dtype=np.float32) / np.float32(cfg.dim)
   wavelength = (np.float64(cfg.theta) ** exponent.astype(np.float64)).astype(np.float32)
   inv_freq = np.float32(1.0) / wavelength
+  # Linear: stretch all positions by the same factor.
   if cfg.kind == "linear":
     return inv_freq / np.float32(cfg.factor)
+  # Proportional: the remaining pairs have frequency 0, so they are not rotated.
   if cfg.kind == "proportional":
     rotated = int(cfg.proportion * cfg.dim // 2)
     return np.where(np.arange(cfg.dim // 2) < rotated, inv_freq / np.float32(cfg.factor), np.float32(0.0))
+  # YaRN: divide low frequencies by the factor, keep high ones, and blend between them with a ramp.
   if cfg.kind == "yarn":
 
     def pair_with(rotations: float) -> float:
@@ -106,7 +110,9 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array], *, interleave: bool
   Returns:
     The same shape and dtype. The rotation is computed in float32, which is fused and rounds once.
   """
+  # Heads [B, T, N, H] need an axis of heads in the table.
   cos, sin = (t[:, :, None, :] if x.ndim == 4 else t for t in table)
   x32 = x.astype(jnp.float32)
+  # Split into the two elements of each pair, and rotate.
   first, second = (x32[..., 0::2], x32[..., 1::2]) if interleave else jnp.split(x32, 2, axis=-1)
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -18,6 +18,7 @@ def slope(capped: jax.Array, cap: float) -> jax.Array:
   """Return the derivative of ``soft_cap``, 1 - tanh^2, in float32. ``capped`` is the value of ``soft_cap``.
 
   The derivative is 0 where rounding has moved ``capped`` beyond the cap."""
+  # Recover tanh(x / cap) from the capped value, without the uncapped scores.
   tanh = jnp.clip(capped.astype(jnp.float32) / cap, -1, 1)
   return (1 - tanh) * (1 + tanh)
 
@@ -33,9 +34,10 @@ def capped_scores(scores: jax.Array, precision: Precision, cap: float | None) ->
   Scores are capped in float32 if either ``float32_qk_product`` or ``float32_logits`` keeps them in float32. The operations are
   in the named scope of the key that decides their dtype.
   """
-  dtype = jnp.float32 if precision.float32_logits else precision.dtype
+  dtype = precision.softmax_dtype
   capped: Any
-  if cap is not None and precision.float32_qk_product and not precision.float32_logits:
+  # Cap before the scores are rounded to the dtype of the softmax, if that is the narrower one.
+  if cap is not None and precision.qk_dtype == "float32" and dtype != "float32":
     with jax.named_scope("qk_product"):
       capped = _capped(scores, cap)
     with jax.named_scope("softmax"):

@@ -60,6 +60,7 @@ def over_queries(
     among = (end, Keys(jax.tree.map(lambda x: x[:, :end], where.tokens), first))
     return attention_mask(own, B, count, window=None, bidirectional_images=False, among=among)
 
+  # A short row is a single tile.
   if S <= TILE:
     return attend(shared | keys, queries, visible(tokens, where.first, T, S))
   tile = min(TILE, T)  # a part of a row may have fewer queries than TILE, but all keys
@@ -79,6 +80,7 @@ def over_queries(
         {name: _read(*x) for name, x in seen.items()}, queries, visible(own, where.first + number * tile, tile, last)
       )
 
+    # Run the tiles of this loop over the keys that they may see.
     own = all_of | jax.tree.map(lambda x, last=last: x[:, :last], of_keys)
     parts = jax.tree.map(lambda x, begin=begin, end=end: x[begin:end], all_parts)
     found.append(jax.lax.map(lambda part, own=own, one=one: one(own, *part), (*parts, jnp.arange(begin, end))))

@@ -37,6 +37,7 @@ def by_group(x_MS: jax.Array, sizes_G: jax.Array, dtype: Any) -> tuple[jax.Array
   groups = sizes_G.shape[0]
   if not _scaled(x_MS, dtype):
     return x_MS.astype(dtype), jnp.ones((groups,), jnp.float32)
+  # Find the group of each row, and the largest magnitude of each group.
   group = jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(x_MS.shape[0]), side="right")
   largest = jax.ops.segment_max(_largest_of_rows(x_MS), group, groups + 1, indices_are_sorted=True)
   unit = _unit(largest)

@@ -81,6 +81,7 @@ class Layout:
     Raises:
       ValueError: the experts do not divide among the devices, or only some of their mesh axes split tokens.
     """
+    # Find the mesh axes that split tokens, and those that split experts.
     tokens = rules.spec(rows, ("batch", "sequence"), mesh)
     of_tokens = tuple(axis for entry in tokens for axis in axes_of(entry))
     experts = rules.mesh_axes("expert", mesh)
@@ -153,6 +154,7 @@ def travel(
   Returns:
     [N, k, D], and the number of clamped values on this device.
   """
+  # Experts per device, and the capacity of the first round.
   N, k = experts_Nk.shape
   P = jax.lax.axis_size(axes)
   own, C = num_experts // P, capacity(N * k, P)
@@ -178,6 +180,7 @@ def _round(run: Run, static: tuple[int, int, Axes], plan, begin, p, x_ND) -> tup
 
   Returns:
     [M, D]: outputs at the positions of this round's choices, zeros elsewhere; and the number of clamped values."""
+  # Destination device and position of every row of this round.
   own, C, axes = static
   chosen, M = plan["chosen"], plan["chosen"].size
   P = plan["counts"].size

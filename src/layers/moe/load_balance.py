@@ -33,6 +33,7 @@ def statistics(
     experts_BTk: int32, the choices that the definition counts.
     logits_BTE: router logits; the z-loss reads them.
   """
+  # Count real tokens only.
   found: dict[str, jax.Array] = {}
   tokens_B = jnp.sum(real_BT, axis=1)
   tokens = jnp.maximum(jnp.sum(tokens_B), 1.0)
@@ -74,6 +75,7 @@ def totals(
   elif losses.weight:
     probs_LE = layers[_PROBS]
     load_LE = jax.lax.stop_gradient(layers[LOAD] if load_LE is None else load_LE)
+    # Either the product of means over layers, or the sum over layers of products.
     E = probs_LE.shape[1]
     if losses.definition == "huggingface":
       found[LOSS] = losses.weight * E * jnp.sum(jnp.mean(load_LE, axis=0) * jnp.mean(probs_LE, axis=0))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name
-from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated, keep_float32
+from maxtext_like.layers.mlp import MLP, Activation, MLPConfig, gated
 from maxtext_like.layers.moe import load_balance
 from maxtext_like.layers.moe.expert_parallel import Layout, travel
 from maxtext_like.layers.moe.load_balance import NAMES
@@ -121,8 +121,7 @@ class Router:
     return spec
 
   def _logits(self, p: dict, x: jax.Array) -> jax.Array:
-    precision = self.precision.exact if self.precision.float32_gate_logits else self.precision
-    return product(precision, "...D,DE->...E", x, p["kernel"])
+    return product(self.precision.for_router, "...D,DE->...E", x, p["kernel"])
 
   @jax.named_scope("router")
   def __call__(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, dict]:
@@ -141,10 +140,11 @@ class Router:
     # Softmax router.
     if c.router == "softmax":
       if c.router_norm:
-        x = RMSNorm(c.router_norm, self.precision)({}, x, "float32" if self.precision.float32_gate_logits else None)
+        x = RMSNorm(c.router_norm, self.precision)({}, x, self.precision.for_router.dtype)
         x = x * in_float32(p["scale"]).astype(x.dtype) * jnp.asarray(c.emb_dim**-0.5, x.dtype)
       logits = self._logits(p, x)
       probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+      # Choose the k most probable experts.
       weights, experts = jax.lax.top_k(probs, c.num_experts_per_tok)
       if c.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -153,12 +153,15 @@ class Router:
       return weights, experts, {"scores": probs, "probs": probs} | self._for_losses(logits, probs, experts)
     # Sigmoid router. The bias is used to choose experts only.
     logits = self._logits(p, x)
+    # Scores of all experts, and the experts with the best biased scores.
     scores = jax.nn.sigmoid(logits)
     experts = self._choose(scores + p["bias"].astype(scores.dtype) if c.selection_bias else scores)
     scores = scores.astype(jnp.float32)
+    # Weights are the unbiased scores of the chosen experts.
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if c.norm_topk_prob:
       weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    # Probabilities for the auxiliary losses.
     probs = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
     balanced = self._balanced(p, logits, scores, probs, experts) if c.losses.weight else (probs, experts)
     return weights * c.routed_scaling_factor, experts, {"scores": logits, "probs": probs} | self._for_losses(logits, *balanced)
@@ -194,6 +197,7 @@ class Router:
     c = self.cfg
     biased = jax.lax.stop_gradient(biased)
     if c.n_groups > 1:
+      # Score each group by its two best experts, and mask the experts of all other groups.
       grouped = biased.reshape(*biased.shape[:-1], c.n_groups, -1)
       best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
       groups = jax.lax.top_k(best_two, c.topk_groups)[1]
@@ -235,6 +239,7 @@ class Experts:
     Returns:
       [B, T, D] (float32 with ``float32_weight_sum`` or float16 operands, else ``dtype``), and the number of clamped values.
     """
+    # Cast weights before they are gathered, so that fewer bytes are sent.
     p = {name: cast(self.precision, w) for name, w in p.items()}
     mesh = free_mesh()
     layout = None if mesh is None else Layout.of(self.params(), p, x_BTD.shape[:2], rules, mesh)
@@ -254,6 +259,7 @@ class Experts:
 
   def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
     """Compute the weighted sum for the tokens of one device, which has all experts or those that the layout assigns to it."""
+    # Flatten tokens to rows.
     B, T, D = x_BTD.shape
     k, E = self.cfg.num_experts_per_tok, self.cfg.num_experts
     x_ND, chosen_Nk = self.precision.cast(x_BTD).reshape(B * T, D), experts.reshape(B * T, k)
@@ -291,7 +297,7 @@ class Experts:
     real_M1 = (jnp.arange(M) < jnp.sum(groups.sizes))[:, None]
 
     def multiply(x, w):
-      y = product(self.precision, "MD,EDF->MF", x, w, groups=groups, float32=self.sums)
+      y = product(self.precision, "MD,EDF->MF", x, w, groups=groups, out=self.precision.expert_dtype)
       return jnp.where(real_M1, y, 0) if some else y  # a kernel leaves undefined values after the last group
 
     out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
@@ -306,7 +312,7 @@ class Experts:
 
     def every(x, w):
       copies = jnp.broadcast_to(x, (self.cfg.num_experts, *x.shape[1:]))
-      return product(self.precision, "EXD,EDF->EXF", copies, w, float32=self.sums)
+      return product(self.precision, "EXD,EDF->EXF", copies, w, out=self.precision.expert_dtype)
 
     out_EXD, _ = self._gated(p, x, every)
     chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
@@ -314,22 +320,18 @@ class Experts:
 
   def _gated(self, p, rows, multiply):
     """Return down(act(gate(rows)) * up(rows)), with ``multiply`` for the three products."""
-    gate, up = multiply(rows, p["gate"]), multiply(rows, p["up"])
-    if not keep_float32(self.precision):
-      gate, up = self.precision.cast(gate), self.precision.cast(up)
+    gate, up = (multiply(rows, p[name]).astype(self.precision.gate_dtype) for name in ("gate", "up"))
     down = lambda hidden: multiply(self.precision.cast(hidden), p["down"])
     return gated(self.precision, self.cfg.activation, gate, up, down)
 
   @property
   def sums(self) -> bool:
-    """True if the products return their float32 sums."""
-    return self.precision.dtype == "float16" or keep_float32(self.precision)
+    """True if the products return float32 sums of 16-bit operands."""
+    return self.precision.expert_dtype != self.precision.dtype
 
   @jax.named_scope("weight_sum")
   def _combine(self, out_BTkD, weights):
-    if self.precision.float32_weight_sum or self.precision.dtype == "float16":
-      return jnp.einsum("BTkD,BTk->BTD", out_BTkD.astype(jnp.float32), weights, precision="highest")
-    return self.precision.einsum("BTkD,BTk->BTD", out_BTkD, weights)
+    return self.precision.for_weight_sum.einsum("BTkD,BTk->BTD", out_BTkD, weights)
 
 
 @dataclass(frozen=True)
@@ -344,6 +346,7 @@ class MoE:
   @property
   def _shared(self) -> MLP:
     c = self.cfg
+    # The shared experts are one MLP, as wide as all of them together.
     width = c.mlp_dim * c.shared_experts
     cfg = MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation, output_gain=c.output_gain)
     return MLP(cfg, self.precision)

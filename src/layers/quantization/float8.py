@@ -50,6 +50,7 @@ def scaled(x: jax.Array, dtype: str) -> Scaled:
     x: float32, bfloat16 or float16 array of any shape.
     dtype: ``NUMBERS`` or ``GRADIENTS``.
   """
+  # Find the power of two from the bits of the largest finite number.
   largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
   exponent = (jax.lax.bitcast_convert_type(largest, jnp.int32) + _ABOVE >> _BITS) - _TOP[dtype]
   # Keep the exponent and that of its inverse in the range of normal numbers. A tensor of zeros gets the smallest scale.

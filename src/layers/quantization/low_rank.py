@@ -79,6 +79,7 @@ def factors(p: Param, rank: int, *, dora: bool = False) -> dict[str, Param]:
   """
   own, layout = one_layer(p), Layout.of(p)
   pick = lambda of, axes: tuple(of[i] for i in axes)
+  # A has the summed axes and the rank, B the rank and the kept axes.
   a, b = (*layout.group, *layout.summed), layout.kept
   inputs = tuple(range(len(layout.group), len(a)))
   spec = {
@@ -91,6 +92,7 @@ def factors(p: Param, rank: int, *, dora: bool = False) -> dict[str, Param]:
     ),
   }
   if dora:
+    # DoRA has one magnitude per output.
     outputs = (*layout.group, *layout.kept)
     spec["lora_magnitude"] = Param(pick(own.shape, outputs), pick(own.axes, outputs), "float32", constant(1.0))
   return spec if p.rows is None else stack(spec, p.rows)
@@ -125,7 +127,7 @@ class LowRank(Weight):
     x: jax.Array,
     *,
     groups: Groups | None = None,
-    float32: bool = False,
+    out: str | None = None,
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
@@ -139,8 +141,8 @@ class LowRank(Weight):
     summed = "".join(e.weight[i] for i in self.layout.summed)
     kept = "".join(e.weight[i] for i in self.layout.kept)
     inner = "".join(c for c in e.x if c not in summed) + "r"
-    wide = {"float32": float32} if groups is not None else {"float32": True, "unbounded": unbounded}
-    given = {"groups": groups, "float32": float32, "unbounded": unbounded}
+    wide = {"out": out} if groups is not None else {"out": "float32", "unbounded": unbounded}
+    given = {"groups": groups, "out": out, "unbounded": unbounded}
     # Multiply by a and by b, and add the product of the base.
     scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)
     with jax.named_scope("lora"):
@@ -149,20 +151,20 @@ class LowRank(Weight):
       low = product(precision, f"{e.x},{group}{summed}r->{inner}", seen, a, groups=groups, **wide) * scale
       low, b = one_by_one(low, self.b)
       added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, b, **given)
-    out = product(precision, equation, x, self.base, large=large, **given) + added
+    total = product(precision, equation, x, self.base, large=large, **given) + added
     if self.magnitude is None:
-      return out
+      return total
     # DoRA: scale each output to its magnitude. This rounds a second time, by a factor of about one.
     with jax.named_scope("dora"):
       own = self
       if isinstance(self.base, Weight):
-        own = dataclasses.replace(self, base=self.base.after(jax.lax.stop_gradient(out))[1])
+        own = dataclasses.replace(self, base=self.base.after(jax.lax.stop_gradient(total))[1])
       factor = own._factor(precision)
       if groups is not None:  # each row has the factor of its expert
-        factor = jnp.repeat(factor, groups.sizes, axis=0, total_repeat_length=out.shape[0])
+        factor = jnp.repeat(factor, groups.sizes, axis=0, total_repeat_length=total.shape[0])
       else:
         factor = factor[tuple(slice(None) if c in group + kept else None for c in e.result if c != ".")]
-      return (out.astype(jnp.float32) * factor).astype(out.dtype)
+      return (total.astype(jnp.float32) * factor).astype(total.dtype)
 
   def _factor(self, precision: Precision) -> jax.Array:
     """Return float32 [*groups, *kept]: the factor that gives each output its magnitude."""
@@ -176,6 +178,7 @@ class LowRank(Weight):
     of the weight: |w + s A b|^2 = |w|^2 + 2 s (A^T w) b + s^2 b^T (A^T A) b.
     """
     base, a, b = jax.lax.stop_gradient((self.base, self.a, self.b))
+    # The three terms of the square: cross term, adapter, base.
     w = values(precision, base)
     letters = LETTERS[: self.layout.rank]
     group, summed, kept = (
@@ -193,16 +196,18 @@ class LowRank(Weight):
 
     XLA for CPUs (JAX 0.10 to 0.12) fails with "Unsupported element type for DotThunk" on bfloat16 arrays with more axes if
     the first axis is summed and the result is float32."""
+    # Reshape both factors to matrices, multiply, and restore the kept axes.
     group, summed, kept = self.layout.group, self.layout.summed, self.layout.kept
     sizes = lambda axes: [w.shape[i] for i in axes]
     inputs = math.prod(sizes(summed))
     matrix = w.transpose(*group, *summed, *kept).reshape(*sizes(group), inputs, math.prod(sizes(kept)))
     a = a.reshape(*sizes(group), inputs, a.shape[-1])
-    crossed = precision.einsum("gsr,gsk->grk" if group else "sr,sk->rk", a, matrix, float32=True)
+    crossed = precision.einsum("gsr,gsk->grk" if group else "sr,sk->rk", a, matrix, out="float32")
     return crossed.reshape(*crossed.shape[:-1], *sizes(kept))
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Read rows of the table, and add those of the adapter."""
+    # The table's rows are an axis of B if products sum over its columns, else of A.
     by_row = 0 not in self.layout.summed
     rows = jnp.moveaxis(self.b[:, index], 0, -1) if by_row else self.a[index]
     other = jnp.moveaxis(self.a, -1, 0) if by_row else self.b
@@ -238,6 +243,7 @@ def merged(
 
 def with_magnitude(total: jax.Array, layout: Layout, magnitude: jax.Array) -> jax.Array:
   """Scale the outputs of a float32 weight to the norms of ``magnitude``. Both may have a leading axis of layers."""
+  # Norm over the inputs of each output, counted from the last axis because of a possible axis of layers.
   axes = tuple(i - layout.rank for i in layout.summed)
   norms = jnp.sqrt(jnp.sum(jnp.square(total), axis=axes, keepdims=True))
   return total * (jnp.expand_dims(magnitude, axes) / jnp.where(norms > 0, norms, 1))

@@ -94,11 +94,8 @@ class Plan:
 
   @classmethod
   def of(cls, p: Param) -> "Plan":
-    """Create the plan of a declared weight, of one layer or stacked.
-
-    Raises:
-      ValueError: the weight does not map inputs to outputs (it is a table).
-    """
+    """Create the plan of a declared weight, of one layer or stacked. Raise a ValueError if it is a table."""
+    # Experts, then inputs, then outputs: other orders of axes are not supported.
     own, layout = one_layer(p), Layout.of(p)
     lead = len(layout.group)
     by_rows = own.axes[0] == "vocab"  # an embedding table, whichever axis an adapter for it sums over
@@ -304,6 +301,7 @@ class Int8Form(Form):
     }
 
   def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+    # One scale for each output.
     scales = jnp.max(jnp.abs(x), axis=plan.input) / 127
     codes = jnp.round(x / jnp.expand_dims(_nonzero(scales), plan.input))
     return {CODES: jnp.clip(codes, -127, 127).astype(jnp.int8), SCALES: scales}
@@ -371,11 +369,7 @@ FORMS: dict[FormName, Form] = {form.name: form for form in (BFloat16Form(), NF4F
 
 
 def stored_params(form: Form, p: Param) -> dict[str, Param]:
-  """Declare the stored arrays of a weight, of one layer or stacked.
-
-  Raises:
-    ValueError: the weight is a table.
-  """
+  """Declare the stored arrays of a weight, of one layer or stacked. Raise a ValueError if it is a table."""
   spec = form.params(Plan.of(p))
   return spec if p.rows is None else stack(spec, p.rows)
 
@@ -446,22 +440,18 @@ class Quantised(Weight):
     x: jax.Array,
     *,
     groups: Groups | None = None,
-    float32: bool = False,
+    out: str | None = None,
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
     """Multiply x by the dequantised weight."""
     sizes = None if groups is None else groups.sizes
-    how = _How(precision, equation, None if groups is None else groups.kernel, float32, unbounded, large)
-    out: Any = _product(how, x, sizes, self)
-    return checkpoint_name(out, PRODUCT) if groups is None else out
+    how = _How(precision, equation, None if groups is None else groups.kernel, out, unbounded, large)
+    made: Any = _product(how, x, sizes, self)
+    return checkpoint_name(made, PRODUCT) if groups is None else made
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
-    """Raise an error: a quantised weight is never a table.
-
-    Raises:
-      TypeError: always.
-    """
+    """Raise a TypeError: a quantised weight is never a table."""
     raise TypeError(f"quantisation: a weight stored in {self.form.name} cannot be read as a table")
 
   def cast(self, precision: Precision) -> "Quantised":
@@ -476,14 +466,14 @@ class _How:
   precision: Precision
   equation: str
   kernel: Any
-  float32: bool
+  out: str | None
   unbounded: bool
   large: bool
 
   def __call__(self, x: jax.Array, sizes: jax.Array | None, weight: Quantised) -> jax.Array:
     groups = None if sizes is None else Groups(sizes, self.kernel)
     values = weight.values(weight.dtype or self.precision.dtype)
-    flags = {"groups": groups, "float32": self.float32, "unbounded": self.unbounded, "large": self.large}
+    flags = {"groups": groups, "out": self.out, "unbounded": self.unbounded, "large": self.large}
     return product(self.precision, self.equation, x, values, **flags)
 
 

@@ -81,6 +81,7 @@ def attend_patches(
   Returns:
     [I, P, N, H] in ``dtype``; zeros for padding.
   """
+  # Choose the kernel for images of this size, and name its result for checkpoint policies.
   kernel = choose(cfg.kernel, case_of(cfg, precision, q_IPNH.shape[1]), cfg.failed)
   out_IPNH = attend(
     kernel.name,

@@ -56,6 +56,7 @@ class SiglipConfig:
   failed: tuple[Name, ...] = ()
 
   def __post_init__(self):
+    # Check that patches and pooled tokens form complete grids.
     if self.image_size % self.patch_size or self.emb_dim % self.num_heads:
       raise ValueError(
         f"vision tower: image_size={self.image_size} must be a multiple of patch_size={self.patch_size}, and "
@@ -130,18 +131,20 @@ class SiglipLayer:
     c, plus, residual = self.cfg, self.precision.plus, self.precision.residual
     multiply = functools.partial(product, self.precision)
     x_IPD = self.rules.constrain(x_IPD, "batch")
+    # Attention over all patches of an image.
     a, y = p["attention"], named(self._norm, p, "pre_attention_norm", x_IPD)
-    float32 = self.precision.float32_branches
+    dtype = self.precision.branch_dtype
     with jax.named_scope("attention"):
       q, k, v = (plus(multiply("IPD,DNH->IPNH", y, a[n]), a[f"{n}_bias"]) for n in "qkv")
       out = attend_patches(c, self.precision, self.rules, q, k, v, None, scale=c.head_dim**-0.5)
-      out = plus(multiply("IPNH,NHD->IPD", out, a["o"], float32=float32), a["o_bias"])
+      out = plus(multiply("IPNH,NHD->IPD", out, a["o"], out=dtype), a["o_bias"])
     with jax.named_scope("residual"):
       x_IPD = x_IPD + out.astype(residual)
+    # MLP without a gate.
     m, y = p["mlp"], named(self._norm, p, "pre_mlp_norm", x_IPD)
     with jax.named_scope("mlp"):
       hidden = activate(plus(multiply("IPD,DF->IPF", y, m["up"]), m["up_bias"]), "gelu")
-      out = plus(multiply("IPF,FD->IPD", hidden, m["down"], float32=float32), m["down_bias"])
+      out = plus(multiply("IPF,FD->IPD", hidden, m["down"], out=dtype), m["down_bias"])
     with jax.named_scope("residual"):
       return x_IPD + out.astype(residual)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention.registry import Choice, Name
-from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, gated, keep_float32
+from maxtext_like.layers.mlp import FLOAT16_SAFE_MAX, gated
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in, normal, stack
 from maxtext_like.layers.partition import in_float32
@@ -122,15 +122,16 @@ class Gemma4VisionLayer:
         }
     return spec
 
-  def _linear(self, p: dict, name: str, spec: str, x: jax.Array, *, float32: bool = False) -> jax.Array:
+  def _linear(self, p: dict, name: str, spec: str, x: jax.Array, *, out: str | None = None) -> jax.Array:
     if not self.cfg.clipped:
-      return product(self.precision, spec, x, p[name], float32=float32)
+      return product(self.precision, spec, x, p[name], out=out)
+    # Clip the input and the output in float32, and round afterwards.
     bounds = p["clip"][name]
     x = jnp.clip(x.astype(jnp.float32), bounds["input_min"], bounds["input_max"])
     y = jnp.clip(
-      product(self.precision, spec, x, p[name], float32=True).astype(jnp.float32), bounds["output_min"], bounds["output_max"]
+      product(self.precision, spec, x, p[name], out="float32").astype(jnp.float32), bounds["output_min"], bounds["output_max"]
     )
-    return y if float32 else self.precision.cast(y)
+    return y.astype(out or self.precision.dtype)
 
   def _rotate(self, x, tables):
     """Rotate the first half of each head by the column and the second half by the row."""
@@ -155,11 +156,12 @@ class Gemma4VisionLayer:
     x_IPD = self.rules.constrain(x_IPD, "batch")
     a, y = p["attention"], named(norm, p, "pre_attention_norm", x_IPD)
     with jax.named_scope("attention"):
+      # Queries and keys are normed and rotated, values are normed without a scale.
       q = self._rotate(head_norm(a["q_norm"], self._linear(a, "q", "IPD,DNH->IPNH", y)), tables)
       k = self._rotate(head_norm(a["k_norm"], self._linear(a, "k", "IPD,DNH->IPNH", y)), tables)
       v = self._norm(c.head_dim, with_scale=False)({}, self._linear(a, "v", "IPD,DNH->IPNH", y))
       out = attend_patches(c, self.precision, self.rules, q, k, v, real, scale=1.0)
-      out = self._linear(a, "o", "IPNH,NHD->IPD", out, float32=self.precision.float32_branches)
+      out = self._linear(a, "o", "IPNH,NHD->IPD", out, out=self.precision.branch_dtype)
     with jax.named_scope("residual"):
       x_IPD = x_IPD + named(norm, p, "post_attention_norm", out, residual)
     # MLP, with a norm before and after it.
@@ -169,10 +171,10 @@ class Gemma4VisionLayer:
 
   @jax.named_scope("mlp")
   def _mlp(self, p, y):
-    float32 = keep_float32(self.precision)
-    gate = self._linear(p, "gate", "IPD,DF->IPF", y, float32=float32)
-    up = self._linear(p, "up", "IPD,DF->IPF", y, float32=float32)
-    down = lambda hidden: self._linear(p, "down", "IPF,FD->IPD", hidden, float32=self.precision.float32_branches)
+    dtype = self.precision.gate_dtype
+    gate = self._linear(p, "gate", "IPD,DF->IPF", y, out=dtype)
+    up = self._linear(p, "up", "IPD,DF->IPF", y, out=dtype)
+    down = lambda hidden: self._linear(p, "down", "IPF,FD->IPD", hidden, out=self.precision.branch_dtype)
     return gated(self.precision, "gelu", gate, up, down, bounded=self.cfg.clipped)
 
 
@@ -244,9 +246,11 @@ class Gemma4Vision:
   def _pool(self, x, positions, real):
     """Average over squares of pooling x pooling patches. Return float32 [I, S, D], and which squares contain a patch."""
     c = self.cfg
+    # Number the squares of patches row by row. Padding belongs to none.
     columns = jnp.max(jnp.where(real, positions[..., 0], 0), axis=1) + 1
     square = positions[..., 0] // c.pooling + (columns // c.pooling)[:, None] * (positions[..., 1] // c.pooling)
     square = jnp.where(real, square, -1)
+    # Average the patches of each square with one product.
     member = jax.nn.one_hot(square, x.shape[1] // c.pooling**2, dtype=jnp.float32)
     pooled = jnp.einsum("IPS,IPD->ISD", member, x.astype(jnp.float32), precision="highest") / c.pooling**2
     return pooled, jnp.any(member > 0, axis=1)
@@ -262,7 +266,7 @@ class Gemma4Vision:
     """
     root, precision = self.cfg.emb_dim**0.5, self.precision
     none = jnp.zeros((), jnp.int32)
-    if precision.float32_vision_pool or precision.dtype == "float32":
+    if precision.pool_dtype == "float32":
       features = pooled * root
       return (features - p["std_bias"]) * p["std_scale"] if self.cfg.standardize else features, none
 
@@ -272,6 +276,7 @@ class Gemma4Vision:
       clipped = jnp.clip(x, -FLOAT16_SAFE_MAX, FLOAT16_SAFE_MAX)
       return precision.cast(clipped), before + jnp.sum(jnp.abs(x) > FLOAT16_SAFE_MAX, dtype=jnp.int32)
 
+    # 16 bits: every intermediate value is clipped to float16 and counted.
     features, count = held(pooled)
     if not self.cfg.standardize:
       return features, count

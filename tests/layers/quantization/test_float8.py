@@ -106,7 +106,7 @@ def test_product_and_gradients_are_those_of_the_rounded_numbers(spec, shapes, dt
 
 def test_a_float32_result_is_not_rounded_to_the_dtype():
   x, y = draw(3, 37), draw(37, 5)
-  out = Precision(matmul_dtype="float8").einsum("BD,DF->BF", x, y, large=True, float32=True)
+  out = Precision(matmul_dtype="float8").einsum("BD,DF->BF", x, y, large=True, out="float32")
   assert out.dtype == jnp.float32
   np.testing.assert_allclose(out, quantised(x, float8.NUMBERS) @ quantised(y, float8.NUMBERS), rtol=1e-6, atol=1e-6)
 

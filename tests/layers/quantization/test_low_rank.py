@@ -67,7 +67,7 @@ def test_a_product_and_its_gradients_are_those_of_the_merged_weight(dtype):
   x, g = draw(2, 3, 2, 4), draw(2, 3, 5)
   precision = Precision(dtype=dtype)
   plain = lambda w: merged(w.base, w.a, w.b, w.layout, w.scale)
-  run = lambda precision, weight: product(precision, "BTNH,NHD->BTD", x, weight, float32=True).astype(jnp.float32)
+  run = lambda precision, weight: product(precision, "BTNH,NHD->BTD", x, weight, out="float32").astype(jnp.float32)
   got, d_got = jax.value_and_grad(lambda w: jnp.vdot(run(precision, w), g))(w)
   want, d_want = jax.value_and_grad(lambda w: jnp.vdot(run(Precision(dtype="float32"), plain(w)), g))(w)
   tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}[dtype]
@@ -168,7 +168,7 @@ def test_factors_of_experts_whose_sums_are_handed_on_keep_the_range_of_their_gra
   w = LowRank(draw(*EXPERTS.shape).astype(dtype), draw(3, 5, 6), draw(3, 6, 7), Layout.of(EXPERTS), 0.5)
   x, g, groups = draw(8, 5).astype(dtype), draw(8, 7), Groups(jnp.array([3, 0, 5], jnp.int32), "tiles")
   loss = lambda precision, scale: (
-    lambda w: scale * jnp.vdot(product(precision, "MD,EDF->MF", x.astype(precision.dtype), w, groups=groups, float32=True), g)
+    lambda w: scale * jnp.vdot(product(precision, "MD,EDF->MF", x.astype(precision.dtype), w, groups=groups, out="float32"), g)
   )
   got = jax.grad(loss(Precision(dtype=dtype), scale))(w)
   want = jax.grad(loss(Precision(dtype="float32", matmul_precision="highest"), 1.0))(w)

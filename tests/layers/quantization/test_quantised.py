@@ -150,7 +150,7 @@ def test_a_product_is_that_of_the_values_in_the_dtype_and_so_is_its_gradient(nam
   """To the bit: rounded to the dtype once, and the same in the backward pass."""
   w, precision = weight(FORMS[name], MAP, drawn(MAP)), Precision(dtype=dtype)
   x, g = drawn(Param((2, 5, 130), (None,) * 3), 1), drawn(Param((2, 5, 3, 50), (None,) * 4), 2)
-  run = lambda x, w: jnp.vdot(product(precision, "BTD,DNH->BTNH", x, w, float32=True), g)
+  run = lambda x, w: jnp.vdot(product(precision, "BTD,DNH->BTNH", x, w, out="float32"), g)
   got = jax.value_and_grad(run)(x, w)
   expected = jax.value_and_grad(run)(x, w.values(dtype))
   jax.tree.map(np.testing.assert_array_equal, got, expected)

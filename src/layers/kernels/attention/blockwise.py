@@ -60,6 +60,7 @@ def blockwise_attention(
   """
   B, T, N, H = q_BTNH.shape
   K = k_BSKH.shape[2]
+  # Group the query heads by key-value head, and find the position of the keys.
   q, k, v = (precision.cast(x) for x in (q_BTNH.reshape(B, T, K, N // K, H), k_BSKH, v_BSKV))
   keys = keys or Keys(tokens, 0)
   known = isinstance(keys.first, int)
@@ -82,9 +83,11 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
 
   # One loop over tiles if the position of the keys is known at run time only. Otherwise each tile uses a slice of the keys.
   if static[-1] is None:
+    # Dynamic: one loop body for all tiles, and all keys.
     found = jax.lax.map(lambda tile: one(*tile), (cut(q, static[4]), *_queries(static, q.shape[1], where)))
     out = joined(found[0], q.shape[1])
   else:
+    # Static: each tile is multiplied by the keys that it may see.
     at = static[-1]
     parts = [
       one(q[:, tile], _part(where[0], tile), jnp.arange(tile.start, tile.stop) + at, keys)
@@ -92,6 +95,7 @@ def _forward(static: _Static, q, k, v, where) -> tuple[jax.Array, Any]:
     ]
     found = tuple(zip(*parts, strict=True))
     out = jnp.concatenate(found[0], axis=1)
+  # Name the residuals, so that a remat policy can save them.
   out, *sums = jax.tree.map(lambda x: checkpoint_name(x, "attention"), (out, *found[1:]))
   return out, (q, k, v, where, out, *sums)
 
@@ -101,6 +105,7 @@ def _tile_forward(static: _Static, q_BtKGH, k_BsKH, v_BsKV, mask) -> tuple[jax.A
   precision = static[0]
   scores, _ = _scores(static, q_BtKGH, k_BsKH)
   with jax.named_scope("softmax"):
+    # Save the maximum and the sum of each row instead of the probabilities.
     top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
     weights = _exponentials(scores, mask, top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -115,6 +120,7 @@ def _backward(static: _Static, saved, g: jax.Array):
   # barrier, XLA would reuse its scores, and keep those of all tiles in memory at once.
   (q, k, v, where, out, tops, totals), g = jax.lax.optimization_barrier((saved, g))
   with jax.named_scope("softmax"):
+    # The term of the softmax gradient that is common to all keys of a query.
     delta_BTKG = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
   dk, dv, *_ = vary_alike(*(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), q, k, v, g, *jax.tree.leaves(where))
   whole = slice(0, k.shape[1])
@@ -200,7 +206,7 @@ def _scores(static: _Static, q_BtKGH, k_BsKH) -> tuple[jax.Array, jax.Array]:
   """Return ``capped_scores``, two arrays [B, K, G, t, s]."""
   precision, scale, cap = static[:3]
   with jax.named_scope("qk_product"):
-    scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, float32=precision.float32_qk_product) * scale
+    scores = precision.einsum("BtKGH,BsKH->BKGts", q_BtKGH, k_BsKH, out=precision.qk_dtype) * scale
   return capped_scores(scores, precision, cap)
 
 
@@ -208,6 +214,7 @@ def _mask(static: _Static, own: Tokens, where: _Where, query: jax.Array, keys: s
   """Return a mask [B or 1, 1, 1, t, s] of the keys that the queries of a tile see."""
   others = _part(where[1], keys)
   images = None if own.images is None or others.images is None else same_image(own.images, others.images)
+  # Combine causality, window, images and documents.
   mask = causal_mask(query, jnp.arange(keys.start, keys.stop), window=static[3], images=images)
   if own.segments is not None and others.segments is not None:
     mask = mask & same_document(own.segments, others.segments)

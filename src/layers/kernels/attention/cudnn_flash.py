@@ -38,6 +38,7 @@ def cudnn_attention(
   # JAX requires values as wide as keys. Pad those of latent attention with zeros, and cut the result.
   width = v_BSKV.shape[-1]
   v_BSKV = jnp.pad(v_BSKV, [(0, 0)] * 3 + [(0, q_BTNH.shape[-1] - width)])
+  # Without segments, cuDNN's own causal and window masks suffice.
   local = None if window is None else (window - 1, 0)
   with jax.named_scope("cudnn_attention"):
     if tokens.segments is None:
@@ -65,6 +66,7 @@ def _refuses(case: Case) -> list[str]:
   if case.platform not in ("gpu", "cuda"):
     reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
   # JAX's limits for older GPUs are in cudnn/fused_attention_stablehlo.py.
+  # An unknown capability is accepted; the self-test decides.
   known = re.fullmatch(r"(\d+)\.(\d+)", case.capability or "")
   if known and int(known[1]) < 8:
     reasons.append(f"it needs a GPU of compute capability 8.0 or higher, not {case.capability}")

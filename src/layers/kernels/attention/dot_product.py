@@ -36,9 +36,10 @@ def dot_product_attention(
   """
   B, T, N, H = q_BTNH.shape
   K = k_BSKH.shape[2]
+  # Group the query heads by the key-value head that they read.
   q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
   with jax.named_scope("qk_product"):
-    scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, float32=precision.float32_qk_product) * scale
+    scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=precision.qk_dtype) * scale
   scores = softmax_scores(scores, precision, soft_cap)
   with jax.named_scope("softmax"):
     probs_BKGTS = masked_softmax(scores, mask_BTS[:, None, None])

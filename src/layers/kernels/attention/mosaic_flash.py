@@ -100,19 +100,24 @@ def stretches(
   """Return the range of keys that every query sees, low <= s < high: two int32 [B, T].
 
   Neither decreases along T. The range of padding is empty."""
+  # Start with the causal range.
   at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   low, high = jnp.zeros_like(at), at + 1
+  # A token of an image also sees the keys up to the end of its image.
   if images_BT is not None:
     last = jnp.where(images_BT != jnp.pad(images_BT, ((0, 0), (0, 1)))[:, 1:], at, length)
     high = jnp.where(images_BT > 0, jax.lax.cummin(last, axis=1, reverse=True) + 1, high)
+  # No token sees keys outside of its document.
   if segments_BT is not None:
     before = jnp.pad(segments_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     after = jnp.pad(segments_BT, ((0, 0), (0, 1)), constant_values=-1)[:, 1:]
     low = jax.lax.cummax(jnp.where(segments_BT != before, at, 0), axis=1)
     end = jax.lax.cummin(jnp.where(segments_BT != after, at, length), axis=1, reverse=True) + 1
     high = jnp.minimum(high, end)
+  # The window limits the past.
   if window is not None:
     low = jnp.maximum(low, at - window + 1)
+  # Padding sees no key, but its range must not decrease along T.
   if segments_BT is not None:
     low, high = (jnp.where(segments_BT > 0, x, at + 1) for x in (low, high))
   return low, high
@@ -130,6 +135,7 @@ def _forward(static: _Static, q, k, v, low, high):
   from maxtext_like.layers.kernels.attention.mosaic.forward import attention_forward
 
   scale, soft_cap, _, interpret = static
+  # Pad heads to a width of the kernel, and scale values to float16 if needed.
   q_wide, k_wide, v_wide = _filled_up(_WIDTHS, q, k, v)
   divisor = None
   if _in_float16(q, v):
@@ -147,6 +153,7 @@ def _backward(static: _Static, saved, g: jax.Array):
 
   scale, soft_cap, how, interpret = static
   q, k, v, low, high, out, lse = saved
+  # The term of the softmax gradient that is common to all keys of a query.
   delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), g.astype(jnp.float32))
   factors = powers = None
   if g.dtype == jnp.float16:

@@ -118,6 +118,7 @@ class AttentionKernel:
 
   def surpasses(self, case: Case) -> list[str]:
     """Return the precision keys that are false but have no effect, because the kernel always computes in float32."""
+    # Plain XLA follows the flags, and with float32 they change nothing.
     if not self.fused or case.dtype == "float32":
       return []
     return [key for key in ("float32_qk_product", "float32_logits") if not getattr(case.precision, key)]
@@ -154,6 +155,7 @@ def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> Attentio
     ValueError: the configuration names a kernel that does not support the case.
   """
   if choice in ("auto", "dot_product"):
+    # Choose the first kernel that supports the case. Slow fused kernels come after fast ones, and plain XLA last.
     names = NAMES if choice == "auto" else PLAIN
     able = [found for found in (kernel(name) for name in names if name not in without) if not found.refuses(case)]
     return min(able, key=lambda found: (not found.fused, found.slow(case)))
@@ -205,6 +207,7 @@ def attend(
 
   rules = rules or RULES
   # Shared keys and values may come from a layer with another dtype.
+  # All kernels need operands of one dtype.
   q_BTNH, k_BSKH, v_BSKV = map(precision.cast, (q_BTNH, k_BSKH, v_BSKV))
   # Build the arguments. Pass soft_cap and causal only if they are set, because not every kernel accepts them.
   how = {"window": window, "bidirectional_images": bidirectional_images, "scale": scale, "precision": precision}

@@ -53,6 +53,7 @@ def splash_attention(
     [B, T, N, H of the values] in the dtype of q; zeros where the segment is 0.
   """
   dtype, T, width = q_BTNH.dtype, q_BTNH.shape[1], v_BTKH.shape[-1]
+  # The kernel has no scale, so scale the queries.
   q = (q_BTNH.astype(jnp.float32) * scale).astype(dtype)
   segments = tokens.segments
   missing = -T % _LANES
@@ -75,11 +76,13 @@ def _kernel(length: int, window: int | None, causal: bool, soft_cap: float | Non
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+  # Masks are objects that the kernel evaluates by tile, not arrays.
   shape = (length, length)
   if not causal:
     mask = masks.FullMask(shape)
   else:
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+  # The largest tile that divides the row.
   tile = next(b for b in (_TILE, _TILE // 2, _LANES) if length % b == 0)
   sizes = splash.BlockSizes(
     block_q=tile,
@@ -92,6 +95,7 @@ def _kernel(length: int, window: int | None, causal: bool, soft_cap: float | Non
 
   def batch(q_BTNH, k_BTKH, v_BTKH, segments=None):
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+    # Build the kernel for one row with its heads in front, and map it over the batch.
     kernel = splash.make_splash_mha(
       masks.MultiHeadMask([mask] * q.shape[1]),
       block_sizes=sizes,

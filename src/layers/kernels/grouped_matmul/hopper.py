@@ -73,6 +73,7 @@ def swizzled(*shape: int, dtype: Any, width: int = DEPTH) -> Any:
 
 def in_turn(count: jax.Array, work) -> None:
   """Run this block's share of the pieces, inside a kernel. work(index of a piece, steps before it) returns its steps."""
+  # Block b works on the pieces b, b + BLOCKS, b + 2 * BLOCKS, ...
   block = jax.lax.axis_index("block")
   mine = jax.lax.div(count - block + (BLOCKS - 1), BLOCKS)
   jax.lax.fori_loop(0, mine, lambda i, step: step + work(block + i * BLOCKS, step), jnp.int32(0))
@@ -88,6 +89,7 @@ def pass_by(before, todo, full, free) -> None:
   stages = full.shape[0]
 
   def step(k, _):
+    # Wait for each step's copies, and mark its slot as free.
     slot = jax.lax.rem(before + k, stages)
     mosaic().barrier_wait(full.at[slot])
     mosaic().barrier_arrive(free.at[slot])

@@ -153,6 +153,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
   x, w = pad(x), pad(w)
   (M, S), (G, C) = x.shape, (w.shape[0], w.shape[1 if transposed else 2])
   counts = row_counts(tiles.rows)
+  # Pad the arrays, and divide the columns among the two warpgroups.
   # Columns of a warpgroup. A warpgroup whose columns would begin after the last one has none.
   own = tiles.columns // 2 if C % (tiles.columns // 2) == 0 else DEPTH
   strips, steps, stages, dtype = pl.cdiv(C, 2 * own), pl.cdiv(S, DEPTH), tiles.stages, x.dtype
@@ -213,6 +214,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
         column = column + group_of * own
 
         def product_of(count):
+          # Multiply each step as soon as its copies have arrived.
           def summed(total):
             def step(k, _):
               slot = jax.lax.rem(before + k, stages)
@@ -228,12 +230,14 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
             jax.lax.fori_loop(0, todo, step, None)
             return total[...]
 
+          # Sum over all steps in registers, and release the slot of the last one.
           made = pl.run_scoped(summed, plgpu.ACC((own, count), jnp.float32)).astype(dtype)
 
           @pl.when(todo > 0)
           def _():
             plgpu.barrier_arrive(free.at[jax.lax.rem(before + todo - 1, stages)])
 
+          # Write the result in parts. Only the last rows of a small group need single rows.
           for i, (a, b) in enumerate([(a, b) for a in range(0, own, CHUNK) for b in range(0, count, _HEIGHT)]):
             n = min(_HEIGHT, count - b)
             part = made[a : a + CHUNK, b : b + n]
@@ -267,6 +271,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
 
             done = done + jnp.where(some, n, 0)
 
+        # One branch for each number of rows, because the shape of a product is static.
         for i, count in enumerate(counts):
           pl.when((kind == i) & (column < C))(functools.partial(product_of, count))
 

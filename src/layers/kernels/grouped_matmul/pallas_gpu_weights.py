@@ -60,11 +60,13 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
   """Compute the gradient of the matrices [G, S, C]: x.T @ g over the rows of each group, accumulated in float32."""
   plgpu, wanted = mosaic(), (x.shape[1], g.shape[1])
   x, g = pad(x), pad(g)
+  # Choose the tiles, and swap x and g if they extend along S.
   turned, wide = _wide((x.shape[1], g.shape[1]), tiles.wide)
   x, g = (g, x) if turned else (x, g)
   S, C, G = x.shape[1], g.shape[1], sizes.shape[0]
   own = tiles.high // 2 if S % (tiles.high // 2) == 0 else DEPTH
   down, across, stages, dtype = pl.cdiv(S, 2 * own), pl.cdiv(C, wide), tiles.weight_stages, x.dtype
+  # First and last row of each group.
   ends = jnp.cumsum(sizes)
   spans = jnp.stack([ends - sizes, ends]).astype(jnp.int32)
 
@@ -122,6 +124,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
 
         @pl.when(d < S)
         def _():
+          # Multiply each step as soon as its copies have arrived, after clearing rows of other groups.
           def summed(total):
             def step(k, row, count):
               slot, there, (x_tiles, g_tiles) = jax.lax.rem(before + k, stages), pl.ds(0, count), tiles_of[count]
@@ -157,6 +160,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
           def _():
             plgpu.barrier_arrive(free.at[jax.lax.rem(before + todo - 1, stages)])
 
+          # Write the result in parts, with two buffers in turn.
           pieces = [(a, b) for a in range(0, own, CHUNK) for b in range(0, wide, CHUNK)]
           for i, (a, b) in enumerate(pieces):
             tile = out_tiles.at[group_of, i % 2]

@@ -99,6 +99,7 @@ def _visits(sizes: jax.Array, rows: int, tile: int, *, empty: bool) -> tuple[jax
   first = jnp.minimum(starts, rows - 1) // tile
   counts = jnp.where(sizes > 0, (ends - 1) // tile - first + 1, int(empty))
   behind = jnp.cumsum(counts)
+  # Find group, tile and row range of each visit.
   number = jnp.arange(-(-rows // tile) + sizes.shape[0])
   real = number < behind[-1]
   number = jnp.minimum(number, behind[-1] - 1)
@@ -124,6 +125,7 @@ def _dot(a: jax.Array, b: jax.Array, summed: tuple[int, int], precision: jax.lax
     return dot(a, b)
   if precision != jax.lax.Precision.HIGH:
     return dot(a, b, precision)
+  # Precision.HIGH: split each operand into an upper and a lower bfloat16 half, and leave out the product of the lower halves.
   upper = [x.astype(jnp.bfloat16) for x in (a, b)]
   lower = [(x - u.astype(jnp.float32)).astype(jnp.bfloat16) for x, u in zip((a, b), upper, strict=True)]
   return dot(upper[0], lower[1]) + dot(lower[0], upper[1]) + dot(*upper)
@@ -151,6 +153,7 @@ def _rows_times_groups(x, w, sizes, precision, interpret, *, transposed):
   """Return [M, F]. With ``transposed``, x is [M, F] and the result [M, D]. It is traced once for all equal layers."""
   (M, summed), G = x.shape, w.shape[0]
   columns, item = w.shape[1 if transposed else 2], x.dtype.itemsize
+  # Choose tile sizes that fit vector memory, and list the visits.
   R, part = tile_and_part(M, G)
   width = _width(columns, lambda n: 2 * item * (R * summed + summed * n + R * n) <= _BLOCKS)
   # Rows after the last group form one more group, and are set to zero.
@@ -164,12 +167,15 @@ def _rows_times_groups(x, w, sizes, precision, interpret, *, transposed):
       made = _dot(x[rows, :], w[...], (1, 1 if transposed else 0), precision)
       out[rows, :] = jnp.where(own, made, out[rows, :].astype(jnp.float32)).astype(out.dtype)
 
+    # Rows after the last group are set to zero.
     def wipe(rows, own):
       out[rows, :] = jnp.where(own, 0.0, out[rows, :].astype(jnp.float32)).astype(out.dtype)
 
+    # Multiply the rows of real groups, and clear the rows after the last group.
     pl.when(group[v] < G)(lambda: _own_rows(begin[v], end[v], R, part, multiply))
     pl.when(group[v] == G)(lambda: _own_rows(begin[v], end[v], R, R, wipe))
 
+  # The block indices of a visit: its tile of rows, and the matrix of its group.
   of_rows = lambda c, v, group, at, begin, end: (at[v], 0)
   of_group = lambda c, v, group, at, begin, end: (
     (jnp.minimum(group[v], G - 1), c, 0) if transposed else (jnp.minimum(group[v], G - 1), 0, c)
@@ -197,7 +203,9 @@ def _groups_of_rows(x, g, sizes, precision, interpret, dtype):
   """Compute the gradient of the matrices [G, D, F]: x.T @ g over the rows of each group, accumulated in float32."""
   (M, D), F, G, item = x.shape, g.shape[1], sizes.shape[0], x.dtype.itemsize
   R, part = tile_and_part(M, G)
+  # Choose tile sizes that fit vector memory, and list the visits. Groups without rows need a visit to write zeros.
   fits = lambda d, f: 2 * item * R * (d + f) + d * f * (4 + 2 * jnp.dtype(dtype).itemsize) <= _BLOCKS
+  # Tiles as large as vector memory allows, first for the rows of the matrix, then for its columns.
   high = _width(D, lambda d: fits(d, min(F, 1024)))
   wide = _width(F, lambda f: fits(high, f))
   group, at, begin, end = _visits(sizes, M, R, empty=True)
@@ -248,6 +256,7 @@ def _width(size: int, fits) -> int:
   them."""
   if fits(size):
     return size
+  # Prefer a divisor, which needs no partial block, unless it is less than half as wide.
   able = [n for n in range(_LANES, size, _LANES) if fits(n)] or [_LANES]
   even = [n for n in able if size % n == 0]
   return even[-1] if even and 2 * even[-1] >= able[-1] else able[-1]

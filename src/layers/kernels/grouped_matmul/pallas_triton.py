@@ -139,6 +139,7 @@ def _sums_forward(x, w, sizes, dtype, interpret):
 def _sums_backward(dtype, interpret, saved, g):
   x, w, sizes = saved
   dx = _wide_rows_times_groups(g, w, sizes, dtype, interpret, transposed=True)
+  # Scale x by row. The gradient sums over rows, so the cotangent takes over these scales and gets one by group.
   rows, unit = by_row(x, dtype)
   g, of_group = by_group(g * unit, sizes, dtype)  # the product of x and g has the scales of both
   return dx.astype(x.dtype), _groups_of_rows(rows, g, sizes, interpret, of_group, dtype=w.dtype), None
@@ -181,6 +182,7 @@ def _split(piece: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnames=("interpret", "transposed", "dtype"))  # layers share the compiled kernel
 def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
   """Return [M, C] in ``dtype`` (None: that of x). With ``transposed``, w is [G, C, S]."""
+  # Choose tile sizes and list the tiles of rows.
   plgpu = _triton()
   (M, S), (G, C) = x.shape, (w.shape[0], w.shape[1 if transposed else 2])
   R, width = tile_rows(M, G), _tile(C)
@@ -197,9 +199,11 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
 
     @pl.when(visit < number[0])
     def _():
+      # Each program computes one tile. Programs beyond the last tile do nothing.
       group, row, valid = visits[0, visit], visits[1, visit], visits[3, visit]
       own, inside = _below(0, R, valid), _below(column, width, C)
 
+      # Sum over S in steps of ``depth``, with masks at the edges.
       def step(k, total):
         deep, there = pl.ds(k * depth, depth), _below(k * depth, depth, S)
         rows = _load(x, (pl.ds(row, R), deep), own, there)
@@ -229,6 +233,7 @@ def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
   accumulated in float32. ``unit``, float32 [G], is a factor for each group; None: 1."""
   plgpu = _triton()
   (M, S), C, G = x.shape, g.shape[1], sizes.shape[0]
+  # Choose tile sizes. Each program computes one tile of the gradient of one group.
   count = min(tile_rows(M, G), _ROWS_ADDED)
   high, wide = _tile(S), _tile(C)
   down, across = pl.cdiv(S, high), pl.cdiv(C, wide)
@@ -239,6 +244,7 @@ def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
   def kernel(spans, *rest):
     *units, x, g, out = rest
     group, piece = _split(pl.program_id(0), down * across)
+    # Row and column of the tile, and the rows of the group.
     d, c = _split(piece, across)
     d, c = d * high, c * wide
     begin, end = spans[0, group], spans[1, group]
@@ -250,8 +256,10 @@ def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
       left, right = _load(x, (rows, pl.ds(d, high)), own, of_x), _load(g, (rows, pl.ds(c, wide)), own, of_g)
       return total + plgpu.dot(left, right, trans_a=True)
 
+    # Sum over the rows of the group, in steps of ``count`` rows.
     todo = jax.lax.div(end - begin + (count - 1), jnp.int32(count))
     total = jax.lax.fori_loop(0, todo, step, jnp.zeros((high, wide), jnp.float32))
+    # Apply the scale of the group.
     for unit in units:
       total = total * unit[group]
     there = out.at[group, pl.ds(d, high), pl.ds(c, wide)]

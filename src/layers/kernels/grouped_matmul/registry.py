@@ -76,6 +76,8 @@ class GroupedKernel:
       dtype: dtype of the products.
       precision: ``matmul_precision``.
     """
+    # Some kernels return float32 sums of 16-bit products. Others multiply float32 operands, with a precision that is exact for
+    # 16-bit numbers.
     if self.run_for_sums is not None and dtype != "float32":
       return self.run_for_sums(x, w, sizes, dtype)
     asked = self.float16 if dtype == "float16" and precision == "default" else precision
@@ -110,8 +112,10 @@ def choose(choice: Choice, *cases: Case, without: tuple[Name, ...] = ()) -> Grou
     ValueError: the configuration names a kernel that does not support a case.
   """
   if choice == "auto":
+    # Prefer kernels that do not multiply more rows than needed; otherwise take the first that supports all cases.
     able = [found for found in map(kernel, NAMES) if found.name not in without and not any(map(found.reasons, cases))]
     return next((found for found in able if all(map(found.chosen, cases))), able[0])
+  # A kernel chosen by name must support every case. List each reason once.
   asked = kernel(choice)
   if reasons := list(dict.fromkeys(reason for case in cases for reason in asked.reasons(case))):
     raise ValueError(f"grouped_product={choice} cannot be used here: {'; '.join(reasons)}\n  fix: grouped_product=auto")

@@ -53,6 +53,7 @@ def _forward(x, w, sizes, precision):
 
 
 def _backward(precision, saved, g):
+  # The cotangent is rounded to the dtype of the operands, as in the forward pass.
   x, w, sizes = saved
   g = g.astype(x.dtype)
   dx = _rows_times_groups(g, w, sizes, precision, "GCF,GDF->GCD")
@@ -65,6 +66,7 @@ _product.defvjp(_forward, _backward)
 def _in_round(number: jax.Array, sizes: jax.Array, C: int, rows: int) -> jax.Array:
   """Return int32 [G, C]: the rows of each group in a round. Each index occurs once. Beyond the end of a group, the indices are
   ``rows`` or larger, which are dropped."""
+  # Rows of this round within their group, then in the array.
   G, within = sizes.shape[0], number * C + jnp.arange(C)
   own = (jnp.cumsum(sizes) - sizes)[:, None] + within
   return jnp.where(within < sizes[:, None], own, rows + jnp.arange(G * C).reshape(G, C))
@@ -79,6 +81,7 @@ def _rows_times_groups(x, w, sizes, precision, spec: str):
 
   def one(number, out):
     at = _in_round(number, sizes, C, M)
+    # Gather the rows of all groups, multiply, and scatter the results to their places.
     made = jnp.einsum(
       spec, x.at[at].get(mode="fill", fill_value=0), w, precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
@@ -95,6 +98,7 @@ def _groups_of_rows(x, g, sizes, precision):
 
   def one(number, dw):
     at = _in_round(number, sizes, C, M)
+    # Unused rows are read as zeros, so they add nothing.
     left, right = (y.at[at].get(mode="fill", fill_value=0) for y in (x, g))
     return dw + jnp.einsum("GCD,GCF->GDF", left, right, precision=precision, preferred_element_type=jnp.float32)
 

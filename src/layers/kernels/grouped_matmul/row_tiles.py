@@ -21,14 +21,17 @@ def row_tiles(sizes: jax.Array, rows: int, counts: tuple[int, ...]) -> tuple[jax
     maximum that any sizes need.
   """
   R, able = counts[-1], jnp.asarray(counts, jnp.int32)
+  # Number of tiles of each group: complete ones, and one for the rest.
   ends = jnp.cumsum(sizes)
   whole, rest = sizes // R, sizes % R
   last = jnp.searchsorted(able, rest)  # the smallest tile that holds the remaining rows
   number = whole + (rest > 0)
   behind = jnp.cumsum(number)
+  # Find the group of each visit, and the index of the tile in the group.
   visit = jnp.arange(rows // R + sizes.shape[0])
   group = jnp.minimum(jnp.searchsorted(behind, visit, side="right"), sizes.shape[0] - 1)
   within = visit - (behind - number)[group]
+  # The last tile ends with its group, so it may start before the end of the previous tile.
   size, is_whole = sizes[group], within < whole[group]
   kind = jnp.where(is_whole, len(counts) - 1, last[group])
   start = jnp.where(is_whole, within * R, jnp.maximum(size - able[kind], 0))

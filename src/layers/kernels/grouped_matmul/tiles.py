@@ -25,6 +25,7 @@ def tile_rows(rows: int, groups: int) -> int:
 
 def _tiles(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Return the first row of each group [G], its first tile [G], and the total number of tiles."""
+  # Tiles are numbered group by group.
   ends, counts = jnp.cumsum(sizes), -(-sizes // rows)
   last = jnp.cumsum(counts)
   return ends - sizes, last - counts, last[-1]
@@ -58,10 +59,12 @@ def _product(x, w, sizes, precision):
 def _rows_times_groups(x, w, sizes, precision, *, transposed):
   """Return [M, F]. With ``transposed``, x is [M, F] and the result [M, D]."""
   R = tile_rows(x.shape[0], w.shape[0])
+  # Tiles run in order, so that a group's tiles overwrite rows that the previous group's last tile wrote.
   first_rows, first_tiles, tiles = _tiles(sizes, R)
   padded = jnp.pad(x, ((0, R), (0, 0)))  # the last tile may extend beyond the rows
 
   def one(tile, out):
+    # Find the group of the tile and its first row, multiply, and write the result.
     group = _group_of(tile, first_tiles)
     at = first_rows[group] + (tile - first_tiles[group]) * R
     rows, weight = jax.lax.dynamic_slice_in_dim(padded, at, R), jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
@@ -92,6 +95,7 @@ def _groups_of_rows(x, g, sizes, precision):
   x, g = (jnp.pad(y, ((0, R), (0, 0))) for y in (x, g))
 
   def one(tile, dw):
+    # Find the group of the tile and its first row.
     group = _group_of(tile, first_tiles)
     at = first_rows[group] + (tile - first_tiles[group]) * R
     # Set rows of other groups to zero.

@@ -73,18 +73,21 @@ def gradients(
   plgpu = _mosaic()
   R, D = x_RD.shape
   programs, ahead = min(R, _BLOCKS * (3 if D <= _NARROW else 2)), D <= _AHEAD
+  # Optional arguments of the kernel.
   beside = [] if stream_RD is None else [stream_RD]
   known = [] if real_R is None else [real_R.astype(jnp.int32)]
 
   def kernel(x, inverse, factor, g, *refs):
     *more, dx, sums = refs
     rows, real = [x, g, *more[: len(beside)]], more[len(beside) :]
+    # The factor stays in registers for all rows.
     program = jax.lax.axis_index("program")
     times = _read(factor)
     read = lambda i: [_read(a.at[i]) for a in rows]
 
     # Process rows program, program + programs, ... and load the next row before computing with the current one.
     def work(n, carry):
+      # ``total`` is the gradient of the factor, ``now`` the row that was loaded during the previous step.
       total, now = carry
       i = program + n * programs
       then = read(jnp.minimum(i + programs, R - 1)) if ahead else None
@@ -94,6 +97,7 @@ def gradients(
       if real:
         given = jnp.where(real[0][i] > 0, given, jnp.zeros_like(given))
       total, given = total + given * normed, given * times
+      # The gradient of x, and that of its other uses.
       made = one * (given - normed * (jnp.sum(given * normed) / D))
       dx.at[i][...] = (made + own[0] if own else made).astype(x_RD.dtype)
       return total, then
@@ -102,6 +106,7 @@ def gradients(
     begin = times * 0, read(program) if ahead else None
     sums.at[program][...] = jax.lax.fori_loop(0, count, work, begin)[0]
 
+  # Each program returns its own sum for the gradient of the factor.
   dx, sums = plgpu.kernel(
     kernel,
     out_type=(jax.ShapeDtypeStruct((R, D), x_RD.dtype), jax.ShapeDtypeStruct((programs, D), jnp.float32)),

@@ -57,6 +57,7 @@ def choose(choice: Choice, case: Case) -> Name:
   Raises:
     ValueError: the configuration names the kernel, but it does not support the case.
   """
+  # "auto" falls back to XLA; a kernel chosen by name must support the case.
   if choice == "xla":
     return "xla"
   reasons = refuses(case)

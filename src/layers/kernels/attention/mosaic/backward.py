@@ -59,11 +59,13 @@ def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, bud
   """
   # Tiles of keys that each group of 128 queries can see.
   G, rows = N // K, T // QUERIES
+  # Causal rows see the tiles up to their own. Images may look ahead, so their rows may see all. A window cuts off early tiles.
   seen = [i * QUERIES // KEYS + 1 for i in range(rows)]
   if ahead:
     seen = [-(-T // KEYS)] * rows
   elif window is not None:
     seen = [min(n, (window + QUERIES - 2) // KEYS + 2) for n in seen]
+  # Bytes of one tile: probabilities and gradients of scores, 16 bits each, for the query heads of a key-value head.
   size = 2 * 2 * G * QUERIES * KEYS
 
   def capacity(tiles: int) -> int:
@@ -140,6 +142,7 @@ def attention_backward(
   last_Bj = jnp.sum(begin_Bi[:, None] <= at[:, None], axis=-1, dtype=jnp.int32)
   tiles = tuple(x.astype(jnp.int32) for x in (begin_Bi, end_Bi, place_Bi, first_Bj, last_Bj))
 
+  # The loops below work on R key-value heads and ``how.tiles`` groups of queries at a time.
   kernels = {"scale": scale, "how": how, "interpret": interpret}
   arrays = (q_BTNH, k_BTKH, v_BTKH, g_BTNH)
   per_row = (lse_BNT, delta_BNT, low_BT, high_BT)
@@ -149,10 +152,12 @@ def attention_backward(
   def operands(group):
     """Return the arguments of the kernels for some key-value heads: arrays, tiles, and the index of the first of these
     heads."""
+    # Without scaling, the kernels read the complete arrays.
     if factors is None:
       return (*arrays, *per_row), tiles, group * R
     of_rows = lambda x: lax.dynamic_slice_in_dim(x, group * R // K, along[0])
     of_heads = lambda x, axis, each: lax.dynamic_slice_in_dim(of_rows(x), group * R % K * each, along[1] * each, axis)
+    # Otherwise scale the heads of this group to float16.
     own = [
       (of_heads(x, 2, each).astype(jnp.float32) * factor).astype(jnp.float16)
       for x, each, factor in zip(arrays, (G, 1, 1, G), factors, strict=True)
@@ -168,10 +173,12 @@ def attention_backward(
     def step(turn, carry):
       dq, dk, dv = carry
       here = jnp.stack([first, turn * how.tiles]).astype(jnp.int32)
+      # Write the tiles, then multiply them.
       probs, dscores = _scores(q, k, v, g, lse, delta, low, high, own_tiles, here, soft_cap=soft_cap, **kernels)
       own_dq = _queries(k, dscores, own_tiles, here, groups=G, **kernels)
       sums = _keys_and_values(q, g, probs, dscores, own_tiles, here, groups=G, **kernels)
       own_dq = divided(own_dq, 0).reshape(along[0], how.tiles * QUERIES, along[1], G, H).astype(dq.dtype)
+      # Write the gradients of these queries, and add those of keys and values.
       dq = lax.dynamic_update_slice(dq, own_dq, (row, turn * how.tiles * QUERIES, head, 0, 0))
       own_dv, own_dk = (jnp.sum(x, axis=0) for x in sums)
       own_dk, own_dv = divided(own_dk * scale, 1), divided(own_dv, 2)
@@ -182,6 +189,7 @@ def attention_backward(
 
     return lax.fori_loop(0, turns, step, carry)
 
+  # Gradients of keys and values are added over turns in float32. With one turn they can be rounded at once.
   kept = jnp.float32 if turns > 1 else dtype
   nothing = jnp.zeros((B, T, K, G, H), dtype), *(jnp.zeros((B * K, T, H), kept),) * 2
   dq, dk, dv = lax.fori_loop(0, B * K // R, heads, nothing)
@@ -196,8 +204,10 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
 
   # Warpgroup 2 copies operands to shared memory. Warpgroups 0 and 1 multiply them, 64 rows each.
   def body(q, k, v, g, lse, delta, low, high, begin, end, place, here, probs, dscores, of_queries, of_keys, tile, ready, free):
+    # Find the head and the group of queries of this block, its first tile of keys, and the place of this tile.
     wg = lax.axis_index("wg")
     index = lax.axis_index("head")
+    # Index of the key-value head within the group and in the arrays.
     r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     head = kv * G + group
@@ -213,6 +223,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
     def _copies():
       plgpu.set_max_registers(40, action="decrease")
 
+      # Each tile needs the products of q and k, then of g and v, both in chunks of the head.
       def copy(t, slot):
         n, c = _divided(t, 2 * chunks)
         queries, keys = pl.ds(start, QUERIES), pl.ds((first + n) * KEYS, KEYS)
@@ -230,6 +241,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
     def _computes():
       plgpu.set_max_registers(232, action="increase")
       queries = pl.ds(start + wg * _OWN, _OWN)
+      # Per-row values of this warpgroup's queries.
       low_row, high_row, lse_row, delta_row = (
         plgpu.load(x, layout=ROWS, optimized=False)
         for x in (low.at[b, queries], high.at[b, queries], lse.at[b, head, queries], delta.at[b, head, queries])
@@ -245,6 +257,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
 
         return pl.run_scoped(work, plgpu.ACC((_OWN, KEYS), jnp.float32))
 
+      # Write a tile to device memory through shared memory, after the previous write has left it.
       def write(x, out, n):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         tile[wg] = x
@@ -262,6 +275,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
         # score of so small a probability gets no gradient. The slope of a soft cap is multiplied in here.
         kept = (p if slope is None else p * slope).astype(jnp.float16)
         write(p.astype(dtype), probs, n)
+        # The products of the cotangent and the values are the gradients of probabilities.
         d = product(n * (2 * chunks) + chunks)
         if slope is None and dtype == jnp.float16:
           kept = tile[wg]  # read it back from shared memory: registers would spill, as a few do with a soft cap
@@ -301,6 +315,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
   def body(k, dscores, begin, end, place, here, out, of_scores, of_keys, ready, free, done):
     wg = lax.axis_index("wg")
     index = lax.axis_index("head")
+    # Find the head, the group of queries, and the columns of this block.
     r, group = _divided(index, G)
     b, kv = _divided(here[0] + r, K)
     own = how.tiles - 1 - lax.axis_index("tile")
@@ -375,11 +390,13 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
   # Warpgroup 2 copies operands to shared memory. Warpgroups 0 and 1 multiply them, 64 keys each.
   def body(q, g, probs, dscores, begin, place, first, last, here, out, of_scores, of_queries, ready, free):
     wg = lax.axis_index("wg")
+    # A block computes gradients of values (which = 0) or of keys (which = 1), for 128 keys and some query heads.
     which, r = _divided(lax.axis_index("head"), how.heads)
     b, kv = _divided(here[0] + r, K)
     block = lax.axis_index("tile")
     tile, half = _divided(block, KEYS // QUERIES)  # a block has 128 of the 256 keys of a tile
     part, across = _divided(lax.axis_index("part"), H // width)
+    # Groups of queries of this turn that have a tile for these keys.
     start = jnp.maximum(first[b, tile], here[1])
     each_head = jnp.maximum(jnp.minimum(last[b, tile], here[1] + how.tiles) - start, 0) * each
     columns = pl.ds(across * width, width)
@@ -417,6 +434,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
         stream.multiply(acc, 0, few * each_head, multiply)
         return acc[...]
 
+      # Sum over all queries and query heads of this part.
       sums = pl.run_scoped(work, plgpu.ACC((_OWN, width), jnp.float32))
       out[which, part, r, pl.ds(block * QUERIES + wg * _OWN, _OWN), columns] = sums
 

@@ -58,6 +58,7 @@ def attention_forward(
   """
   B, T, N, H = q_BTNH.shape
   K = k_BTKH.shape[2]
+  # Divide a head into chunks. Each warpgroup has one half of the value heads.
   G, tiles, half, dtype = N // K, T // QUERIES, H // 2, q_BTNH.dtype
   chunk = min(CHUNK, half)
   chunks, parts = H // chunk, half // chunk  # chunks of the keys of a step; chunks of 64 keys of one warpgroup's values
@@ -72,6 +73,7 @@ def attention_forward(
   def body(q, k, v, low, high, divisor, out, lse, q_smem, rings, probs, rows, q_ready, ready, free, met):
     of_keys, of_values = rings if v.dtype != k.dtype else (*rings, *rings)
     wg = lax.axis_index("wg")
+    # Find the head and the queries of this block, and the range of keys that they see.
     b, kv = _divided(lax.axis_index("kv"), K)
     head = kv * G + lax.axis_index("group")
     tile = tiles - 1 - lax.axis_index("tile")  # start with the longest tiles
@@ -88,6 +90,7 @@ def attention_forward(
         source = q.at[b, pl.ds(start, QUERIES), head, pl.ds(c * chunk, chunk)]
         plgpu.copy_gmem_to_smem(source, q_smem.at[c], q_ready)
 
+      # Copy each step's chunks into a ring of slots, after both users of a slot have released it.
       def step(i, _):
         key = (first + i) * KEYS
         for c in range(steps):
@@ -115,11 +118,13 @@ def attention_forward(
     @pl.when(wg < 2)
     def _computes():
       plgpu.set_max_registers(232, action="increase")
+      # Ranges of visible keys, one per query.
       queries = pl.ds(start, QUERIES)
       low_row = plgpu.load(low.at[b, queries], layout=ROWS, optimized=False)
       high_row = plgpu.load(high.at[b, queries], layout=ROWS, optimized=False)
       plgpu.barrier_wait(q_ready)
 
+      # Both warpgroups wait for each other.
       def meet():
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
@@ -152,6 +157,7 @@ def attention_forward(
         release(wg * SLOTS + (chunks - 1) % SLOTS)
         key = plgpu.broadcasted_iota(jnp.int32, (QUERIES, 64), 1, layout=TILE) + ((first + i) * KEYS + wg * 64)
         seen = (key >= wide(low_row, 64)) & (key < wide(high_row, 64))
+        # Masked scores become -inf, whose exponential is 0.
         s = jnp.where(seen, s, -jnp.inf)
 
         # Exchange row maxima, write the exponentials to shared memory, and rescale the sums to the new maximum.
@@ -191,6 +197,7 @@ def attention_forward(
         release(wg * SLOTS + (steps - 1) % SLOTS)
         return tuple(sums), top, total
 
+      # Running sums, row maxima and row totals.
       zeros = plgpu.layout_cast(jnp.zeros((QUERIES, chunk), jnp.float32), TILE)
       lowest = plgpu.layout_cast(jnp.full((QUERIES,), _LOWEST, jnp.float32), ROWS)
       nothing = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROWS)
@@ -200,6 +207,7 @@ def attention_forward(
       rows[wg] = total
       meet()
       total = plgpu.load(rows.at[0], layout=ROWS) + plgpu.load(rows.at[1], layout=ROWS)
+      # A query that sees no key has total 0 and output 0.
       some = jnp.where(total > 0, total, 1.0)
       by = some * divisor[0]
       for part, x in enumerate(sums):

@@ -41,6 +41,7 @@ class Stream:
       pl.when(t >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[slot]))
       return slot
 
+    # Copy every step into its slot, and then wait for the last ones to be multiplied.
     lax.fori_loop(0, count, lambda t, _: copy(t, vacate(t)), None)
     lax.fori_loop(count, count + self.slots, lambda t, _: (vacate(t), None)[1], None)
 
