@@ -118,7 +118,7 @@ def mlp() -> Iterator[Row]:
     }
     gate, up = f64(x) @ f64(p["gate"]), f64(x) @ f64(p["up"])
     exact = (gate / (1 + np.exp(-np.clip(gate, -700, 700))) * up) @ f64(p["down"])
-    run = lambda precision, cfg=cfg, p=p, x=x, exact=exact: relative(MLP(cfg, precision).alone(p, x), exact)
+    run = lambda precision, cfg=cfg, p=p, x=x, exact=exact: relative(MLP(cfg, precision).standalone(p, x), exact)
     what = f"MLP, largest product {np.abs(gate * up).max():.0e}"
     yield what, dtype, "float32_gate_product", *switched(dtype, "float32_gate_product", True, False, run)
     if scale > 1:

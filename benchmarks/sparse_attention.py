@@ -41,7 +41,7 @@ def measured(layer: MLA, length: int, form: str, budget: float) -> tuple[float, 
   x = jax.random.normal(jax.random.key(1), (1, length, layer.cfg.emb_dim), layer.precision.dtype)
 
   def loss(p, x):
-    out, aux = layer.alone(p, x, jnp.arange(length)[None], Tokens())
+    out, aux = layer.standalone(p, x, jnp.arange(length)[None], Tokens())
     return jnp.sum(out.astype(jnp.float32) ** 2) + aux.get("indexer_loss", 0.0)
 
   step = jax.jit(jax.grad(loss, (0, 1))).lower(p, x).compile()

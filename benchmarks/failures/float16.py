@@ -50,7 +50,7 @@ def mlp_saturation() -> Row:
     return MLP(cfg, HALF)(p, x, ctx), ctx.aux["rescued"]
 
   mine, rescued = jax.jit(counted)(p, x)
-  exact = jax.jit(MLP(cfg, FULL).alone)(p, x)
+  exact = jax.jit(MLP(cfg, FULL).standalone)(p, x)
   error = float(jnp.max(jnp.abs(mine - exact)) / jnp.max(jnp.abs(exact)))
   numbers = {"bad_is_down": float(bad == ["down_proj"]), "cause_is_product": float(cause.op == "mul")}
   numbers |= {"error": error, "finite": finite_share(mine), "rescued": float(rescued)}
@@ -90,8 +90,8 @@ def residual_backward() -> Row:
     return jax.jit(jax.value_and_grad(_residual_loss(norm, mlp, residual), argnums=1))
 
   plain = gradient(_plain_norm, lambda p, x: plain_mlp(p, x)["down_proj"], "float16")
-  ours = gradient(RMSNorm(norm_cfg, HALF), MLP(cfg, HALF).alone, HALF.residual)
-  exact = gradient(RMSNorm(norm_cfg, FULL), MLP(cfg, FULL).alone, "float32")(p, rows, 1.0)[1]
+  ours = gradient(RMSNorm(norm_cfg, HALF), MLP(cfg, HALF).standalone, HALF.residual)
+  exact = gradient(RMSNorm(norm_cfg, FULL), MLP(cfg, FULL).standalone, "float32")(p, rows, 1.0)[1]
   scale = 2.0**15
   (value, theirs), (_, mine) = plain(p, rows, scale), ours(p, rows, scale)
   largest = max(k for k in range(16) if finite_share(plain(p, rows, 2.0**k)[1]) == 1)

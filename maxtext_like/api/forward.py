@@ -209,7 +209,7 @@ def _settle_kernels(weights: "Weights | StepWeights", loaded: "Loaded", batch: d
     device=jax.local_devices()[0],
     cache=loaded.config.logging.compilation_cache_dir,
   )
-  return [f"attention: {use}" for use in uses if use.worth_telling]
+  return [f"attention: {use}" for use in uses if use.is_notable]
 
 
 def evaluator(

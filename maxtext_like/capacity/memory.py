@@ -23,7 +23,7 @@ from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
-from maxtext_like.layers.quantization.quantised import Outline
+from maxtext_like.layers.quantization.quantised import ShapesOnly
 from maxtext_like.layers.remat import offload_under
 from maxtext_like.layers.sharding_rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
@@ -181,7 +181,7 @@ def _scanned(program: TrainProgram) -> Objective:
   """
   decoder, objective = program.model.decoder, program.objective
   if isinstance(objective, Adapted) and objective.base is not None:
-    outline = dataclasses.replace(objective.base, form=Outline(objective.base.form))
+    outline = dataclasses.replace(objective.base, form=ShapesOnly(objective.base.form))
     objective = dataclasses.replace(objective, base=outline)
   return objective.with_decoder(dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, scan_layers=True)))
 

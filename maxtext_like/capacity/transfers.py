@@ -157,11 +157,11 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   forward = (program.step.forward_passes + backward * again) * parts
   rows, size = model.rows // model.ways("batch"), length // ways
   gathered = neighbours = layers = windows = 0
-  lent: dict[str, list[tuple[int, ...]]] = {}
+  shared: dict[str, list[tuple[int, ...]]] = {}
   for layer in model.decoder.layers:
     cfg = layer.cfg.mixer
-    shapes = list(layer.mixer.cache_shapes(length)[1].values()) or lent[getattr(cfg, "borrows", "")]
-    lent |= dict.fromkeys(layer.mixer.lent(), shapes)
+    shapes = list(layer.mixer.cache_shapes(length)[1].values()) or shared[getattr(cfg, "reuses_kv_of", "")]
+    shared |= dict.fromkeys(layer.mixer.shared_kv(), shapes)
     # [K, H] of a token with the heads of this device; latents are whole on all.
     numbers = sum(max(1, s[0] // model.ways("kv_heads")) * s[1] if len(s) == 2 else s[0] for s in shapes)
     images = config.vision.use_multimodal and getattr(cfg, "bidirectional_images", False)

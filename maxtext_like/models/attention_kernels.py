@@ -81,7 +81,7 @@ class KernelUse:
     return f"{self.kernel} in {share}, self-test passed on {self.tested} {when}{more}"
 
   @property
-  def worth_telling(self) -> bool:
+  def is_notable(self) -> bool:
     """True if a run prints it at its start: anything other than the reference kernel."""
     return self.shape is not None or self.kernel != "dot_product"
 
@@ -221,8 +221,8 @@ def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]
   if known is None:
     with jax.default_device(device):
       results = test(shape)
-    known = _told(shape, results)
-  together = _together(known)
+    known = _describe_failures(shape, results)
+  together = _combined(known)
   if results:
     # Do not store the verdict of a kernel that raised an error: the machine may have been out of memory.
     if path is not None and not any(r.raised for r in results):
@@ -231,7 +231,7 @@ def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]
   return together, None
 
 
-def _told(shape: Any, results: list[CaseResult]) -> str:
+def _describe_failures(shape: Any, results: list[CaseResult]) -> str:
   """Describe the failed cases. Cases with the same problem are listed together. Return "" if all passed."""
   failed: dict[str, list[str]] = {}
   for r in results:
@@ -241,7 +241,7 @@ def _told(shape: Any, results: list[CaseResult]) -> str:
   return f"{shape}: {said}" if failed else ""
 
 
-def _together(problem: str) -> str:
+def _combined(problem: str) -> str:
   """Combine the verdicts of all processes. They run one program, so a failure in one process counts for all."""
   if jax.process_count() == 1:
     return problem

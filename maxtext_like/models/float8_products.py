@@ -37,7 +37,7 @@ def require_units(decoder: Decoder, platform: str, capability: str | None = None
     )
 
 
-def in_words(decoder: Decoder) -> str:
+def describe(decoder: Decoder) -> str:
   """Return a line for the banner of a run, or "" if no product is in float8."""
   found, count = layers(decoder), len(decoder.layers)
   if not found:

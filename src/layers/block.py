@@ -26,11 +26,11 @@ class Mixer(Protocol):
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array: ...
   def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case: ...
   def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]: ...
-  def lent(self) -> dict[str, tuple[int, ...]]: ...
+  def shared_kv(self) -> dict[str, tuple[int, ...]]: ...
 
 
 class FeedForward(Protocol):
-  """A layer that works on each position separately: ``MLP``, ``MoE``, ``DenseBesideMoE``.
+  """A layer that works on each position separately: ``MLP``, ``MoE``, ``DenseAndMoE``.
 
   name: key of its parameters in the block's tree. None: its parameters are entries of the block's tree themselves."""
 
@@ -134,7 +134,7 @@ class Block:
     out = self.mixer(p["attention"], normed, ctx)
     x = self._joined(p, x, "post_attention_norm", ctx.tap("attention", out), ctx.tokens.real)
     # Feed-forward layer: norm, work on each position, add to the stream.
-    ctx = ctx.reading(x)
+    ctx = ctx.at_stream(x)
     ffn = self.ffn
     x, normed = self._normed(p, "pre_mlp_norm", x)
     out = ffn(p[ffn.name] if ffn.name else p, normed, ctx)
@@ -147,13 +147,13 @@ class Block:
         x = x * p["layer_scalar"].astype(x.dtype)
     # Report captures and probes, and pass this layer's shared keys and values on in the carry.
     x = ctx.tap("hidden", ctx.tap("residual", x))
-    lent = ctx.aux.pop("lent", {})
-    return carry | {"x": x} | ({"kv": carry["kv"] | lent} if lent else {}), ctx.aux
+    shared = ctx.aux.pop("shared_kv", {})
+    return carry | {"x": x} | ({"kv": carry["kv"] | shared} if shared else {}), ctx.aux
 
   def _normed(self, p: dict, norm: str, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the residual stream, and its normed form that a part of the block reads."""
     with jax.named_scope(norm):
-      return self._norm.beside(p[norm], x_BTD)
+      return self._norm.with_input(p[norm], x_BTD)
 
   def _joined(self, p: dict, x_BTD: jax.Array, norm: str, out_BTD: jax.Array, real_BT: jax.Array | None = None) -> jax.Array:
     """Add the output of a part to the residual stream, in the dtype of the stream. No other code decides this dtype.

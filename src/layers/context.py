@@ -90,7 +90,7 @@ class Context:
     """Return a copy with some attributes replaced and an empty collection, which ``aux`` returns."""
     return replace(self, taps=Taps(), **values)
 
-  def reading(self, stream: jax.Array) -> "Context":
+  def at_stream(self, stream: jax.Array) -> "Context":
     """Return a copy with another residual stream, which adds to the same collection."""
     return replace(self, stream=stream)
 
@@ -110,11 +110,11 @@ class Context:
       self.aux[name] = x
     return x
 
-  def note(self, name: str, value: jax.Array) -> None:
+  def report(self, name: str, value: jax.Array) -> None:
     """Report a statistic, independent of captures. Several values with one name are added."""
     self.aux[name] = self.aux[name] + value if name in self.aux else value
 
-  def remember(self, **new: jax.Array) -> dict[str, jax.Array]:
+  def update_cache(self, **new: jax.Array) -> dict[str, jax.Array]:
     """Return arrays of all tokens so far, [B, S, ...] by name. In generation, store them in the cache for later tokens.
 
     Args:
@@ -132,6 +132,6 @@ class Context:
     self.aux["cache"] = {name: stored(self.cache[name], x, self.step) for name, x in new.items()}
     return {name: joined(self.cache[name], x) for name, x in new.items()}
 
-  def lend(self, name: str, kv: KeysValues) -> None:
+  def share_kv(self, name: str, kv: KeysValues) -> None:
     """Share keys and values with later layers, which find them in ``shared`` under this name."""
-    self.aux["lent"] = self.aux.get("lent", {}) | {name: kv}
+    self.aux["shared_kv"] = self.aux.get("shared_kv", {}) | {name: kv}

@@ -160,9 +160,9 @@ class Decoder:
     return RMSNorm(self.cfg.norm, self.precision)
 
   @functools.cached_property
-  def lent(self) -> dict[str, tuple[int, ...]]:
+  def shared_kv(self) -> dict[str, tuple[int, ...]]:
     """Shapes of the keys and values that layers share, by name, without batch and positions."""
-    return {name: shape for layer in self.layers for name, shape in layer.mixer.lent().items()}
+    return {name: shape for layer in self.layers for name, shape in layer.mixer.shared_kv().items()}
 
   def params(self) -> dict:
     spec: dict[str, Any] = {"embedding": self._embedding.params()}
@@ -306,21 +306,21 @@ class Decoder:
       The carry; the per-layer inputs [L, B, T, P] or None; and aux: captures, and "rescued" if the model has a tower.
     """
     ctx = ctx.collecting()
-    x, tokens, held = self._embed(p, batch, ctx)
+    x, tokens, placeholder = self._embed(p, batch, ctx)
     x = ctx.rules.constrain(x, "batch", "sequence")
     if "hidden" in ctx.capture:
       ctx.tap("hidden.embed", x)
     # Per-layer inputs: bring the axis of layers to the front, so that a stack can slice it.
     per_layer = None
     if self._per_layer:
-      own = ctx.rules.constrain(self._per_layer(p["ple"], tokens, x, held), "batch", "sequence")
+      own = ctx.rules.constrain(self._per_layer(p["ple"], tokens, x, placeholder), "batch", "sequence")
       per_layer = own.transpose(2, 0, 1, 3)
     # Keys and values that layers share are part of the carry, so they need an array from the start.
     carry: Carry = {"x": x}
-    if self.lent:
+    if self.shared_kv:
       B, T = batch["tokens"].shape
-      lengths = {name: T + self._cached(name, cache) for name in self.lent}
-      empty = {name: jnp.zeros((B, lengths[name], *shape), self.precision.dtype) for name, shape in self.lent.items()}
+      lengths = {name: T + self._cached(name, cache) for name in self.shared_kv}
+      empty = {name: jnp.zeros((B, lengths[name], *shape), self.precision.dtype) for name, shape in self.shared_kv.items()}
       empty = {name: ctx.rules.constrain(zeros, "batch", "sequence") for name, zeros in empty.items()}
       carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
     return carry, per_layer, ctx.aux
@@ -363,8 +363,8 @@ class Decoder:
     """
     aux = {}
     for j, layer in enumerate(layers):
-      alone = in_loop and len(s.layers) == 1
-      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, in_loop=in_loop, alone=alone)
+      isolated = in_loop and len(s.layers) == 1
+      carry, aux[f"layer_{j}"] = self.run_layer(s, j, layer, carry, row, ctx, in_loop=in_loop, isolated=isolated)
     return carry, aux
 
   def run_layer(
@@ -377,22 +377,22 @@ class Decoder:
     ctx: Context,
     *,
     in_loop: bool = False,
-    alone: bool = False,
+    isolated: bool = False,
   ) -> tuple[Carry, Aux]:
     """Run layer j of a row with its own precision. The other arguments are as in ``run_row``. Return the carry and aux.
 
-    ``alone``: XLA has no neighbouring computation to merge with the recomputation of this layer (``remat``)."""
+    ``isolated``: XLA has no neighbouring computation to merge with the recomputation of this layer (``remat``)."""
     # The part of the inputs that belongs to this layer.
     own = replace(
       ctx,
       cache=None if row["cache"] is None else row["cache"][f"layer_{j}"],
       per_layer_input=None if row["per_layer"] is None else row["per_layer"][j],
       probes=None if row["probes"] is None else {name: probe[j] for name, probe in row["probes"].items()},
-      kept_apart=alone and keeps(self.cfg.remat_policy, "mlp"),
+      kept_apart=isolated and keeps(self.cfg.remat_policy, "mlp"),
     )
     # Rematerialization wraps the complete layer.
     offload = self.cfg.remat_offload if in_loop else "none"
-    call = remat(layer, self.cfg.remat_policy, alone=alone, offload=offload)
+    call = remat(layer, self.cfg.remat_policy, isolated=isolated, offload=offload)
     with jax.named_scope(f"{s.name}/layer_{j}"):
       carry, aux = call(row["params"][f"layer_{j}"], carry, own)
     carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
@@ -424,30 +424,30 @@ class Decoder:
     """Return the number of cache slots of the layers that share keys and values under this name."""
     for s in self.stacks:
       for j, layer in enumerate(s.layers):
-        if cache is not None and name in layer.mixer.lent():
+        if cache is not None and name in layer.mixer.shared_kv():
           return next(iter(cache[s.name][f"layer_{j}"].values())).shape[2]
     return 0
 
   def _embed(self, p: dict, batch: dict, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return embedded inputs [B, T, D], the looked-up rows, and which tokens are placeholders (None: no token can be one)."""
     tower = self._tower
-    tokens, held = self.cfg.lookup(batch["tokens"])
+    tokens, placeholder = self.cfg.lookup(batch["tokens"])
     if tower is None or "pixel_values" not in batch:
-      return self._embedding(p["embedding"], tokens, held), tokens, held
+      return self._embedding(p["embedding"], tokens, placeholder), tokens, placeholder
     # Images by row [B, M, ...] are sharded like the rows. Images in one list [I, ...] belong to all rows together.
     images = {name: batch[name] for name in ("pixel_values", "image_position_ids") if name in batch}
     by_row = images["pixel_values"].ndim > tower.pixel_rank
     if by_row:
       images = {name: ctx.rules.constrain(x.reshape(-1, *x.shape[2:]), "batch") for name, x in images.items()}
     # Run the tower.
-    wrap = functools.partial(remat, policy=self.cfg.remat_policy, alone=True)
+    wrap = functools.partial(remat, policy=self.cfg.remat_policy, isolated=True)
     features, valid = tower(p["vision"], images["pixel_values"], images.get("image_position_ids"), ctx, wrap=wrap)
     ctx.tap("vision.valid", valid)
     # Embed the text. Gemma 3's image token has a row that is not used, or an id beyond the table, so padding is looked up
     # instead.
     is_image = batch["tokens"] == self.cfg.image_token_id
     tokens = jnp.where(is_image, self.cfg.pad_token_id, tokens)
-    x = self._embedding(p["embedding"], tokens, held)
+    x = self._embedding(p["embedding"], tokens, placeholder)
     # Replace image tokens: the n-th image token of a row (or of the batch, in reading order) gets its n-th valid feature.
     groups = tokens.shape[0] if by_row else 1
     flat = features.reshape(groups, -1, features.shape[-1]).astype(x.dtype)
@@ -455,7 +455,7 @@ class Decoder:
     nth = jnp.cumsum(is_image.reshape(groups, -1), axis=1) - 1
     place = jnp.take_along_axis(order, jnp.clip(nth, 0, flat.shape[1] - 1), axis=1)
     chosen = jnp.take_along_axis(flat, place[..., None], axis=1).reshape(x.shape)
-    return jnp.where(is_image[..., None], chosen, x), tokens, held
+    return jnp.where(is_image[..., None], chosen, x), tokens, placeholder
 
   def _run(self, s: Stack, carry: Carry, rows: dict[str, Any], ctx: Context) -> tuple[Carry, dict[str, Aux]]:
     """Run one stack, scanned or unrolled. Every leaf of aux has a leading axis of ``repeats``."""

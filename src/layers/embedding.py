@@ -41,8 +41,8 @@ class Lookup:
     if not self.placeholders:
       return tokens_BT, None
     # Look up padding instead of placeholders.
-    held_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, jnp.result_type(tokens_BT)), axis=-1)
-    return jnp.where(held_BT, self.padding, tokens_BT), held_BT
+    placeholder_BT = jnp.any(tokens_BT[..., None] == jnp.asarray(self.placeholders, jnp.result_type(tokens_BT)), axis=-1)
+    return jnp.where(placeholder_BT, self.padding, tokens_BT), placeholder_BT
 
   def missing(self, tokens: np.ndarray) -> np.ndarray:
     """Return bool in the shape of tokens: which of them lack a row in some table. On a device these ids would be clamped."""
@@ -55,12 +55,12 @@ class Lookup:
     return f"the vocabulary has ids 0 to {self.vocab_size - 1}"
 
 
-def constant(rows: jax.Array, held_BT: jax.Array | None) -> jax.Array:
+def constant(rows: jax.Array, placeholder_BT: jax.Array | None) -> jax.Array:
   """Return rows [B, T, ...] that send no gradient to the table at placeholders, as ``padding_idx`` of
   ``torch.nn.Embedding``."""
-  if held_BT is None:
+  if placeholder_BT is None:
     return rows
-  return jnp.where(held_BT.reshape(*held_BT.shape, *(1,) * (rows.ndim - 2)), jax.lax.stop_gradient(rows), rows)
+  return jnp.where(placeholder_BT.reshape(*placeholder_BT.shape, *(1,) * (rows.ndim - 2)), jax.lax.stop_gradient(rows), rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +94,18 @@ class Embedding:
     return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, init, contracts=(1,))}
 
   @jax.named_scope("embedding")
-  def __call__(self, p: dict, tokens_BT: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
+  def __call__(self, p: dict, tokens_BT: jax.Array, placeholder_BT: jax.Array | None = None) -> jax.Array:
     """Embed tokens.
 
     Args:
       p: parameters.
       tokens_BT: int32, each below V. JAX clamps larger ids without an error; ``Lookup.missing`` checks them on the host.
-      held_BT: placeholders, see ``constant``.
+      placeholder_BT: placeholders, see ``constant``.
 
     Returns:
       [B, T, D] in the residual dtype.
     """
-    rows = constant(lookup(self.precision, p["table"], tokens_BT), held_BT).astype(self.precision.residual)
+    rows = constant(lookup(self.precision, p["table"], tokens_BT), placeholder_BT).astype(self.precision.residual)
     if self.cfg.scale_by_sqrt_dim:
       # Gemma was trained with sqrt(D) rounded to the dtype of activations: 73.5 in bfloat16 for D = 5376.
       rows = rows * jnp.asarray(self.cfg.emb_dim**0.5, self.precision.dtype).astype(rows.dtype)

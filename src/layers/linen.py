@@ -24,14 +24,14 @@ class Linen(nn.Module):
 
   Attributes:
     layer: a layer object with ``params()`` and a pure ``__call__(params, *args)``. Mixers and feed-forward layers also have
-      ``alone``, which needs no context and is called instead.
+      ``standalone``, which needs no context and is called instead.
   """
 
   layer: Any
 
   @nn.compact
   def __call__(self, *args, **kwargs):
-    """Call the layer (``alone`` if it has that method) with the module's parameters."""
+    """Call the layer (``standalone`` if it has that method) with the module's parameters."""
     spec = self.layer.params()
     # Use existing parameters, or draw them in ``init``.
     given: Any = self.variables.get("params")
@@ -40,14 +40,14 @@ class Linen(nn.Module):
       params = checked(spec, nn.meta.unbox(unfreeze(given)))
     else:
       params = {name: self.param(name, lambda key, s=s: init(s, key, _box)) for name, s in spec.items()}
-    return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
+    return getattr(self.layer, "standalone", self.layer)(params, *args, **kwargs)
 
 
 def _box(p: Param, x: jax.Array):
   return nn.LogicallyPartitioned(x, p.axes)
 
 
-def _face(layer_class):
+def _wrapper(layer_class):
   def make(*args, name: str | None = None, parent: Any = nn.module._unspecified_parent, **kwargs) -> Linen:
     return Linen(layer_class(*args, **kwargs), name=name, parent=parent)
 
@@ -57,17 +57,17 @@ def _face(layer_class):
   return make
 
 
-RMSNorm = _face(norms.RMSNorm)
-LayerNorm = _face(norms.LayerNorm)
-Embedding = _face(embedding.Embedding)
-PerLayerInput = _face(per_layer.PerLayerInput)
-Head = _face(embedding.Head)
-Attention = _face(attention.Attention)
-MLA = _face(mla.MLA)
-Indexer = _face(indexer.Indexer)
-MLP = _face(mlp.MLP)
-Router = _face(moe.Router)
-Experts = _face(moe.Experts)
-MoE = _face(moe.MoE)
-Block = _face(block.Block)
-Decoder = _face(decoder.Decoder)
+RMSNorm = _wrapper(norms.RMSNorm)
+LayerNorm = _wrapper(norms.LayerNorm)
+Embedding = _wrapper(embedding.Embedding)
+PerLayerInput = _wrapper(per_layer.PerLayerInput)
+Head = _wrapper(embedding.Head)
+Attention = _wrapper(attention.Attention)
+MLA = _wrapper(mla.MLA)
+Indexer = _wrapper(indexer.Indexer)
+MLP = _wrapper(mlp.MLP)
+Router = _wrapper(moe.Router)
+Experts = _wrapper(moe.Experts)
+MoE = _wrapper(moe.MoE)
+Block = _wrapper(block.Block)
+Decoder = _wrapper(decoder.Decoder)

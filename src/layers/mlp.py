@@ -102,7 +102,7 @@ class MLP:
       "down": Param((F, D), ("mlp", "embed"), dtype, fan_in(0, gain=self.cfg.output_gain)),
     }
 
-  def alone(self, p: dict, x_BTD: jax.Array) -> jax.Array:
+  def standalone(self, p: dict, x_BTD: jax.Array) -> jax.Array:
     """Run the layer outside a decoder, as a module wrapper does."""
     return self(p, x_BTD, Context.of(x_BTD))
 
@@ -119,7 +119,7 @@ class MLP:
       return checkpoint_name(out_BTD, "output")
 
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down, kept_apart=ctx.kept_apart)
-    ctx.note("rescued", rescued)
+    ctx.report("rescued", rescued)
     return out_BTD
 
 

@@ -33,7 +33,7 @@ class NNX(nnx.Module):
 
   Args:
     layer: a layer object with ``params()`` and a pure ``__call__(params, *args)``. Mixers and feed-forward layers also have
-      ``alone``, which needs no context and is called instead.
+      ``standalone``, which needs no context and is called instead.
     rngs: its stream "params" seeds the arrays. None: the module holds ``jax.ShapeDtypeStruct`` instead of arrays.
   """
 
@@ -47,17 +47,17 @@ class NNX(nnx.Module):
       setattr(self, name, Branch(value) if isinstance(value, dict) else value)
 
   def __call__(self, *args, **kwargs):
-    """Call the layer (``alone`` if it has that method) with the module's parameters."""
+    """Call the layer (``standalone`` if it has that method) with the module's parameters."""
     # Convert the module's state to the plain tree that layers read.
     params = checked(self.layer.params(), nnx.to_pure_dict(nnx.state(self)))
-    return getattr(self.layer, "alone", self.layer)(params, *args, **kwargs)
+    return getattr(self.layer, "standalone", self.layer)(params, *args, **kwargs)
 
 
 def _box(p: Param, x: Any):
   return (nnx.Param if p.trainable else Frozen)(x, out_sharding=p.axes, eager_sharding=False)
 
 
-def _face(layer_class):
+def _wrapper(layer_class):
   def make(*args, rngs: nnx.Rngs | None, **kwargs) -> NNX:
     return NNX(layer_class(*args, **kwargs), rngs=rngs)
 
@@ -68,17 +68,17 @@ def _face(layer_class):
   return make
 
 
-RMSNorm = _face(norms.RMSNorm)
-LayerNorm = _face(norms.LayerNorm)
-Embedding = _face(embedding.Embedding)
-PerLayerInput = _face(per_layer.PerLayerInput)
-Head = _face(embedding.Head)
-Attention = _face(attention.Attention)
-MLA = _face(mla.MLA)
-Indexer = _face(indexer.Indexer)
-MLP = _face(mlp.MLP)
-Router = _face(moe.Router)
-Experts = _face(moe.Experts)
-MoE = _face(moe.MoE)
-Block = _face(block.Block)
-Decoder = _face(decoder.Decoder)
+RMSNorm = _wrapper(norms.RMSNorm)
+LayerNorm = _wrapper(norms.LayerNorm)
+Embedding = _wrapper(embedding.Embedding)
+PerLayerInput = _wrapper(per_layer.PerLayerInput)
+Head = _wrapper(embedding.Head)
+Attention = _wrapper(attention.Attention)
+MLA = _wrapper(mla.MLA)
+Indexer = _wrapper(indexer.Indexer)
+MLP = _wrapper(mlp.MLP)
+Router = _wrapper(moe.Router)
+Experts = _wrapper(moe.Experts)
+MoE = _wrapper(moe.MoE)
+Block = _wrapper(block.Block)
+Decoder = _wrapper(decoder.Decoder)

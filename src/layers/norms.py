@@ -70,12 +70,12 @@ class RMSNorm:
     normed: Any = _rms_norm(self.cfg, dtype or self.precision.dtype, *self._given(p, x), real)
     return normed
 
-  def beside(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def with_input(self, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return x, for other uses, and its normed form. With a kernel, the gradients of both are computed together."""
     if self.cfg.kernel == "xla":
       return x, self(p, x)
     with jax.named_scope("norm"):
-      pair: Any = _beside(self.cfg, self.precision.dtype, *self._given(p, x))
+      pair: Any = _with_input(self.cfg, self.precision.dtype, *self._given(p, x))
       return pair
 
   def _given(self, p: dict, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -121,16 +121,16 @@ _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _beside(cfg: NormConfig, dtype: str, scale: jax.Array, x: jax.Array) -> Any:
+def _with_input(cfg: NormConfig, dtype: str, scale: jax.Array, x: jax.Array) -> Any:
   return x, _rms_norm_fwd(cfg, dtype, scale, x, None)[0]
 
 
-def _beside_fwd(cfg, dtype, scale, x):
+def _with_input_fwd(cfg, dtype, scale, x):
   y, saved = _rms_norm_fwd(cfg, dtype, scale, x, None)
   return (x, y), saved
 
 
-_beside.defvjp(_beside_fwd, lambda cfg, dtype, saved, gs: _by_kernel(cfg, saved, gs[1], gs[0]))
+_with_input.defvjp(_with_input_fwd, lambda cfg, dtype, saved, gs: _by_kernel(cfg, saved, gs[1], gs[0]))
 
 
 def _by_kernel(cfg: NormConfig, saved: Any, g: jax.Array, stream: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

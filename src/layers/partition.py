@@ -66,7 +66,7 @@ gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedWeight:
   """The sharding of a weight that enters shard_map, and the parts of it that are gathered inside.
 
   Attributes:
@@ -86,7 +86,7 @@ class Held:
     axes: tuple[str | None, ...],
     own: Iterable[str],
     of_tokens: Iterable[str],
-  ) -> "Held":
+  ) -> "ShardedWeight":
     """Derive both from the sharding rules.
 
     Args:
@@ -144,7 +144,7 @@ def by_copy(x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, PartitionSpec("data", *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1)))
 
 
-def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def barrier_on_tpus(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """Return the arrays. On a mesh of TPUs, add a barrier so that none of them is used before all are computed.
 
   Without it, XLA for TPUs delays gradients of weights until they are used, and keeps their operands in memory until then. If a
@@ -152,20 +152,20 @@ def together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   return jax.lax.optimization_barrier(arrays) if free_mesh() is not None and on_tpu() else arrays
 
 
-def one_by_one(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def joint_gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Return x and a small weight that multiplies it. On one GPU, a barrier makes both gradients available at the same time.
 
   Without it, XLA delayed the gradients of the adapters of six layers, and kept the cotangents of their hidden units until
   then."""
-  return _one_by_one(x, weight) if on_one_gpu() else (x, weight)
+  return _joint_gradients(x, weight) if on_one_gpu() else (x, weight)
 
 
 @jax.custom_vjp
-def _one_by_one(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _joint_gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
   return x, weight
 
 
-_one_by_one.defvjp(lambda x, weight: ((x, weight), None), lambda _, g: jax.lax.optimization_barrier(g))
+_joint_gradients.defvjp(lambda x, weight: ((x, weight), None), lambda _, g: jax.lax.optimization_barrier(g))
 
 
 def rounded_sum(total: jax.Array, dtype: Any) -> jax.Array:
@@ -213,7 +213,7 @@ repeated.defvjp(
 )
 
 
-def own_zero(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def zero_after(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Return a float32 zero for creating an array to add to, and x. The zero is computed together with x.
 
   XLA merges equal constants. A constant array of zeros would be the same one that other code compares with, for example, and

@@ -50,21 +50,21 @@ class PerLayerInput:
     }
 
   @jax.named_scope("per_layer_input")
-  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, held_BT: jax.Array | None = None) -> jax.Array:
+  def __call__(self, p: dict, tokens_BT: jax.Array, x_BTD: jax.Array, placeholder_BT: jax.Array | None = None) -> jax.Array:
     """Compute the inputs of all layers.
 
     Args:
       p: parameters.
       tokens_BT: int32.
       x_BTD: embedded input.
-      held_BT: placeholders, see ``embedding.constant``.
+      placeholder_BT: placeholders, see ``embedding.constant``.
 
     Returns:
       [B, T, L, P] in ``dtype``.
     """
     c, precision = self.cfg, self.precision
     # The part that depends on the token.
-    rows = constant(lookup(precision, p["table"], tokens_BT), held_BT)
+    rows = constant(lookup(precision, p["table"], tokens_BT), placeholder_BT)
     identity = rows.reshape(*rows.shape[:-1], c.num_layers, c.width) * jnp.asarray(c.width**0.5, precision.dtype)
     # The part that depends on the embedded input, normed in float32.
     context = product(precision, "BTD,DLP->BTLP", x_BTD, p["projection"], out="float32") * c.emb_dim**-0.5
@@ -114,5 +114,5 @@ class PerLayerGate:
     gate = product(self.precision, "BTD,DP->BTP", x_BTD, p["gate"], out="float32", unbounded=True)
     project = lambda hidden: product(self.precision, "BTP,PD->BTD", hidden, p["projection"], out="float32")
     out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, input_BTP, project)
-    ctx.note("rescued", rescued)
+    ctx.report("rescued", rescued)
     return out_BTD

@@ -20,11 +20,11 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
 from maxtext_like.layers.partition import (
   adds_up_whole_weights,
+  barrier_on_tpus,
   in_float32,
   on_one_cpu,
   rounded_sum,
   shared_sums,
-  together,
   vary_alike,
 )
 from maxtext_like.layers.quantization import float8
@@ -416,7 +416,7 @@ def _product_bwd(how, saved, g):
   else:
     dy = dy_of(g)
   dx = how.rounded(of_dx, dx, saved[0].dtype)
-  return together(dx, dy) if of_weight and saved[1].size * 4 >= _LARGE_BYTES else (dx, dy)
+  return barrier_on_tpus(dx, dy) if of_weight and saved[1].size * 4 >= _LARGE_BYTES else (dx, dy)
 
 
 _product.defvjp(_product_fwd, _product_bwd)

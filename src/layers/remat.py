@@ -22,7 +22,7 @@ NAMES: dict[RematPolicy, tuple[str, ...]] = {
 """The checkpoint names that a policy saves. "minimal" saves all other products without batch axes too."""
 
 
-def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload = "none"):
+def remat(function, policy: RematPolicy, *, isolated: bool, offload: RematOffload = "none"):
   """Apply ``jax.checkpoint`` with one of the named policies.
 
   If a layer is the complete body of a scan, XLA cannot merge its recomputation with the forward pass. In other cases it must be
@@ -31,7 +31,7 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
   Args:
     function: (p, carry, ctx) -> any result. Without offloading it may be any function.
     policy: see ``NAMES``.
-    alone: the function is the complete body of a scan, or the caller isolates it from other computations.
+    isolated: the function is the complete body of a scan, or the caller isolates it from other computations.
     offload: saved values that are kept in host memory until the backward pass needs them: the arrays of the carry
       ("layer_inputs"), the values that the policy saves ("kept"), "all" or "none".
 
@@ -50,7 +50,7 @@ def remat(function, policy: RematPolicy, *, alone: bool, offload: RematOffload =
   saved = _kept_on_device(policy) if offload == "none" else _kept_on_host(policy, offload)
   if offload in ("layer_inputs", "all"):
     function = _naming_its_carry(function)
-  return jax.checkpoint(function, policy=saved, prevent_cse=not alone)
+  return jax.checkpoint(function, policy=saved, prevent_cse=not isolated)
 
 
 def keeps(policy: RematPolicy, name: str) -> bool:

@@ -21,15 +21,15 @@ import jax.numpy as jnp
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name
 from maxtext_like.layers.param import Spec
 from maxtext_like.layers.partition import (
+  barrier_on_tpus,
   by_copy,
   on_one_gpu,
-  own_zero,
   repeated,
   rounded_sum,
   rows_of,
-  together,
   vary_alike,
   weight_copies,
+  zero_after,
 )
 from maxtext_like.layers.precision import Precision
 
@@ -58,7 +58,7 @@ class Weight(abc.ABC):
     """Return the weight of one row if the leaves are those of all rows (see ``cuts_rows``)."""
     raise NotImplementedError
 
-  def alone(self) -> "Weight":
+  def own_row(self) -> "Weight":
     """Return the weight with only the leaves of this row."""
     return self
 
@@ -157,7 +157,7 @@ def lookup(precision: Precision, weight: Any, index: jax.Array) -> jax.Array:
   if isinstance(weight, Weight):
     return weight.lookup(precision, index)
   # On TPUs, the barrier avoids a second copy of the table in another layout.
-  (weight,) = together(weight)
+  (weight,) = barrier_on_tpus(weight)
   copies = weight_copies()
   if copies == 1 or index.shape[0] % copies:
     return precision.cast(rows(weight, index))
@@ -182,7 +182,7 @@ def rows(table: jax.Array, index: jax.Array) -> jax.Array:
 
   def backward(index, gradient):
     # Scatter-add the gradients of all positions into a float32 table.
-    zero, gradient = own_zero(gradient.astype(jnp.float32))
+    zero, gradient = zero_after(gradient.astype(jnp.float32))
     total = jnp.broadcast_to(zero, like.shape).at[index].add(gradient)
     return rounded_sum(total, like.dtype), None
 
@@ -205,10 +205,10 @@ def cuts_rows(x: Any) -> bool:
   return isinstance(x, Weight) and x.cuts_rows
 
 
-def alone(weights: Any) -> Any:
+def own_rows(weights: Any) -> Any:
   """Return a tree of weights that hold only the leaves of one row. ``shard_map`` needs this form, because it splits
   leaves."""
-  return jax.tree.map(lambda w: w.alone() if cuts_rows(w) else w, weights, is_leaf=cuts_rows)
+  return jax.tree.map(lambda w: w.own_row() if cuts_rows(w) else w, weights, is_leaf=cuts_rows)
 
 
 @jax.tree_util.register_dataclass

@@ -108,7 +108,7 @@ def test_logits_and_their_table():
 def test_an_outline_of_quantised_weights_is_kept_as_they_are(monkeypatch):
   p = program("qwen3-tiny", "lora_rank=2", "base_weights=nf4", "remat_policy=none", "num_decoder_layers=1")
   outlined = memory.activation_bytes(p)
-  monkeypatch.setattr(memory, "Outline", lambda form: form)
+  monkeypatch.setattr(memory, "ShapesOnly", lambda form: form)
   assert outlined == pytest.approx(memory.activation_bytes(p), abs=1000)
 
 

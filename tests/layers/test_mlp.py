@@ -62,7 +62,8 @@ def test_float16_rescue_changes_no_instruction_of_other_dtypes(dtype, random_par
 
   def text(rescue):
     layer = MLP(CFG, Precision(dtype=dtype, float16_rescue=rescue))
-    return jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(layer.alone(p, x)))).lower(p, jnp.asarray(X, jnp.float32)).as_text()
+    gradient = jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(layer.standalone(p, x))))
+    return gradient.lower(p, jnp.asarray(X, jnp.float32)).as_text()
 
   assert text(True) == text(False)
 
@@ -82,7 +83,7 @@ def test_float16_rescue_changes_no_instruction_of_other_dtypes(dtype, random_par
 )
 def test_dtype_of_the_product_and_the_activation(dtype, flag, expected, random_params):
   layer = MLP(CFG, Precision(dtype=dtype, float32_gate_product=flag))
-  found = list(equations(layer.alone, params(random_params), jnp.asarray(X, jnp.float32)))
+  found = list(equations(layer.standalone, params(random_params), jnp.asarray(X, jnp.float32)))
   # Inside, the activation is float32 always: in bfloat16 its sigmoid would keep 8 bits.
   assert {str(e.outvars[0].aval.dtype) for e in found if e.primitive.name == "logistic"} == {"float32"}
   activations = [e for e in found if "custom_vjp" in e.primitive.name and "logistic" in str(e.params)]
@@ -272,7 +273,7 @@ def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any
 def test_on_gpus_alone_gate_up_and_the_cotangent_are_read_together(platform, reads_together, random_params):
   layer = MLP(CFG, Precision(dtype="bfloat16"))
   mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("any", 1, platform))
-  loss = lambda p: jnp.sum(layer.alone(p, jnp.asarray(X, jnp.bfloat16)).astype(jnp.float32))
+  loss = lambda p: jnp.sum(layer.standalone(p, jnp.asarray(X, jnp.bfloat16)).astype(jnp.float32))
   with jax.sharding.use_abstract_mesh(mesh):
     found = named(jax.grad(loss), random_params(layer.params()), name="optimization_barrier")
   assert len(found) == reads_together

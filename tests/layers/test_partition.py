@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from maxtext_like.layers import partition
 from maxtext_like.layers.param import shardings
-from maxtext_like.layers.partition import Held, on_devices, rows_of, vary
+from maxtext_like.layers.partition import ShardedWeight, on_devices, rows_of, vary
 from maxtext_like.layers.sharding_rules import RULES
 
 MESH = AbstractMesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -73,7 +73,7 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
 
 def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_does():
   rows = PartitionSpec(None, "fsdp")
-  held = Held(rows, ((), ("fsdp",), ()))
+  held = ShardedWeight(rows, ((), ("fsdp",), ()))
 
   def orders(platform, columns=72):
     weight = jax.ShapeDtypeStruct((128, 64, columns), "float32")

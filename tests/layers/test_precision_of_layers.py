@@ -1,4 +1,4 @@
-"""Layers with a precision of their own: parameters stay, scan equals loop equals the layers by hand, caches, faces, remat."""
+"""Layers with their own precision: parameters stay, scan equals loop equals the layers by hand, caches, modules, remat."""
 
 import dataclasses
 import functools
@@ -100,8 +100,8 @@ def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batc
 
   aux = jax.jit(hidden, compiler_options=EXACT)(p)
   carry: dict[str, Any] = {"x": aux["hidden.embed"]}
-  if decoder.lent:
-    carry["kv"] = dict.fromkeys(decoder.lent)
+  if decoder.shared_kv:
+    carry["kv"] = dict.fromkeys(decoder.shared_kv)
   differs = 0
   for i, layer in enumerate(decoder.layers):
     stack, row, name = decoder.locate(i)
@@ -147,13 +147,13 @@ def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_
   assert float(jnp.mean((parts == whole).astype(jnp.float32))) > 0.7
 
 
-def test_faces_run_the_same_layers(mixed, batch):
-  """One program, whichever face is called."""
+def test_module_wrappers_run_the_same_layers(mixed, batch):
+  """One program, with either module wrapper."""
   decoder = mixed("gemma3")
   p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
 
-  def program(face):
-    return str(jax.make_jaxpr(lambda p, b: make_apply(decoder, face)(p, b)[0])(p, batch))
+  def program(api):
+    return str(jax.make_jaxpr(lambda p, b: make_apply(decoder, api)(p, b)[0])(p, batch))
 
   assert program("linen") == program("nnx") == program("plain")
 
@@ -187,8 +187,8 @@ def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(fam
       p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), layer.params())
       x = jax.ShapeDtypeStruct((2, 9, 20), layer.precision.residual)
       carry: dict[str, Any] = {"x": x}
-      if decoder.lent:
-        kv = {n: jax.ShapeDtypeStruct((2, 9, *shape), dtype) for n, shape in decoder.lent.items()}
+      if decoder.shared_kv:
+        kv = {n: jax.ShapeDtypeStruct((2, 9, *shape), dtype) for n, shape in decoder.shared_kv.items()}
         carry["kv"] = {name: (a, a) for name, a in kv.items()}
       inputs = jax.ShapeDtypeStruct((2, 9, 7), dtype) if decoder.cfg.per_layer_input else None
       return str(jax.make_jaxpr(lambda p, c, t: layer(p, c, dataclasses.replace(ctx, per_layer_input=t)))(p, carry, inputs))

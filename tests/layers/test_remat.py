@@ -13,19 +13,19 @@ X, W = jnp.ones((3, 5)), jnp.ones((5, 5))
 
 def layer(p, carry, ctx):
   """A product of another name after each name that layers give, and what two layers share."""
-  x, lent = carry["x"], carry["lent"]
+  x, shared = carry["x"], carry["shared"]
   for name in (PRODUCT, "attention", "output", "mlp"):
     x = jnp.sin(checkpoint_name(jnp.einsum("td,de->te", jnp.cos(x), p), name)) * ctx
-  return {"x": x * jnp.tanh(lent), "lent": lent}
+  return {"x": x * jnp.tanh(shared), "shared": shared}
 
 
 def kept(policy, offload):
   """How many arrays of tokens wait on the device and in the host's memory."""
   found = []
 
-  def step(p, x, lent, ctx):
-    call = remat(layer, policy, alone=True, offload=offload)
-    _, pull = jax.vjp(lambda p, x, lent: call(p, {"x": x * 2, "lent": lent * 3}, ctx)["x"], p, x, lent)
+  def step(p, x, shared, ctx):
+    call = remat(layer, policy, isolated=True, offload=offload)
+    _, pull = jax.vjp(lambda p, x, shared: call(p, {"x": x * 2, "shared": shared * 3}, ctx)["x"], p, x, shared)
     found.extend(jax.typeof(a) for a in jax.tree.leaves(pull) if a.shape == X.shape)
     return pull
 
@@ -40,7 +40,7 @@ COUNTS = {"full": 0, "save_attention": 1, "save_outputs": 1, "save_mlp": 2, "min
 
 @pytest.mark.parametrize("policy", COUNTS)
 def test_what_a_policy_keeps_lies_where_offload_says(policy):
-  names, inputs = COUNTS[policy], 2  # the stream and what is lent
+  names, inputs = COUNTS[policy], 2  # the stream and what is shared
   assert kept(policy, "none") == (inputs + names, 0)
   assert kept(policy, "layer_inputs") == (names, inputs)
   assert kept(policy, "kept") == (inputs, names)
@@ -50,4 +50,4 @@ def test_what_a_policy_keeps_lies_where_offload_says(policy):
 
 def test_nothing_is_offloaded_of_what_no_policy_names():
   with pytest.raises(ValueError, match="remat_offload all with remat_policy none"):
-    remat(layer, "none", alone=True, offload="all")
+    remat(layer, "none", isolated=True, offload="all")

@@ -230,9 +230,9 @@ def test_long_rows_say_that_they_go_in_blocks():
   for model in ("deepseek3-tiny", "gemma4-tiny"):
     _, uses, _ = decide(GOOD, attention="dot_product", model=model, length=600)
     assert [str(use) for use in uses] == [f"blockwise in {uses[0].of} of {uses[0].of} layers"]
-    assert uses[0].worth_telling
+    assert uses[0].is_notable
   _, uses, _ = decide(GOOD, attention="dot_product", length=512)
-  assert not uses[0].worth_telling
+  assert not uses[0].is_notable
 
 
 def test_a_kernel_that_is_more_exact_than_a_flag_asks_is_told():

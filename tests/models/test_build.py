@@ -91,7 +91,7 @@ def test_gemma4_attention():
     assert c.layer_scalar
     assert not c.norm.scale_plus_one
     assert not c.mixer.norm.scale_plus_one
-    assert (c.mixer.lends, c.mixer.borrows) == (None, None)
+    assert (c.mixer.shares_kv_as, c.mixer.reuses_kv_of) == (None, None)
 
 
 @pytest.mark.parametrize(("name", "first", "width"), [("gemma4-e2b", 15, 12288), ("gemma4-e4b", 24, 10240)])
@@ -99,13 +99,13 @@ def test_gemma4_shares_keys_and_values(name, first, width):
   decoder = decoder_of(name)
   for i, layer in enumerate(decoder.layers):
     c = layer.cfg
-    assert (c.mixer.borrows is not None) == (i >= first)
+    assert (c.mixer.reuses_kv_of is not None) == (i >= first)
     assert ("k" in layer.params()["attention"]) == (i < first)
-    assert (c.mixer.borrows or c.mixer.lends) == ("sliding" if c.mixer.window else "global")
+    assert (c.mixer.reuses_kv_of or c.mixer.shares_kv_as) == ("sliding" if c.mixer.window else "global")
     assert c.per_layer.width == 256
     assert c.ffn.mlp_dim == (width if i >= first else {"gemma4-e2b": 6144, "gemma4-e4b": 10240}[name])
   kv_heads = decoder.layers[0].cfg.mixer.num_kv_heads
-  assert decoder.lent == {"sliding": (kv_heads, 256), "global": (kv_heads, 512)}
+  assert decoder.shared_kv == {"sliding": (kv_heads, 256), "global": (kv_heads, 512)}
   table = decoder.params()["ple"]["table"]
   assert table.shape == (262144, len(decoder.layers) * 256)
 

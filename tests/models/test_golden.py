@@ -1,4 +1,4 @@
-"""Every golden text case: our numbers against transformers', scan on and off, through both faces, in three dtypes."""
+"""Every golden text case: our numbers against transformers', scan on and off, through both module wrappers, in three dtypes."""
 
 import dataclasses
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_gradients(computed: tuple[Case, dict[str, dict[str, np.ndarray]]]):
 )
 def test_both_faces_give_bitwise_the_same(name: str):
   case = Case(name)
-  linen, nnx = (case.compute(["base"], f"module_api={face}")["base"] for face in ("linen", "nnx"))
+  linen, nnx = (case.compute(["base"], f"module_api={api}")["base"] for api in ("linen", "nnx"))
   assert linen.keys() == nnx.keys()
   for key in linen:
     np.testing.assert_array_equal(linen[key], nnx[key], err_msg=key)

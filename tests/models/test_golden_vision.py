@@ -184,9 +184,9 @@ def test_both_forms_agree_in_16_bits(name: str):
   assert rms(on - off) < 0.01 * rms(on)
 
 
-@pytest.mark.slow  # tests/layers and test_golden.py compare the faces too
+@pytest.mark.slow  # tests/layers and test_golden.py compare the module wrappers too
 def test_both_faces_give_bitwise_the_same():
-  linen, nnx = (base("gemma4_vision_small", f"module_api={face}") for face in ("linen", "nnx"))
+  linen, nnx = (base("gemma4_vision_small", f"module_api={api}") for api in ("linen", "nnx"))
   for key in linen:
     np.testing.assert_array_equal(linen[key], nnx[key], err_msg=key)
 

@@ -91,13 +91,13 @@ def test_a_tpu_and_an_old_gpu_are_refused():
 
 
 def test_the_start_says_which_products():
-  assert float8_products.in_words(decoder("gemma4-tiny")) == ""
+  assert float8_products.describe(decoder("gemma4-tiny")) == ""
   words = "products by weights of attention and MLP in float8 (e4m3, gradients e5m2)"
-  assert float8_products.in_words(decoder("gemma4-tiny", *FLOAT8)) == words
-  assert float8_products.in_words(decoder("gemma4-moe-tiny", *FLOAT8)) == f"{words}, routed experts excepted"
+  assert float8_products.describe(decoder("gemma4-tiny", *FLOAT8)) == words
+  assert float8_products.describe(decoder("gemma4-moe-tiny", *FLOAT8)) == f"{words}, routed experts excepted"
   some = decoder("gemma4-tiny", "layer_precision=[1-2 matmul_dtype=float8]")
   assert float8_products.layers(some) == (1, 2)
-  assert f" in 2 of {len(some.layers)} layers" in float8_products.in_words(some)
+  assert f" in 2 of {len(some.layers)} layers" in float8_products.describe(some)
 
 
 def test_flops_are_counted_as_before_and_bound_by_both_peaks():

@@ -157,16 +157,16 @@ class Sizes:
     self.put(place, "q", bounds.through(x, p.columns("q"), self.u))
     assert c.norm is not None, "the bound of the scores is that of normed queries and keys"
     q_scale = p.scale("q_norm", plus_one=c.norm.scale_plus_one)
-    if c.borrows:
-      k_scale, values = self.donors[c.borrows]
+    if c.reuses_kv_of:
+      k_scale, values = self.donors[c.reuses_kv_of]
     else:
       k = self.put(place, "k", bounds.through(x, p.columns("k"), self.u))
       k_scale = p.scale("k_norm", plus_one=c.norm.scale_plus_one)
       values = k if c.value_is_key else self.put(place, "v", bounds.through(x, p.columns("v"), self.u))
       if c.value_norm:
         values = bounds.heads(bounds.normed(np.ones(c.head_dim), self.u), c.num_kv_heads)
-      if c.lends:
-        self.donors[c.lends] = (k_scale, values)
+      if c.shares_kv_as:
+        self.donors[c.shares_kv_as] = (k_scale, values)
     bound, std = bounds.normed_scores(q_scale, k_scale, self.u, roundings=2 if c.norm.round_before_scale else 1)
     self.put_scores(place, bound, np.array([std]), c.scale, heads=c.num_query_heads, soft_cap=c.soft_cap)
     group = c.num_query_heads // c.num_kv_heads

@@ -12,7 +12,7 @@ from maxtext_like.analysis.risk.parameters import Parameters
 from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe.dense_and_moe import DenseBesideMoEConfig
+from maxtext_like.layers.moe.dense_and_moe import DenseAndMoEConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision.gemma3 import SiglipConfig
 
@@ -21,7 +21,7 @@ def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Sig
   """Bound a layer of Gemma 3 or 4. Both parts are normed before they are added to the residual stream."""
   c, plus_one, u_residual = layer.cfg, layer.cfg.norm.scale_plus_one, sizes.u_residual
   assert isinstance(c.mixer, AttentionConfig)
-  assert isinstance(c.ffn, MLPConfig | DenseBesideMoEConfig)
+  assert isinstance(c.ffn, MLPConfig | DenseAndMoEConfig)
   mlp = c.ffn if isinstance(c.ffn, MLPConfig) else c.ffn.mlp
 
   def post(name: str, *keys: str) -> Signal:

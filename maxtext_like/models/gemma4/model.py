@@ -9,7 +9,7 @@ from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe.dense_and_moe import DenseBesideMoEConfig
+from maxtext_like.layers.moe.dense_and_moe import DenseAndMoEConfig
 from maxtext_like.layers.moe.moe import MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.per_layer import PerLayerGateConfig, PerLayerInputConfig
@@ -50,8 +50,8 @@ def _attention(m: Config, kind: LayerType, shared: bool, kernel: Choice, platfor
     value_norm=True,
     value_is_key=m.share_kv_projections and kind == "global",
     # Every layer with its own keys and values shares them, so later layers reuse those of the last layer of their type.
-    lends=kind if m.num_kv_shared_layers and not shared else None,
-    borrows=kind if shared else None,
+    shares_kv_as=kind if m.num_kv_shared_layers and not shared else None,
+    reuses_kv_of=kind if shared else None,
     bidirectional_images=m.use_bidirectional_image_attn and kind == "sliding",
     kernel=kernel,
     platform=platform,
@@ -97,7 +97,7 @@ def decoder(m: Config, precision: Precision, kernel: Choice, platform: str) -> t
     mlp = MLPConfig(emb_dim=m.emb_dim, mlp_dim=width, activation=m.mlp_activation)
     cfg = BlockConfig(
       mixer=_attention(m, kind, shared, kernel, platform),
-      ffn=DenseBesideMoEConfig(mlp=mlp, moe=moe, norm=norm) if moe else mlp,
+      ffn=DenseAndMoEConfig(mlp=mlp, moe=moe, norm=norm) if moe else mlp,
       norm=norm,
       sandwich=True,
       per_layer=per_layer_gate,

@@ -16,7 +16,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.attention import context_parallel
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.moe.router_losses import LOSS, Z_LOSS
-from maxtext_like.layers.partition import on_one_gpu, own_zero
+from maxtext_like.layers.partition import on_one_gpu, zero_after
 from maxtext_like.models.model import Model, Shapes
 from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.objective import Aux
@@ -249,7 +249,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
         (dx,) = pull_back(jnp.full(2, cotangent))
       return (terms + part, head_sum), dx
 
-    zero, x_BTD = own_zero(x_BTD)
+    zero, x_BTD = zero_after(x_BTD)
     zeros = jax.tree.map(lambda w: jnp.broadcast_to(zero, w.shape), head) if trained else None
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:

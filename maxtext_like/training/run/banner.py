@@ -62,13 +62,13 @@ def introduction(program: TrainProgram, run: str, need: memory.MemoryEstimate, l
   if (base := program.model.base) is not None:
     names = sorted({".".join(path[2:] or path) for path in base.weights})  # without stack and layer
     lines.append(f"base    {base.form.name}: {', '.join(names)}; the rest {p.weight_dtype}")
-  if any(use.worth_telling for use in program.model.kernels):
+  if any(use.is_notable for use in program.model.kernels):
     lines += [f"kernel  {use}" for use in program.model.kernels]
   if (grouped := program.model.grouped_product) is not None:
     lines.append(f"kernel  {grouped}")
   if program.model.norms:
     lines.append(f"kernel  {program.model.norms}")
-  if low := float8_products.in_words(program.model.decoder):
+  if low := float8_products.describe(program.model.decoder):
     lines.append(f"kernel  {low}")
   return "\n".join(lines)
 

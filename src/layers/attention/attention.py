@@ -36,8 +36,8 @@ class AttentionConfig:
     value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
     qkv_bias, o_bias: biases on q, k and v, and on the output.
     query_gain, output_gain: factors on the initial values of queries and of the output projection.
-    lends: name under which later layers reuse the keys and values of this layer; None: no other layer uses them.
-    borrows: name of the keys and values of an earlier layer that this layer reuses; it then projects only q and the output.
+    shares_kv_as: name under which later layers reuse the keys and values of this layer; None: no other layer uses them.
+    reuses_kv_of: name of the keys and values of an earlier layer that this layer reuses; it projects only q and the output.
       None: it projects its own keys and values.
     bidirectional_images: tokens of one image see each other in this layer.
     kernel: the kernel that the configuration selects.
@@ -61,8 +61,8 @@ class AttentionConfig:
   o_bias: bool = False
   query_gain: float = 1.0
   output_gain: float = 1.0
-  lends: str | None = None
-  borrows: str | None = None
+  shares_kv_as: str | None = None
+  reuses_kv_of: str | None = None
   bidirectional_images: bool = False
   kernel: Choice = "auto"
   platform: str = "cpu"
@@ -87,9 +87,10 @@ class AttentionConfig:
       raise ValueError(f"attention: the norm of q and k is for {self.norm.dim} numbers, but head_dim={self.head_dim}")
     if self.value_norm and self.norm is None:
       raise ValueError("attention: value_norm is set, but v is normed in the same way as q and k, and norm is None")
-    if self.lends and self.borrows:
+    if self.shares_kv_as and self.reuses_kv_of:
       raise ValueError(
-        f"attention: the layer reuses the keys and values {self.borrows!r}, so it cannot share its own as {self.lends!r}"
+        f"attention: the layer reuses the keys and values {self.reuses_kv_of!r}, so it has none to share as "
+        f"{self.shares_kv_as!r}"
       )
 
   @property
@@ -115,7 +116,7 @@ class Attention:
     D, N, K, H = c.emb_dim, c.num_query_heads, c.num_kv_heads, c.head_dim
     # Names and logical axes of the projected heads.
     heads = {"q": (N, "heads")}
-    if not c.borrows:
+    if not c.reuses_kv_of:
       heads["k"] = (K, "kv_heads")
       if not c.value_is_key:
         heads["v"] = (K, "kv_heads")
@@ -141,12 +142,12 @@ class Attention:
 
     There are no arrays if the layer reuses the keys and values of another layer."""
     c = self.cfg
-    shapes = {} if c.borrows else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
+    shapes = {} if c.reuses_kv_of else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
     return capacity(c.window, length), shapes
 
-  def lent(self) -> dict[str, tuple[int, ...]]:
+  def shared_kv(self) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the keys and values that later layers reuse, by name, without batch and positions."""
-    return {self.cfg.lends: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.lends else {}
+    return {self.cfg.shares_kv_as: (self.cfg.num_kv_heads, self.cfg.head_dim)} if self.cfg.shares_kv_as else {}
 
   def case(self, length: int, *, images: bool, documents: bool = False, context: int = 1) -> Case:
     """Describe the computation that a kernel must support.
@@ -194,7 +195,7 @@ class Attention:
       v_BTKH = RMSNorm(replace(c.norm, with_scale=False), self.precision)({}, v_BTKH)
     return self._positioned(p, "k", heads["k"], table), v_BTKH
 
-  def alone(
+  def standalone(
     self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens(), kv: KeysValues | None = None
   ) -> tuple[jax.Array, KeysValues]:
     """Run the layer outside a decoder, as a module wrapper does. Return the output and the keys and values, both [B, T, K, H].
@@ -203,7 +204,7 @@ class Attention:
       p, x_BTD, positions, tokens: as in ``__call__`` and its context.
       kv: keys and values of an earlier layer, if this layer reuses them.
     """
-    shared = {} if kv is None or not self.cfg.borrows else {self.cfg.borrows: kv}
+    shared = {} if kv is None or not self.cfg.reuses_kv_of else {self.cfg.reuses_kv_of: kv}
     out_BTD, kv = self._attend(p, x_BTD, Context(positions, tokens, shared=shared))
     return zeroed(out_BTD, tokens.real), kv
 
@@ -223,8 +224,8 @@ class Attention:
       ValueError: the context does not contain the keys and values that the layer reuses.
     """
     out, kv = self._attend(p, x_BTD, ctx)
-    if self.cfg.lends:
-      ctx.lend(self.cfg.lends, kv)
+    if self.cfg.shares_kv_as:
+      ctx.share_kv(self.cfg.shares_kv_as, kv)
     return out
 
   @jax.named_scope("attention")
@@ -234,16 +235,16 @@ class Attention:
     heads = self._heads(p, x_BTD)
     q_BTNH = self._positioned(p, "q", heads["q"], table)
     # Keys and values: those of an earlier layer, or this layer's own. In generation they include the cached ones.
-    if c.borrows:
-      kv = ctx.shared.get(c.borrows)
+    if c.reuses_kv_of:
+      kv = ctx.shared.get(c.reuses_kv_of)
       if kv is None:
         raise ValueError(
-          f"attention: the layer reuses the keys and values {c.borrows!r} of an earlier layer, but the context has only "
+          f"attention: the layer reuses the keys and values {c.reuses_kv_of!r} of an earlier layer, but the context has only "
           f"{sorted(ctx.shared)}"
         )
     else:
       k, v = self._keys_and_values(p, heads, table)
-      held = ctx.remember(k=k, v=v)
+      held = ctx.update_cache(k=k, v=v)
       kv = held["k"], held["v"]
     # Attend. Generation uses the cached mask and the unfused kernel; other passes use the kernel that fits the case.
     if ctx.step is not None:

@@ -25,10 +25,10 @@ from maxtext_like.layers.kernels.attention.dot_product import dot_product_attent
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import Held, axes_of, free_mesh, on_devices, repeated, vary
+from maxtext_like.layers.partition import ShardedWeight, axes_of, free_mesh, on_devices, repeated, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.sharding_rules import Rules
-from maxtext_like.layers.weight import Rounded, Weight, alone, product, rows, values
+from maxtext_like.layers.weight import Rounded, Weight, own_rows, product, rows, values
 
 Axes = tuple[str, ...]
 
@@ -173,7 +173,7 @@ class MLA:
     shapes = {"latent": (c.kv_lora_rank,), "k_rope": (c.rope_dim,)}
     return length, shapes | ({"index_k": (c.indexer.head_dim,)} if c.indexer else {})
 
-  def lent(self) -> dict[str, tuple[int, ...]]:
+  def shared_kv(self) -> dict[str, tuple[int, ...]]:
     """Shapes of keys and values that later layers reuse: none for this layer."""
     return {}
 
@@ -224,7 +224,7 @@ class MLA:
       return 0
     gathers = self.may_gather(kv_b, length)
     keys = lambda seen: indexer.topk if gathers and c.gathers(seen) else seen
-    return sum(count * keys(seen) for count, seen in sparse_attention_tiles.stretches(length, parts))
+    return sum(count * keys(seen) for count, seen in sparse_attention_tiles.loop_sizes(length, parts))
 
   def tile_bytes(self, rows: int, length: int, heads: int, kv_b: Any, parts: int = 1) -> int:
     """Return the bytes that the backward pass of one tile (``sparse_attention_tiles``) needs in addition to its arguments.
@@ -252,9 +252,9 @@ class MLA:
       width = c.nope_dim + c.rope_dim + c.value_dim
       return tile * (indexer.num_heads + 2 * heads) * seen + heads * width * seen
 
-    return 4 * rows * max(floats(seen) for _, seen in sparse_attention_tiles.stretches(length, parts))
+    return 4 * rows * max(floats(seen) for _, seen in sparse_attention_tiles.loop_sizes(length, parts))
 
-  def alone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
+  def standalone(self, p: dict, x_BTD: jax.Array, positions: jax.Array, tokens: Tokens = Tokens()) -> tuple[jax.Array, Aux]:
     """Run the layer outside a decoder, as a module wrapper does. Return the output and all values that it reports."""
     ctx = Context(positions, tokens, capture=frozenset(CAPTURES)).collecting()
     return zeroed(self(p, x_BTD, ctx), tokens.real), ctx.aux
@@ -285,7 +285,7 @@ class MLA:
       queries["index_q"], queries["index_weights"] = indexer.queries(p["indexer"], x_BTD, q_latent, ctx.positions)
       keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
     # In generation, add the cached entries.
-    keys = ctx.remember(**keys)
+    keys = ctx.update_cache(**keys)
     named, wanted = False, "indexer" in ctx.capture
     # Attend. There are four cases: generation, rows split over devices, an indexer, and plain attention with a kernel.
     if ctx.step is not None:
@@ -308,7 +308,7 @@ class MLA:
     if indices is not None:
       ctx.tap("indexer.topk_idx", indices)
     if loss is not None:
-      ctx.note("indexer_loss", loss)
+      ctx.report("indexer_loss", loss)
     if not named:
       out_BTNV = checkpoint_name(out_BTNV, "attention")
     out = product(self.precision, "BTNV,NVD->BTD", out_BTNV, p["o"], out=self.precision.branch_dtype, large=True)
@@ -447,10 +447,10 @@ class MLA:
     tokens_on = tuple(a for entry in rows for a in axes_of(entry))
     heads_on = axes_of(place[2]) if len(place) > 2 else ()
     # A quantised or adapted weight is replicated. A plain one stays split over heads, and is gathered over other axes.
-    held = Held(PartitionSpec())
+    held = ShardedWeight(PartitionSpec())
     if plain:
       own = ("heads",) if heads_on else ()
-      held = Held.of(rules, mesh, kv_b.shape, self.params()["kv_b"].axes, own, tokens_on)
+      held = ShardedWeight.of(rules, mesh, kv_b.shape, self.params()["kv_b"].axes, own, tokens_on)
     part = context_parallel.Part(axes_of(rows[1]))
 
     def on_device(kv_b, queries, keys, tokens):
@@ -467,4 +467,4 @@ class MLA:
 
     of_queries = {name: place if name == "q" else rows for name in queries}
     specs = (held.spec, of_queries, rows, rows)
-    return on_devices(on_device, mesh, specs, (place, rows, PartitionSpec()))(alone(kv_b), queries, keys, tokens)
+    return on_devices(on_device, mesh, specs, (place, rows, PartitionSpec()))(own_rows(kv_b), queries, keys, tokens)

@@ -22,7 +22,7 @@ from maxtext_like.layers.attention.masks import Keys, Tokens, attention_mask
 TILE = 256  # queries per tile. With fewer, moving keys and their gradients costs more than scores. Shorter rows are one tile
 # Loops over tiles. All tiles of a loop use the keys of its last tile, which are 25 % more pairs than needed. More loops would
 # need fewer pairs, but each loop is compiled separately.
-STRETCHES = 4
+LOOPS = 4
 CHOSEN = "chosen keys"
 
 Arrays = dict[str, jax.Array]
@@ -71,7 +71,7 @@ def over_queries(
   all_parts: Any = jax.tree.map(lambda x: cut(x, tile), (queries, tokens))
   found = []
   # One loop for each group of tiles. Its body is rematerialized except for the selected keys.
-  for begin, end in _stretches(count, known):
+  for begin, end in _loops(count, known):
     last = min(S, int(where.first) + min(end * tile, T)) if known else S
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(CHOSEN))
@@ -97,19 +97,19 @@ def _read(x: jax.Array, summed: jax.Array) -> Any:
 _read.defvjp(lambda x, summed: (x, None), lambda _, g: (None, g.astype(jnp.float32)))
 
 
-def stretches(length: int, parts: int = 1) -> list[tuple[int, int]]:
+def loop_sizes(length: int, parts: int = 1) -> list[tuple[int, int]]:
   """Return (queries, keys) for each loop over tiles of a row that ``parts`` devices share.
 
   Every tile uses all keys if the row is split, because the visible keys are then only known at run time."""
   if parts > 1:
     return [(length, length)]
-  ends = [min(end * TILE, length) for _, end in _stretches(-(-length // TILE), True)]
+  ends = [min(end * TILE, length) for _, end in _loops(-(-length // TILE), True)]
   return [(end - begin, end) for begin, end in itertools.pairwise([0, *ends])]
 
 
-def _stretches(count: int, known: bool) -> list[tuple[int, int]]:
+def _loops(count: int, known: bool) -> list[tuple[int, int]]:
   """Return the first tile and the one after the last of each loop over ``count`` tiles."""
-  size = -(-count // STRETCHES) if known else count
+  size = -(-count // LOOPS) if known else count
   return [(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 

@@ -16,16 +16,16 @@ from maxtext_like.layers.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseBesideMoEConfig:
+class DenseAndMoEConfig:
   """Settings of the MLP, of the experts, and of the norms of both outputs and of the experts' input."""
 
   mlp: MLPConfig
   moe: MoEConfig
   norm: NormConfig
 
-  def layer(self, precision: Precision) -> "DenseBesideMoE":
+  def layer(self, precision: Precision) -> "DenseAndMoE":
     """Return the layer with this configuration."""
-    return DenseBesideMoE(self, precision)
+    return DenseAndMoE(self, precision)
 
   @property
   def experts(self) -> MoEConfig:
@@ -34,12 +34,12 @@ class DenseBesideMoEConfig:
 
 
 @dataclass(frozen=True)
-class DenseBesideMoE:
+class DenseAndMoE:
   """norm(mlp(x)) + norm(moe(norm(stream))). The router has its own norm and reads the residual stream."""
 
   name: ClassVar[str | None] = None  # its parameters are entries of the block's tree
 
-  cfg: DenseBesideMoEConfig
+  cfg: DenseAndMoEConfig
   precision: Precision
 
   def params(self) -> dict:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.partition import Held, Mesh, axes_of, vary, varying_axes
+from maxtext_like.layers.partition import Mesh, ShardedWeight, axes_of, vary, varying_axes
 from maxtext_like.layers.sharding_rules import Rules
 from maxtext_like.layers.weight import Weight
 
@@ -60,7 +60,7 @@ class Layout:
   """
 
   tokens: PartitionSpec
-  weights: Mapping[str, Held]
+  weights: Mapping[str, ShardedWeight]
   experts: Axes
   travel: bool
   partial: Axes
@@ -105,9 +105,9 @@ class Layout:
     hidden = () if set(hidden) & set(of_tokens) else hidden
     if plain:
       own = {"expert", *(("mlp",) if hidden else ())}
-      held = {name: Held.of(rules, mesh, q.shape, q.axes, own, of_tokens) for name, q in spec.items()}
+      held = {name: ShardedWeight.of(rules, mesh, q.shape, q.axes, own, of_tokens) for name, q in spec.items()}
     else:
-      held = dict.fromkeys(spec, Held(PartitionSpec(experts or None)))
+      held = dict.fromkeys(spec, ShardedWeight(PartitionSpec(experts or None)))
     travel = bool(experts) and all(shared)
     return cls(
       tokens=tokens,

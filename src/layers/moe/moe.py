@@ -24,7 +24,7 @@ from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import as_stored, by_token, free_mesh, in_float32, on_devices, vary
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.sharding_rules import RULES, Rules
-from maxtext_like.layers.weight import Groups, alone, cast, product
+from maxtext_like.layers.weight import Groups, cast, own_rows, product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ class Experts:
 
     tokens = layout.tokens
     specs = ({name: held.spec for name, held in layout.weights.items()}, tokens, tokens, tokens)
-    return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(alone(p), x_BTD, weights, experts)
+    return on_devices(on_device, mesh, specs, (tokens, PartitionSpec()))(own_rows(p), x_BTD, weights, experts)
 
   def _on_device(self, p, x_BTD, weights, experts, by, layout: Layout | None = None):
     """Compute the weighted sum for the tokens of one device, which has all experts or those that the layout assigns to it."""
@@ -360,7 +360,7 @@ class MoE:
       spec["shared"] = self._shared.params()
     return spec
 
-  def alone(
+  def standalone(
     self, p: dict, x_BTD: jax.Array, router_input: jax.Array | None = None, real: jax.Array | None = None
   ) -> tuple[jax.Array, Aux]:
     """Run the layer outside a decoder, as a module wrapper does. Return the output, all reported values and the router's
@@ -398,9 +398,9 @@ class MoE:
     # Route, and run the experts.
     c = self.cfg
     read = x_BTD if router_input is None else router_input
-    weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), alone(p["router"]), read)
+    weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), own_rows(p["router"]), read)
     out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
-    ctx.note("rescued", rescued)
+    ctx.report("rescued", rescued)
     # Shared experts.
     if c.shared_experts:
       with jax.named_scope("shared_experts"):
@@ -410,10 +410,10 @@ class MoE:
     counts = jnp.ones(experts.shape[:2], jnp.float32) if ctx.real is None else ctx.real.astype(jnp.float32)
     total = jnp.maximum(jnp.sum(counts), 1.0)
     chosen = jnp.sum(jax.nn.one_hot(experts, c.num_experts, dtype=jnp.float32), axis=2)
-    ctx.note("moe_load", jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok))
+    ctx.report("moe_load", jnp.einsum("BTE,BT->E", chosen, counts) / (total * c.num_experts_per_tok))
     probs, counted = routing.get("balanced", (routing["probs"], experts))
     for name, value in load_balance.statistics(c.losses, counts, probs, counted, routing.get("logits")).items():
-      ctx.note(name, value)
+      ctx.report(name, value)
     ctx.tap("router.scores", routing["scores"])
     ctx.tap("router.topk_weights", weights)
     ctx.tap("router.topk_idx", experts)

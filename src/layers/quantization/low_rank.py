@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.dropout import Dropout
 from maxtext_like.layers.param import Param, constant, fan_in, stack
-from maxtext_like.layers.partition import one_by_one
+from maxtext_like.layers.partition import joint_gradients
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.weight import Equation, Groups, Weight, cast, lookup, product, values
 
@@ -147,9 +147,9 @@ class LowRank(Weight):
     scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)
     with jax.named_scope("lora"):
       seen = x if self.dropout is None else self.dropout(x)
-      seen, a = one_by_one(seen, self.a)
+      seen, a = joint_gradients(seen, self.a)
       low = product(precision, f"{e.x},{group}{summed}r->{inner}", seen, a, groups=groups, **wide) * scale
-      low, b = one_by_one(low, self.b)
+      low, b = joint_gradients(low, self.b)
       added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, b, **given)
     total = product(precision, equation, x, self.base, large=large, **given) + added
     if self.magnitude is None:

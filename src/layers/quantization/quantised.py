@@ -345,7 +345,7 @@ class Float8BlockForm(Form):
 
 
 @dataclass(frozen=True)
-class Outline(Form):
+class ShapesOnly(Form):
   """A form with the stored arrays of another form but without its computation. Use it if only shapes are needed, because
   tracing the dequantisation takes most of the time.
 
@@ -420,7 +420,7 @@ class Quantised(Weight):
     a row before the first layer runs."""
     return dataclasses.replace(self, row=number)
 
-  def alone(self) -> "Quantised":
+  def own_row(self) -> "Quantised":
     return dataclasses.replace(self, stored={name: self._of_row(x) for name, x in self.stored.items()}, row=None)
 
   def after(self, x: jax.Array) -> tuple[jax.Array, "Quantised"]:

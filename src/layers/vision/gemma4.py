@@ -239,7 +239,7 @@ class Gemma4Vision:
     out = product(precision, "ISD,DO->ISO", normed, p["projector"])
     ctx.tap("vision.pooled", pooled.astype(jnp.float32) * c.emb_dim**0.5)
     ctx.tap("vision.tower_out", features)
-    ctx.note("rescued", jnp.sum(rescued) + clipped)
+    ctx.report("rescued", jnp.sum(rescued) + clipped)
     return ctx.tap("vision.projected", out), valid
 
   @jax.named_scope("vision_pool")

@@ -73,7 +73,7 @@ def written(cfg: AttentionConfig, p, x, kv=None) -> Any:
 def run(cfg, p, kv=None, precision=FLOAT32, x=X):
   layer = Attention(cfg, precision)
   tokens = Tokens(jnp.asarray(SEGMENTS))
-  call = jax.jit(lambda p, x, kv: layer.alone(p, x, jnp.asarray(POSITIONS), tokens, kv))
+  call = jax.jit(lambda p, x, kv: layer.standalone(p, x, jnp.asarray(POSITIONS), tokens, kv))
   return call(p, jnp.asarray(x, jnp.float32), kv)
 
 
@@ -110,17 +110,17 @@ def test_scores_beside_a_cache_are_capped_too(random_params):
   assert np.abs(free - whole).max() > 0.1
 
 
-def test_a_layer_that_borrows_uses_what_it_is_given_and_hands_it_on(random_params):
-  cfg = dataclasses.replace(BASE, borrows="global", value_norm=True)
+def test_a_layer_that_reuses_keys_and_values_uses_and_returns_them(random_params):
+  cfg = dataclasses.replace(BASE, reuses_kv_of="global", value_norm=True)
   p = random_params(Attention(cfg, FLOAT32).params())
   assert set(p) == {"q", "o", "q_norm"}
   rng = np.random.default_rng(1)
   kv = tuple(rng.normal(size=(B, T, K, H)) for _ in range(2))
   given = tuple(jnp.asarray(a, jnp.float32) for a in kv)
-  out, handed_on = run(cfg, p, given)
+  out, returned = run(cfg, p, given)
   np.testing.assert_allclose(out, written(cfg, tree64(p), X, kv)[0], atol=2e-5)
-  np.testing.assert_array_equal(handed_on[0], given[0])
-  np.testing.assert_array_equal(handed_on[1], given[1])
+  np.testing.assert_array_equal(returned[0], given[0])
+  np.testing.assert_array_equal(returned[1], given[1])
   with pytest.raises(ValueError, match="keys and values 'global'"):
     run(cfg, p)
 
@@ -146,7 +146,7 @@ def test_low_precision_stays_near_and_in_its_dtype(dtype, random_params):
     ({"rope": RopeConfig(dim=6, theta=1e4)}, "rotary dimension 6 .*head_dim=4"),
     ({"norm": NormConfig(dim=6)}, "norm of q and k .*6.*head_dim=4"),
     ({"norm": None, "value_norm": True}, "value_norm .*norm is None"),
-    ({"lends": "a", "borrows": "b"}, "keys and values 'b'.* as 'a'"),
+    ({"shares_kv_as": "a", "reuses_kv_of": "b"}, "keys and values 'b'.* as 'a'"),
   ],
 )
 def test_impossible_sizes_are_refused(change, message):

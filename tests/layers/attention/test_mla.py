@@ -118,7 +118,7 @@ def written(c: MLAConfig, p, x):
 
 def run(cfg, p, precision=FLOAT32):
   layer = MLA(cfg, precision)
-  return jax.jit(lambda p, x: layer.alone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS))))(
+  return jax.jit(lambda p, x: layer.standalone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS))))(
     p, jnp.asarray(X, jnp.float32)
   )
 
@@ -177,7 +177,7 @@ def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, 
     layer = MLA(dataclasses.replace(cfg, platform=platform), precision)
 
     def loss(p, x):
-      out, aux = layer.alone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
+      out, aux = layer.standalone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
       return jnp.sum(jnp.sin(out.astype(jnp.float32))) + aux["indexer_loss"]
 
     return jax.jit(jax.grad(loss, (0, 1)))(p, jnp.asarray(X, jnp.float32))
@@ -197,7 +197,7 @@ def test_scores_of_all_heads_are_those_of_a_tile(monkeypatch):
     monkeypatch.setattr(sparse_attention_tiles, "TILE", tile)
 
     def loss(p, x):
-      out, aux = layer.alone(p, x, jnp.arange(length)[None], Tokens())
+      out, aux = layer.standalone(p, x, jnp.arange(length)[None], Tokens())
       return jnp.sum(out) + aux["indexer_loss"]
 
     text = jax.jit(jax.grad(loss)).lower(p, jnp.ones((1, length, D))).as_text()
@@ -221,7 +221,7 @@ def test_the_two_losses_train_disjoint_parameters(random_params):
   layer = MLA(SPARSE, FLOAT32)
 
   def losses(p, x, which):
-    out, aux = layer.alone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
+    out, aux = layer.standalone(p, x, jnp.asarray(POSITIONS), Tokens(jnp.asarray(SEGMENTS)))
     return jnp.sum(out**2) if which == "language" else aux["indexer_loss"]
 
   @jax.jit

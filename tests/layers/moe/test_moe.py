@@ -231,7 +231,7 @@ def test_layer_statistics_and_losses(router, random_params):
   p = random_params(layer.params())
   real = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], bool)
   given = f32(RESIDUAL) if router == "gemma4" else None
-  out, aux = jax.jit(layer.alone)(p, f32(X), given, jnp.asarray(real))
+  out, aux = jax.jit(layer.standalone)(p, f32(X), given, jnp.asarray(real))
   q = tree64(p)
   weights, experts, probs = route(cfg, q["router"], RESIDUAL if router == "gemma4" else X)
   act = gelu if router == "gemma4" else silu
@@ -254,7 +254,7 @@ def test_layer_statistics_and_losses(router, random_params):
 
 def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
   layer = MoE(dataclasses.replace(SOFTMAX, losses=RouterLosses(weight=1.0)), FLOAT32)
-  _, aux = jax.jit(layer.alone)(random_params(layer.params()), f32(X), real=jnp.zeros((B, T), bool))
+  _, aux = jax.jit(layer.standalone)(random_params(layer.params()), f32(X), real=jnp.zeros((B, T), bool))
   assert (aux["moe_load"] == 0).all()
   assert aux["load_balance_loss"] == 0
 
@@ -263,7 +263,7 @@ def test_even_routing_costs_one_times_the_weight():
   """The loss is smallest, and 1, where loads and probabilities are even."""
   layer = MoE(MoEConfig(emb_dim=4, mlp_dim=2, num_experts=4, num_experts_per_tok=1, losses=RouterLosses(weight=1.0)), FLOAT32)
   p = jax.tree.map(lambda q: jnp.zeros(q.shape), layer.params()) | {"router": {"kernel": 1e-4 * jnp.eye(4)}}
-  _, aux = layer.alone(p, jnp.eye(4)[None])
+  _, aux = layer.standalone(p, jnp.eye(4)[None])
   np.testing.assert_allclose(aux["moe_load"], [0.25] * 4)
   np.testing.assert_allclose(aux["load_balance_loss"], 1.0, rtol=1e-5)
 
@@ -311,7 +311,7 @@ for cfg, by in [(test_moe.SOFTMAX, "ragged_dot"), (test_moe.SOFTMAX, "tiles"), (
     batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
     text = step.lower(p, batch).as_text()
     together = step(p, batch)
-    odd = jax.jit(layer.alone)(p, x[:5])[0]  # 5 rows do not divide among 8 devices
+    odd = jax.jit(layer.standalone)(p, x[:5])[0]  # 5 rows do not divide among 8 devices
   assert "manual_computation" in text or "shard_map" in text
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), alone, together)
   np.testing.assert_allclose(odd, alone[1][0][:5], atol=1e-5)

@@ -167,7 +167,7 @@ def test_a_policy_keeps_the_products_that_it_keeps_in_the_dtype(policy, capsys):
   for matmul_dtype in ("dtype", "float8"):
     mlp = MLP(MLPConfig(emb_dim=16, mlp_dim=24), Precision(matmul_dtype=matmul_dtype))  # type: ignore[arg-type]
     p = {name: draw(*param.shape) for name, param in mlp.params().items()}
-    layer = remat(lambda p, x, mlp=mlp: jnp.sum(jnp.sin(mlp(p, jnp.cos(x), Context.of(x)))), policy, alone=True)
+    layer = remat(lambda p, x, mlp=mlp: jnp.sum(jnp.sin(mlp(p, jnp.cos(x), Context.of(x)))), policy, isolated=True)
     print_saved_residuals(layer, p, draw(2, 3, 16))
     lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
     kept.append(sorted(line.split()[0] for line in lines))

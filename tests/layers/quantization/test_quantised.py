@@ -252,5 +252,5 @@ def test_minimal_keeps_its_product(form):
   p = Param((64, 96), ("embed", "mlp"), "float32", fan_in(0))
   w, precision = weight(FORMS[form], p, drawn(p)), Precision(dtype="bfloat16")
   layer = lambda x: jnp.sum(jnp.sin(product(precision, "TD,DF->TF", jnp.cos(x), w).astype(jnp.float32)))
-  pull = jax.eval_shape(lambda x: jax.vjp(remat(layer, "minimal", alone=True), x)[1], jnp.ones((5, 64), jnp.bfloat16))
+  pull = jax.eval_shape(lambda x: jax.vjp(remat(layer, "minimal", isolated=True), x)[1], jnp.ones((5, 64), jnp.bfloat16))
   assert ((5, 96), "bfloat16") in [(x.shape, x.dtype.name) for x in jax.tree.leaves(pull)]

@@ -337,7 +337,7 @@ class _Pass:
 
     def call(mine, carried, own):
       row = {"params": {f"layer_{j}": merge(mine, theirs)}, "cache": None, "per_layer": own, "probes": None}
-      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx, alone=self.keeps)
+      carried, aux = self.layers.run_layer(run.stack, j, run.layers[j], carried, row, ctx, isolated=self.keeps)
       floats, others = _floats(aux)
       return (carried, floats), others
 

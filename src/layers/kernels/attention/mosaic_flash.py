@@ -83,7 +83,7 @@ def mosaic_flash_attention(
   from maxtext_like.layers.kernels.attention.mosaic.backward import plan, plan_of_small_parts
 
   images = tokens.images if bidirectional_images else None
-  low_BT, high_BT = stretches(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
+  low_BT, high_BT = key_ranges(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
 
   def attend(q, k, v, low, high) -> Any:
     B, T, N, _ = q.shape
@@ -94,7 +94,7 @@ def mosaic_flash_attention(
   return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKV, low_BT, high_BT)
 
 
-def stretches(
+def key_ranges(
   segments_BT: jax.Array | None, images_BT: jax.Array | None, *, batch: int, length: int, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
   """Return the range of keys that every query sees, low <= s < high: two int32 [B, T].

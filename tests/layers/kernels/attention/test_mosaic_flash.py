@@ -13,7 +13,7 @@ from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention import mosaic_flash
 from maxtext_like.layers.kernels.attention.mosaic.backward import plan
-from maxtext_like.layers.kernels.attention.mosaic_flash import mosaic_flash_attention, stretches
+from maxtext_like.layers.kernels.attention.mosaic_flash import key_ranges, mosaic_flash_attention
 from maxtext_like.layers.kernels.attention.registry import attend, choose
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.remat import remat
@@ -62,7 +62,7 @@ def test_what_a_query_sees_is_a_stretch_of_keys(window, with_segments, with_imag
   for _ in range(8):
     segments, images = (jnp.asarray(x) for x in rows(rng, B, T, 15))
     tokens = Tokens(segments if with_segments else None, images if with_images else None)
-    low, high = map(np.asarray, stretches(tokens.segments, tokens.images, batch=B, length=T, window=window))
+    low, high = map(np.asarray, key_ranges(tokens.segments, tokens.images, batch=B, length=T, window=window))
     mask = attention_mask(tokens, B, T, window=window, bidirectional_images=with_images)
     np.testing.assert_array_equal((at >= low[..., None]) & (at < high[..., None]), np.broadcast_to(mask, (B, T, T)))
     assert (np.diff(low) >= 0).all()
@@ -78,8 +78,8 @@ def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, windo
   assert (T // 128) % how.tiles == B * K % how.heads == 0
   assert how.heads % K == 0 or K % how.heads == 0
   assert how.heads * how.capacity * (N // K) * 2 * 2 * 128 * 256 <= budget
-  # The queries at a time see no more tiles of 256 keys than there is room for, wherever their stretches begin.
-  low, high = map(np.asarray, stretches(None, None, batch=1, length=T, window=window))
+  # The queries at a time see no more tiles of 256 keys than there is room for, wherever their key_ranges begin.
+  low, high = map(np.asarray, key_ranges(None, None, batch=1, length=T, window=window))
   high = np.full_like(high, T) if ahead else high
   tiles = -(-high[0, 127::128] // 256) - (low[0, ::128] * (not ahead)) // 256
   assert tiles.max() <= how.longest
@@ -278,7 +278,7 @@ def test_save_attention_keeps_what_the_backward_pass_needs(name):
   x = jax.ShapeDtypeStruct((1, 1024, 16), "bfloat16")
 
   def forwards(policy):
-    run = remat(lambda p, x: jnp.sum(layer(p, x, Context.of(x))), policy, alone=True)
+    run = remat(lambda p, x: jnp.sum(layer(p, x, Context.of(x))), policy, isolated=True)
     text = str(jax.make_jaxpr(jax.grad(run))(p, x))
     return text.count("mosaic_flash_forward") if name == "mosaic_flash" else text.count(" exp ")
 

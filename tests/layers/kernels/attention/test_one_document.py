@@ -84,7 +84,7 @@ def test_a_layer_zeroes_padding(name, random_params):
 
   @jax.jit
   def both(tokens):
-    out, backward = jax.vjp(lambda p, x: layer.alone(p, x, positions, tokens)[0], p, x)
+    out, backward = jax.vjp(lambda p, x: layer.standalone(p, x, positions, tokens)[0], p, x)
     return zeroed(out, segments > 0), *backward(g), out
 
   want, got = both(Tokens(segments))[:-1], both(Tokens(segments, one_document=True))

@@ -1,4 +1,4 @@
-"""Both Flax faces of every layer: the same tree, the same program, metadata of the right rank, and errors for a wrong tree."""
+"""The Linen and NNX module of every layer: same tree, same program, metadata of the right rank, errors for a wrong tree."""
 
 import inspect
 from typing import Any
@@ -88,8 +88,8 @@ def public(module):
 def test_every_public_layer_is_tested_here():
   assert public(linen) == public(nnx) == set(NAMES)
   for name in NAMES:
-    for face in (linen, nnx):
-      make = getattr(face, name)
+    for api in (linen, nnx):
+      make = getattr(api, name)
       assert make.__name__ == name
       assert "Returns:" in make.__doc__
 
@@ -121,19 +121,19 @@ def test_both_faces_hold_the_same_tree_and_are_the_same_program(name, case, rand
   p = random_params(spec)
   boxed = jax.eval_shape(module.init, jax.random.key(0), *args)
   of_linen = nn.meta.unbox(boxed)["params"]
-  face = of_nnx(name, arguments)
-  graph, state = fnnx.split(face)
+  wrapped = of_nnx(name, arguments)
+  graph, state = fnnx.split(wrapped)
   pure = fnnx.to_pure_dict(state)
   for tree in (of_linen, pure):
     assert jax.tree.structure(tree) == jax.tree.structure(p)
     assert jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) == jax.tree.map(lambda a: (a.shape, str(a.dtype)), p)
 
   def by_nnx(p, *args):
-    filled = fnnx.state(face)
+    filled = fnnx.state(wrapped)
     fnnx.replace_by_pure_dict(filled, p)
     return fnnx.merge(graph, filled)(*args)
 
-  plain = program(getattr(module.layer, "alone", module.layer), p, *args)
+  plain = program(getattr(module.layer, "standalone", module.layer), p, *args)
   assert program(lambda p, *args: module.apply({"params": p}, *args), p, *args) == plain
   assert program(by_nnx, p, *args) == plain
 
@@ -150,20 +150,20 @@ def test_both_faces_hold_the_same_tree_and_are_the_same_program(name, case, rand
 def test_bitwise_the_same_output_from_the_same_parameters(random_params):
   layer = linen.MoE(MOE, FLOAT32)
   p = random_params(layer.layer.params())
-  face = nnx.MoE(MOE, FLOAT32, rngs=fnnx.Rngs(0))
-  state = fnnx.state(face)
+  wrapped = nnx.MoE(MOE, FLOAT32, rngs=fnnx.Rngs(0))
+  state = fnnx.state(wrapped)
   fnnx.replace_by_pure_dict(state, p)
-  fnnx.update(face, state)
-  plain, _ = jax.jit(layer.layer.alone)(p, X)
+  fnnx.update(wrapped, state)
+  plain, _ = jax.jit(layer.layer.standalone)(p, X)
   np.testing.assert_array_equal(jax.jit(layer.apply)({"params": p}, X)[0], plain)
-  np.testing.assert_array_equal(fnnx.jit(lambda m, x: m(x))(face, X)[0], plain)
+  np.testing.assert_array_equal(fnnx.jit(lambda m, x: m(x))(wrapped, X)[0], plain)
 
 
 def test_initialised_parameters_are_of_use():
   variables = linen.MLP(MLP, FLOAT32).init(jax.random.key(0), X)
   again = linen.MLP(MLP, FLOAT32).init(jax.random.key(0), X)
-  face = nnx.MLP(MLP, FLOAT32, rngs=fnnx.Rngs(0))
-  for tree in (nn.meta.unbox(variables)["params"], fnnx.to_pure_dict(fnnx.state(face))):
+  wrapped = nnx.MLP(MLP, FLOAT32, rngs=fnnx.Rngs(0))
+  for tree in (nn.meta.unbox(variables)["params"], fnnx.to_pure_dict(fnnx.state(wrapped))):
     assert all(float(jnp.std(leaf)) > 0.1 for leaf in tree.values())
     assert not jnp.allclose(tree["gate"], tree["up"])
   jax.tree.map(np.testing.assert_array_equal, variables, again)
@@ -198,7 +198,7 @@ def test_linen_scan_stacks_arrays_and_their_names(random_params):
   p = jax.tree.map(lambda *rows: jnp.stack(rows), *(random_params(one.params(), seed) for seed in range(3)))
   expected = X
   for i in range(3):
-    expected = expected + one.alone(jax.tree.map(lambda a, i=i: a[i], p), expected)
+    expected = expected + one.standalone(jax.tree.map(lambda a, i=i: a[i], p), expected)
   got, _ = jax.jit(scanned.apply)({"params": {"mlp": p}}, X, None)
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
@@ -242,26 +242,26 @@ def test_nnx_vmap_and_scan_stack_arrays_and_their_names(random_params):
   p = fnnx.to_pure_dict(fnnx.state(stacked))
   expected = X
   for i in range(3):
-    expected = expected + stacked.layer.alone(jax.tree.map(lambda a, i=i: a[i], p), expected)
+    expected = expected + stacked.layer.standalone(jax.tree.map(lambda a, i=i: a[i], p), expected)
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_nnx_gradients_pass_frozen_arrays_by():
-  face: Any = nnx.Router(MOE, FLOAT32, rngs=fnnx.Rngs(0))
-  assert isinstance(face.bias, nnx.Frozen)
-  assert set(fnnx.to_pure_dict(fnnx.state(face))) == {"kernel", "bias"}
-  assert set(fnnx.to_pure_dict(fnnx.state(face, fnnx.Param))) == {"kernel"}
+  wrapped: Any = nnx.Router(MOE, FLOAT32, rngs=fnnx.Rngs(0))
+  assert isinstance(wrapped.bias, nnx.Frozen)
+  assert set(fnnx.to_pure_dict(fnnx.state(wrapped))) == {"kernel", "bias"}
+  assert set(fnnx.to_pure_dict(fnnx.state(wrapped, fnnx.Param))) == {"kernel"}
 
   @fnnx.jit
-  def step(face, x):
-    gradient = fnnx.grad(lambda m: jnp.sum(m(x)[0] ** 2))(face)
-    fnnx.update(face, jax.tree.map(lambda w, g: w - 0.1 * g, fnnx.state(face, fnnx.Param), gradient))
+  def step(wrapped, x):
+    gradient = fnnx.grad(lambda m: jnp.sum(m(x)[0] ** 2))(wrapped)
+    fnnx.update(wrapped, jax.tree.map(lambda w, g: w - 0.1 * g, fnnx.state(wrapped, fnnx.Param), gradient))
     return gradient
 
-  before = face.kernel[...]
-  gradient = step(face, X)
+  before = wrapped.kernel[...]
+  gradient = step(wrapped, X)
   assert set(fnnx.to_pure_dict(gradient)) == {"kernel"}
-  np.testing.assert_allclose(face.kernel[...], before - 0.1 * fnnx.to_pure_dict(gradient)["kernel"], rtol=1e-6)
+  np.testing.assert_allclose(wrapped.kernel[...], before - 0.1 * fnnx.to_pure_dict(gradient)["kernel"], rtol=1e-6)
 
 
 def test_nnx_parameters_are_attributes(case):
@@ -296,13 +296,13 @@ def test_linen_refuses_a_tree_that_does_not_fit(fault, random_params):
 @pytest.mark.parametrize("fault", WRONG)
 def test_nnx_refuses_a_tree_that_does_not_fit(fault, random_params):
   change, message = WRONG[fault]
-  face = of_nnx("MLP", (MLP, FLOAT32))
-  for name, value in change(random_params(face.layer.params())).items():
-    setattr(face, name, fnnx.Param(value))
+  wrapped = of_nnx("MLP", (MLP, FLOAT32))
+  for name, value in change(random_params(wrapped.layer.params())).items():
+    setattr(wrapped, name, fnnx.Param(value))
   if fault == "misspelt":
-    del face.gate
+    del wrapped.gate
   with pytest.raises(ValueError, match=f"parameters .*layer: .*{message}"):
-    face(X)
+    wrapped(X)
 
 
 def test_a_face_without_parameters():
