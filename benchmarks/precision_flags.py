@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.attention.indexer import Indexer, IndexerConfig
-from maxtext_like.layers.attention.masks import Tokens, attention_mask
+from maxtext_like.layers.attention.masks import Tokens, attention_mask, soft_cap
 from maxtext_like.layers.attention.rope import RopeConfig
-from maxtext_like.layers.attention.soft_cap import soft_cap
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.mlp import MLP, MLPConfig

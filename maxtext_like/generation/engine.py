@@ -14,7 +14,7 @@ import numpy as np
 
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.sampling import Sampling, draw
-from maxtext_like.layers.attention.cache import Step
+from maxtext_like.layers.context import Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import on_every_device
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from maxtext_like import atomic
 from maxtext_like.errors import UserError
-from maxtext_like.layers.attention import masks, soft_cap
+from maxtext_like.layers.attention import masks
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.attention import registry
@@ -263,9 +263,7 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  beside = [
-    Path(inspect.getfile(module)) for module in (masks, soft_cap, attention_selfcheck, grouped_selfcheck, norm_selfcheck)
-  ]
+  beside = [Path(inspect.getfile(module)) for module in (masks, attention_selfcheck, grouped_selfcheck, norm_selfcheck)]
   sources = b"".join(path.read_bytes() for path in (*sorted(_KERNELS.rglob("*.py")), *beside))
   return {
     "packages": found,

@@ -11,12 +11,9 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.attention.cache import Step
-from maxtext_like.layers.attention.masks import Tokens, numbered_images
-from maxtext_like.layers.attention.soft_cap import soft_cap
+from maxtext_like.layers.attention.masks import Tokens, numbered_images, soft_cap
 from maxtext_like.layers.block import Block, Carry
-from maxtext_like.layers.collected import captured, totals
-from maxtext_like.layers.context import CAPTURES, Aux, Context
+from maxtext_like.layers.context import CAPTURES, Aux, Context, Step
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name
 from maxtext_like.layers.moe.load_balance import LOAD
@@ -27,7 +24,7 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy, keeps, remat
 from maxtext_like.layers.sharding_rules import RULES, Rules
-from maxtext_like.layers.stack import Stack, find_stacks
+from maxtext_like.layers.stack import Stack, captured, find_stacks, totals
 from maxtext_like.layers.weight import cuts_rows, unstacked
 
 

@@ -70,6 +70,14 @@ class Rules:
     """Return the number of parts that a logical axis is split into."""
     return math.prod(mesh.shape[a] for a in self.mesh_axes(axis, mesh))
 
+  def row_parts(self, length: int) -> int:
+    """Return the number of parts that rows of ``length`` positions are split into on this mesh; 1 if they do not divide."""
+    from maxtext_like.layers.partition import free_mesh
+
+    mesh = free_mesh()
+    ways = 1 if mesh is None else self.ways("sequence", mesh)
+    return ways if length % ways == 0 else 1
+
   def spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh") -> "PartitionSpec":
     """Return the mesh axes of each dimension of an array.
 

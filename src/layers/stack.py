@@ -1,10 +1,19 @@
-"""``Stack``: groups the layers of a model into runs of equal rows, so that ``lax.scan`` can run each of them."""
+"""``Stack``: groups the layers of a model into runs of equal rows, so that ``lax.scan`` can run each of them. Also combines the
+statistics, losses and captured arrays of all layers of a decoder."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from maxtext_like.layers.block import Block
+from maxtext_like.layers.context import CAPTURES, PROBED, Aux
+from maxtext_like.layers.moe import load_balance
+from maxtext_like.layers.moe.load_balance import LOAD, NAMES
+from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.param import stack
 
 
@@ -50,3 +59,56 @@ def find_stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:
     stacks.append(Stack(f"stack_{len(stacks)}", at, tuple(layers[at : at + best]), repeats))
     at += best * repeats
   return tuple(stacks)
+
+
+Collected = list[tuple[Stack, dict[str, Aux]]]
+
+
+def totals(
+  collected: Collected, router: tuple[RouterLosses, int] = (RouterLosses(), 0), load_LE: jax.Array | None = None
+) -> dict[str, Any]:
+  """Combine statistics over all layers: sums, means, router losses, and expert loads in the order of the layers.
+
+  Args:
+    collected: for each stack, the values that its layers reported. Every leaf has a leading axis of ``repeats``.
+    router: the router losses, and the number of experts per token.
+    load_LE: as in ``load_balance.totals``.
+  """
+  # Put the values of all layers into one array per name, in the order of the layers.
+  found: dict[str, list[jax.Array]] = {}
+  probes = [f"probe.{name}" for name in PROBED]
+  for _, aux in collected:
+    # Stack the layers of a row next to each other, so that the order is that of the model.
+    layers = list(aux.values())
+    for key in ("rescued", "indexer_loss", "moe_load", *NAMES, *probes):
+      values = [a[key] for a in layers if key in a]
+      if values:
+        together = jnp.stack(values, axis=1)  # [repeats, layers of the row that have it, ...]
+        found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
+  joined = {key: jnp.concatenate(values) for key, values in found.items()}
+  # Reduce over layers, and replace router statistics by the losses of the model.
+  reduce = {"rescued": jnp.sum, "indexer_loss": jnp.mean}
+  seen = {key.removeprefix("probe."): joined.pop(key) for key in probes if key in joined}
+  losses, k = router
+  statistics = {key: joined.pop(key) for key in NAMES if key in joined}
+  if statistics:
+    joined |= load_balance.totals(losses, statistics, k, load_LE)
+  if LOAD in statistics:
+    joined[LOAD] = statistics[LOAD]
+  made = {key: reduce[key](value) if key in reduce else value for key, value in joined.items()}
+  return made | ({"probes": seen} if seen else {})
+
+
+def captured(collected: Collected) -> dict:
+  """Return the captured arrays by name and layer: ``hidden.layerNN``, ``router.layerNN.scores``, ..."""
+  # The name of a capture gets the index of its layer in the model.
+  out = {}
+  for s, aux in collected:
+    for row in range(s.repeats):
+      for j in range(len(s.layers)):
+        number = f"layer{s.first + row * len(s.layers) + j:02d}"
+        for key, value in aux[f"layer_{j}"].items():
+          kind, _, rest = key.partition(".")
+          if kind in CAPTURES:
+            out[f"{kind}.{number}" + (f".{rest}" if rest else "")] = value[row]
+  return out

@@ -11,7 +11,7 @@ from maxtext_like.analysis import audit_keys, lowered, program_audit
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
 from maxtext_like.layers import block, mlp
-from maxtext_like.layers.attention import indexer, soft_cap
+from maxtext_like.layers.attention import indexer, masks
 from maxtext_like.layers.kernels.attention import dot_product, registry
 from maxtext_like.layers.moe import moe
 from maxtext_like.layers.precision import Precision
@@ -166,11 +166,11 @@ PLANTED = {
     "gemma", [], {"float32_logits"},
   ),
   "scores capped in bfloat16": (
-    lambda m: m.setattr(soft_cap, "_capped", lambda s, cap: soft_cap.soft_cap(s.astype(jnp.bfloat16), cap).astype(s.dtype)),
+    lambda m: m.setattr(masks, "_capped", lambda s, cap: masks.soft_cap(s.astype(jnp.bfloat16), cap).astype(s.dtype)),
     "gemma capped", [], {"float32_logits"},
   ),
   "scores capped in bfloat16 on their way": (
-    lambda m: m.setattr(soft_cap, "_capped", lambda s, cap: soft_cap.soft_cap(s.astype(jnp.bfloat16), cap).astype(s.dtype)),
+    lambda m: m.setattr(masks, "_capped", lambda s, cap: masks.soft_cap(s.astype(jnp.bfloat16), cap).astype(s.dtype)),
     "gemma capped", ["float32_logits=false"], {"float32_qk_product"},
   ),
   "gate product never float32": (

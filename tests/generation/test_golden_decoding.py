@@ -11,7 +11,7 @@ from maxtext_like.api.forward import open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.inputs_vision import IMAGE_INPUTS
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.layers.attention.cache import Step
+from maxtext_like.layers.context import Step
 from maxtext_like.layers.decoder import Decoder
 from tests.models.test_golden import GOLDEN, QUICK, TOLERANCE, Case, rms
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from maxtext_like.config.precision_keys import LAYER_KEYS, idle_reason
-from maxtext_like.layers.attention.cache import Step
 from maxtext_like.layers.attention.masks import Tokens
-from maxtext_like.layers.context import Context
+from maxtext_like.layers.context import Context, Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.precision import Precision
 from maxtext_like.training.step.module_api import make_apply

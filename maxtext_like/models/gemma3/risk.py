@@ -12,7 +12,7 @@ from maxtext_like.analysis.risk.parameters import Parameters
 from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe.dense_and_moe import DenseAndMoEConfig
+from maxtext_like.layers.moe.moe import DenseAndMoEConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision.gemma3 import SiglipConfig
 

@@ -9,8 +9,7 @@ from maxtext_like.layers.decoder import DecoderConfig
 from maxtext_like.layers.embedding import EmbeddingConfig
 from maxtext_like.layers.kernels.attention.registry import Choice
 from maxtext_like.layers.mlp import MLPConfig
-from maxtext_like.layers.moe.dense_and_moe import DenseAndMoEConfig
-from maxtext_like.layers.moe.moe import MoEConfig
+from maxtext_like.layers.moe.moe import DenseAndMoEConfig, MoEConfig
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.per_layer import PerLayerGateConfig, PerLayerInputConfig
 from maxtext_like.layers.precision import Precision

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from maxtext_like.errors import UserError
-from maxtext_like.layers.attention import context_parallel
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.moe.router_losses import LOSS, Z_LOSS
 from maxtext_like.layers.partition import on_one_gpu, zero_after
@@ -173,7 +172,7 @@ class LanguageModelling:
       loss = jnp.sum(terms)
     else:
       cotangent = jnp.ones((), jnp.float32) if cotangent is None else cotangent
-      parts = context_parallel.parts(self.decoder.cfg.rules, x_BTD.shape[1])
+      parts = self.decoder.cfg.rules.row_parts(x_BTD.shape[1])
       loss, terms = _sum_of_chunks(chunk, self.chunks, parts)(head, x_BTD, batch["targets"], cotangent)
     terms = dict(zip(("cross_entropy", "z_loss"), jax.lax.stop_gradient(terms), strict=True))
     if not self.z_loss:

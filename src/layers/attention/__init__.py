@@ -1,1 +1,1 @@
-"""Attention: grouped-query attention, MLA, the sparse indexer, masks, rotary embeddings and the key-value cache."""
+"""Attention: grouped-query attention, MLA, the sparse indexer, masks and rotary embeddings."""

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention import context_parallel
-from maxtext_like.layers.attention.cache import cached_mask, capacity
 from maxtext_like.layers.attention.masks import Tokens, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate
-from maxtext_like.layers.context import Context, KeysValues
+from maxtext_like.layers.context import Context, KeysValues, cache_slots, cached_mask
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -143,7 +141,7 @@ class Attention:
     There are no arrays if the layer reuses the keys and values of another layer."""
     c = self.cfg
     shapes = {} if c.reuses_kv_of else {"k": (c.num_kv_heads, c.head_dim), "v": (c.num_kv_heads, c.head_dim)}
-    return capacity(c.window, length), shapes
+    return cache_slots(c.window, length), shapes
 
   def shared_kv(self) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the keys and values that later layers reuse, by name, without batch and positions."""
@@ -257,7 +255,7 @@ class Attention:
     else:
       T, tokens = x_BTD.shape[1], ctx.tokens
       # The case decides the kernel: shapes, mask, dtypes, and devices that share a row.
-      parts = context_parallel.parts(ctx.rules, T)
+      parts = ctx.rules.row_parts(T)
       case = self.case(T, images=tokens.images is not None, documents=tokens.several_documents, context=parts)
       kernel = choose(c.kernel, case, c.failed)
       out_BTNH = attend(

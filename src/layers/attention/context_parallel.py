@@ -23,14 +23,6 @@ from maxtext_like.layers.sharding_rules import Rules
 _UNIT = 128  # fused kernels need row lengths that are a multiple of this many positions
 
 
-def parts(rules: Rules, length: int) -> int:
-  """Return the number of parts that rows of ``length`` positions are split into on the current mesh; 1 if they do not
-  divide."""
-  mesh = free_mesh()
-  ways = 1 if mesh is None else rules.ways("sequence", mesh)
-  return ways if length % ways == 0 else 1
-
-
 @dataclass(frozen=True)
 class Part:
   """One device's part of the rows. Use it inside shard_map.

@@ -14,13 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.attention import context_parallel, sparse_attention_tiles
-from maxtext_like.layers.attention.cache import cached_mask
 from maxtext_like.layers.attention.indexer import Indexer, IndexerConfig, divergence, indexer_loss
-from maxtext_like.layers.attention.masks import Keys, Tokens, masked_softmax, zeroed
+from maxtext_like.layers.attention.masks import Keys, Tokens, masked_softmax, softmax_scores, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate, yarn_mscale
-from maxtext_like.layers.attention.soft_cap import softmax_scores
 from maxtext_like.layers.attention.sparse_attention_tiles import Arrays, chosen, over_queries
-from maxtext_like.layers.context import CAPTURES, Aux, Context
+from maxtext_like.layers.context import CAPTURES, Aux, Context, cached_mask
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -294,7 +292,7 @@ class MLA:
       found = self._attend(keys | {"k": k, "v": v}, queries, visible, wanted=k.shape[1] if wanted else None)
       out_BTNV, indices, loss = found["out"], found.get("indices"), None
     else:
-      parts = context_parallel.parts(ctx.rules, T)
+      parts = ctx.rules.row_parts(T)
       kernel = choose(c.kernel, self.case(T, images=False, documents=tokens.several_documents, context=parts), c.failed)
       named = kernel.named
       if parts > 1:

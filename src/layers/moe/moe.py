@@ -19,7 +19,7 @@ from maxtext_like.layers.moe import load_balance
 from maxtext_like.layers.moe.expert_parallel import Layout, travel
 from maxtext_like.layers.moe.load_balance import NAMES
 from maxtext_like.layers.moe.router_losses import RouterLosses
-from maxtext_like.layers.norms import NormConfig, RMSNorm
+from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
 from maxtext_like.layers.partition import as_stored, by_token, free_mesh, in_float32, on_devices, vary
 from maxtext_like.layers.precision import Precision
@@ -418,3 +418,60 @@ class MoE:
     ctx.tap("router.topk_weights", weights)
     ctx.tap("router.topk_idx", experts)
     return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseAndMoEConfig:
+  """Settings of the MLP, of the experts, and of the norms of both outputs and of the experts' input."""
+
+  mlp: MLPConfig
+  moe: MoEConfig
+  norm: NormConfig
+
+  def layer(self, precision: Precision) -> "DenseAndMoE":
+    """Return the layer with this configuration."""
+    return DenseAndMoE(self, precision)
+
+  @property
+  def experts(self) -> MoEConfig:
+    """The configuration of the experts. Every feed-forward configuration has this property."""
+    return self.moe
+
+
+@dataclass(frozen=True)
+class DenseAndMoE:
+  """norm(mlp(x)) + norm(moe(norm(stream))). The router has its own norm and reads the residual stream."""
+
+  name: ClassVar[str | None] = None  # its parameters are entries of the block's tree
+
+  cfg: DenseAndMoEConfig
+  precision: Precision
+
+  def params(self) -> dict:
+    norm = RMSNorm(self.cfg.norm, self.precision).params()
+    return {
+      "mlp": MLP(self.cfg.mlp, self.precision).params(),
+      "moe": MoE(self.cfg.moe, self.precision).params(),
+      "post_dense_norm": norm,
+      "pre_moe_norm": norm,
+      "post_moe_norm": norm,
+    }
+
+  def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """Add the two branches.
+
+    Args:
+      p: parameters.
+      x_BTD: normed input of the MLP.
+      ctx: its ``stream`` is the residual stream from which x was computed.
+
+    Returns:
+      [B, T, D] in the residual dtype.
+    """
+    assert ctx.stream is not None, "a block passes the residual stream to its feed-forward layer"
+    norm, residual = RMSNorm(self.cfg.norm, self.precision), self.precision.residual
+    dense = MLP(self.cfg.mlp, self.precision)(p["mlp"], x_BTD, ctx)
+    sparse = MoE(self.cfg.moe, self.precision)(p["moe"], named(norm, p, "pre_moe_norm", ctx.stream), ctx, ctx.stream)
+    dense, sparse = named(norm, p, "post_dense_norm", dense, residual), named(norm, p, "post_moe_norm", sparse, residual)
+    with jax.named_scope("residual"):
+      return dense + sparse

@@ -10,10 +10,9 @@ import pytest
 from written_out import attention, causal, rms, rope, tree64
 
 from maxtext_like.layers.attention.attention import Attention, AttentionConfig
-from maxtext_like.layers.attention.cache import Step
 from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
-from maxtext_like.layers.context import Context
+from maxtext_like.layers.context import Context, Step
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 

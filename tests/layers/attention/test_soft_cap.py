@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from equations import named
 
-from maxtext_like.layers.attention.soft_cap import soft_cap, softmax_scores
+from maxtext_like.layers.attention.masks import soft_cap, softmax_scores
 from maxtext_like.layers.precision import Precision
 
 X = np.array([-1e4, -7.5, -0.3, 0.0, 1e-3, 2.0, 60.0, 3e4])

@@ -14,8 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext_like.layers.attention.masks import Keys, Tokens, causal_mask, masked_fill, same_document, same_image
-from maxtext_like.layers.attention.soft_cap import capped_scores, slope
+from maxtext_like.layers.attention.masks import (
+  Keys,
+  Tokens,
+  capped_scores,
+  causal_mask,
+  masked_fill,
+  same_document,
+  same_image,
+  slope,
+)
 from maxtext_like.layers.attention.sparse_attention_tiles import cut, joined
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case
 from maxtext_like.layers.partition import vary_alike

@@ -5,8 +5,7 @@ B batch, T query, S key, N query heads, K key-value heads, G = N / K queries per
 
 import jax
 
-from maxtext_like.layers.attention.masks import Keys, Tokens, attention_mask, masked_softmax
-from maxtext_like.layers.attention.soft_cap import softmax_scores
+from maxtext_like.layers.attention.masks import Keys, Tokens, attention_mask, masked_softmax, softmax_scores
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.sharding_rules import Rules

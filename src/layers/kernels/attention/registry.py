@@ -201,7 +201,6 @@ def attend(
     [B, T, N, V] in ``dtype``; zeros for padding. In causal rows that are known to be one document, padding attends to the
     tokens before it. The block sets these positions to zero, where this costs nothing (``Tokens.real``).
   """
-  from maxtext_like.layers.attention import context_parallel
   from maxtext_like.layers.attention.masks import Tokens
   from maxtext_like.layers.sharding_rules import RULES
 
@@ -220,7 +219,9 @@ def attend(
   elif tokens.one_document and tokens.segments is not None:
     tokens = Tokens(None, tokens.images)
   # Run the kernel on rows that are split over devices, or on complete rows with batch and heads split.
-  if causal and context_parallel.parts(rules, q_BTNH.shape[1]) > 1:
+  if causal and rules.row_parts(q_BTNH.shape[1]) > 1:
+    from maxtext_like.layers.attention import context_parallel
+
     return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
   positions = "sequence" if causal else None  # non-causal rows are never split
   own = ("batch", positions, "heads")
