@@ -225,7 +225,9 @@ def _orthonormal(sketches: list[jax.Array]) -> list[jax.Array]:
   made, begin = [], 0
   for unit, gram in zip(units, grams, strict=True):
     end = begin + math.prod(gram.shape[:-2])
-    made.append(_exact("...ar,...sr->...as", unit, inverse[begin:end].reshape(gram.shape)))
+    basis = _exact("...ar,...sr->...as", unit, inverse[begin:end].reshape(gram.shape))
+    # Only a Gram matrix that is less accurate than float32 gives columns longer than 1.
+    made.append(basis / jnp.maximum(jnp.linalg.norm(basis, axis=-2, keepdims=True), 1))
     begin = end
   return made
 
@@ -241,8 +243,11 @@ def _inverse_of_factor(gram: jax.Array) -> jax.Array:
 
   def eliminate(j: jax.Array, both: jax.Array) -> jax.Array:
     row = jax.lax.dynamic_index_in_dim(both, j, axis=1)
-    # No pivot is less than the ridge, but for roundings.
-    scale = jax.lax.rsqrt(jnp.maximum(jax.lax.dynamic_index_in_dim(row, j, axis=2), ridge / 2))
+    pivot = jax.lax.dynamic_index_in_dim(row, j, axis=2)
+    # An exact Gram matrix has no pivot below the ridge. A GPU can compute one that is less accurate, whose columns are nearly
+    # the same (an expert that got fewer tokens than R). Dividing by such a small or negative pivot makes each following step
+    # square the error, up to infinity. So a column that is left with less than the ridge becomes 0 and starts again next step.
+    scale = jnp.where(pivot > ridge / 2, jax.lax.rsqrt(jnp.maximum(pivot, ridge / 2)), 0)
     column = jax.lax.dynamic_index_in_dim(both, j, axis=2) * scale
     return jnp.where(at == j, row * scale, both - jnp.where(at > j, column, 0) * (row * scale))
 
