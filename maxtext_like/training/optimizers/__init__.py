@@ -1,1 +1,1 @@
-"""Directions of descent: one file a rule, and the optimizer around any of them."""
+"""Optimizers: one update rule per file, and the optimizer that adds weight decay, precision and sharding to any rule."""

@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 2018): a factored second moment, and no first one or one of low rank."""
+"""Adafactor (Shazeer and Stern 2018): a factored second moment, and no first moment or one of low rank."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,19 +18,19 @@ def build(training: TrainingConfig) -> "Adafactor":
 
 @dataclass(frozen=True)
 class Adafactor:
-  """The update is clipped to an rms of 1 and not scaled by the parameter's size, so that a learning rate means what it means
-  for the others. An array of stacked layers is factored over its two largest dimensions and clipped as one.
+  """The update is clipped to an RMS of 1 and is not scaled by the parameter's size, so the learning rate has the same meaning
+  as for the other optimizers. An array of stacked layers is factored over its two largest dimensions and clipped as one array.
 
   Attributes:
-    rank: of the momentum that the clipped update then has (``low_rank_moment``); 0: none.
-    b1: its decay.
+    rank: rank of the momentum of the clipped update (``low_rank_moment``); 0 for no momentum.
+    b1: decay of the momentum.
   """
 
   rank: int
   b1: float
 
   bounded_to: ClassVar[float] = 2.0
-  whole: ClassVar[bool] = True  # its rms
+  whole: ClassVar[bool] = True  # the clipping needs the RMS of the complete array
   smaller: ClassVar[str | None] = None
   first: ClassVar[str | None] = None
   second: ClassVar[str | None] = None
@@ -39,13 +39,15 @@ class Adafactor:
     del mu_dtype
     if not self.rank:
       return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    # The momentum clips by itself, in fewer passes; states keep the place of the clipping, which checkpoints name theirs by.
+    # The momentum does the clipping itself, in fewer passes. The identity keeps the position of the clipping in the state,
+    # because checkpoints name the states by position.
     return optax.chain(optax.scale_by_factored_rms(), optax.identity(), low_rank_moment(self.b1, self.rank, spec))
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
-    # Second moments are at least 1e-30 * (1 - decay), which is 6e-8 or 0 (they stay as they are), so neither factor is
-    # above 1e19 where none is above 4. Clipping leaves at most the root of an array's size, of 1e12 numbers; momentum adds as
-    # much of what it has without its bias, and takes at most as much away; what it keeps is at most 1.
+    # Second moments are at least 1e-30 * (1 - decay). The factor 1 - decay is at least 6e-8 or exactly 0, in which case the
+    # moments do not change. So neither factor exceeds 1e19 if no second moment exceeds 4. Clipping leaves at most the square
+    # root of the array's size, for arrays of up to 1e12 numbers. Momentum adds at most its bias-corrected mean and subtracts at
+    # most as much. The momentum state is at most 1.
     most = 1e6 * (2 + 1 / (1 - self.b1)) if self.rank else 1e6
     direction = jnp.where((gradient <= self.bounded_to) & (state <= 4), most, jnp.inf)
     kept = jnp.maximum(state, jnp.square(gradient) + 1e-30)

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019); its decay of the weights is the optimizer's, as every rule's is."""
+"""AdamW (Loshchilov and Hutter 2019). The weight decay is applied by ``Optimizer``, as for every rule."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def build(training: TrainingConfig) -> "AdamW":
 
 @dataclass(frozen=True)
 class AdamW:
-  """The mean of the gradients over the root of that of their squares."""
+  """The mean of the gradients divided by the square root of the mean of their squares."""
 
   b1: float
   b2: float
@@ -33,7 +33,7 @@ class AdamW:
 
   @property
   def memory(self) -> int:
-    """Steps that the first moment is a mean of."""
+    """Number of steps that the first moment averages over."""
     return max(1, round(1 / (1 - self.b1)))
 
   def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
@@ -43,6 +43,6 @@ class AdamW:
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
     b1, b2, eps = (np.float32(x) for x in (self.b1, self.b2, self.eps))
     first, second = jnp.maximum(state, gradient), jnp.maximum(state, jnp.square(gradient))
-    direction = first / (1 - b1) / eps  # without its bias, over the smallest denominator
+    direction = first / (1 - b1) / eps  # bias-corrected first moment over the smallest denominator
     computed = jnp.maximum(first / (1 - b1), second / (1 - b2))
     return Bound(direction=direction, moment=first, state=jnp.maximum(first, second), computed=computed)

@@ -1,8 +1,9 @@
-"""The optimizer taken layer by layer: each layer's arrays are updated as if there were no others.
+"""An optimizer that updates each layer's arrays separately from all other arrays. The step with ``optimizer_in_backward`` uses
+it.
 
-A part of the parameters is (stack, layer), the arrays of one layer of a stack's rows, or () for all that lies in no stack. A
-state has the structure that it has without; only rules that look at an array as a whole see one layer's where they would see
-those of all, as Adafactor, which then factors and clips each layer by itself.
+A part of the parameters is (stack, layer): the arrays of one layer of a stack's rows. The part () holds everything outside the
+stacks. The state has the same structure as the state of the ordinary optimizer. The results differ only for rules that use
+statistics of a complete array: Adafactor factors and clips each layer separately.
 """
 
 import dataclasses
@@ -26,12 +27,12 @@ _LARGEST_CLIP = 2.0**30
 
 
 def parts_of(tree: Tree) -> list[Part]:
-  """The parts of a tree of parameters, in order; () last."""
+  """Return the parts of a tree of parameters in order; () is last."""
   return [(name, layer) for name in tree if name.startswith("stack_") for layer in tree[name]] + [()]
 
 
 def take(tree: Tree, part: Part) -> Tree:
-  """A part of a tree of parameters, under the paths that it has there."""
+  """Return one part of a tree of parameters, under the same paths."""
   if part:
     stack, layer = part
     return {stack: {layer: tree[stack][layer]}}
@@ -39,18 +40,18 @@ def take(tree: Tree, part: Part) -> Tree:
 
 
 def take_row(tree: Tree, row: jax.Array) -> Tree:
-  """A row of arrays of stacked layers, on the device; counters belong to all."""
+  """Return one row of arrays of stacked layers, on the device. Counters are shared by all rows."""
   return jax.tree.map(lambda x: as_declared(host_memory.row(x, row)) if x.ndim else x, tree)
 
 
 def put_row(tree: Tree, new: Tree, row: jax.Array) -> Tree:
-  """The arrays of stacked layers with a row written; counters as they were, until all rows are through."""
+  """Write one row into the arrays of stacked layers. Counters keep their value until all rows are done."""
   put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, host_memory.returned(as_declared(n), x), row, 0) if x.ndim else x
   return jax.tree.map(put, tree, new)
 
 
 def join(parts: list[Tree]) -> Tree:
-  """The tree that all its parts were taken from."""
+  """Return the tree that all these parts were taken from."""
   whole: dict[str, Any] = {}
   for part in parts:
     for name, x in part.items():
@@ -59,39 +60,39 @@ def join(parts: list[Tree]) -> Tree:
 
 
 def take_state(state: Tree, part: Part) -> Tree:
-  """The state of a part: of every tree of parameters in it that part, counters as they are."""
+  """Return the state of a part: that part of every tree of parameters in the state. Counters are copied."""
   return in_states(lambda tree: take(tree, part), state)
 
 
 def join_states(parts: list[Tree]) -> Tree:
-  """The state that all its parts were taken from; counters are those of the last."""
+  """Return the state that all these parts were taken from. Counters are those of the last part."""
   return in_states(lambda *trees: join([*trees]), *parts)
 
 
 def in_states(function: Callable[..., Tree], *states: Tree) -> Tree:
-  """A function of every tree of parameters in states of a structure; counters are those of the last."""
+  """Apply a function to every tree of parameters in states of the same structure. Counters are those of the last state."""
   is_tree = lambda node: isinstance(node, dict)
   return jax.tree.map(lambda *nodes: function(*nodes) if is_tree(nodes[0]) else nodes[-1], *states, is_leaf=is_tree)
 
 
 @dataclass(frozen=True, eq=False)
 class ByLayer(Optimizer):
-  """An ``Optimizer`` of the same rule, whose state and update are those of its parts."""
+  """An ``Optimizer`` with the same rule that initializes and updates each part separately."""
 
   @classmethod
   def of(cls, optimizer: Optimizer) -> "ByLayer":
-    """The same optimizer, layer by layer."""
+    """Return the same optimizer, working layer by layer."""
     return cls(**{f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)})
 
   @functools.cached_property
   def parts(self) -> dict[Part, Optimizer]:
-    """The optimizer of each part; of a stacked layer that of one row."""
+    """The optimizer of each part. For a stacked layer it is the optimizer of one row."""
     given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Optimizer)}
     return {part: Optimizer(**given | {"spec": take(self.spec, part)}) for part in parts_of(self.spec)}
 
   def usually_proved(self, clip: float) -> bool:
-    """Only of clipped gradients is it known how large they are before the first layer is updated; and what is known is the
-    threshold, of which even a square has to be far from the end of float32."""
+    """Only for clipped gradients is a bound known before the first layer is updated. The bound is the threshold, and its square
+    must be far below the largest float32 number."""
     return 0 < clip <= _LARGEST_CLIP and super().usually_proved(clip)
 
   def init(self, params: Tree) -> Tree:
@@ -108,8 +109,8 @@ class ByLayer(Optimizer):
 
 
 def _by_row(part: Part, function: Any, *trees: Tree) -> Tree:
-  """A function of trees of a part, for each row of a stacked one; counters belong to all rows together."""
-  if not part or all(map(_is_counter, jax.tree.leaves(trees))):  # a layer that is frozen whole has nothing else
+  """Apply a function to trees of a part, separately for each row of a stacked part. Counters are shared by all rows."""
+  if not part or all(map(_is_counter, jax.tree.leaves(trees))):  # a completely frozen layer has only counters
     return function(*trees)
   axes = [jax.tree.map(lambda x: None if _is_counter(x) else 0, tree) for tree in trees]
   row = jax.tree.map(lambda x: x if _is_counter(x) else jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees)

@@ -1,16 +1,17 @@
-"""Moments in 8 bits: block-wise dynamic codes (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes has them.
+"""Moments in 8 bits: block-wise dynamic codes (Dettmers et al. 2022, arXiv:2110.02861), as in bitsandbytes.
 
-A number is stored as the nearest of 256 shares of the largest magnitude in its block: for every power of ten down to 1e-6 the
-middles of equal parts of [0.1, 1], of twice as many for the next power; 0 and 1. The signed code has both signs, the unsigned
-one twice as many parts. Two things are other than in bitsandbytes:
+A number is stored as the nearest of 256 fractions of the largest magnitude in its block. For every power of ten down to 1e-6,
+the fractions are the midpoints of equal parts of [0.1, 1] times that power; each next larger power has twice as many parts. The
+fractions 0 and 1 are also included. The signed code has both signs; the unsigned code has twice as many parts. Two things
+differ from bitsandbytes:
 
-- A second moment above 0 is never stored as 0, but as the smallest share. A 0 under a first moment that is none makes a step
-  of ``1 / adam_eps`` times it, which is where 8-bit Adam diverges.
-- Blocks lie along one axis of an array, so that state is split over devices as the parameters are. The mesh does not decide
-  how: a checkpoint goes on, to the bit, on another one. They never lie across the tokens of a table: gradients of seldom ones
-  are thousands of times smaller than those of their neighbours, and would be 0 beside them.
+- A second moment above 0 is never stored as 0, but as the smallest fraction. With a second moment of 0 and a first moment that
+  is not 0, the step is ``1 / adam_eps`` times the first moment, which makes 8-bit Adam diverge.
+- Blocks run along one axis of an array, so the state is sharded as the parameters are. The block layout does not depend on the
+  mesh: a checkpoint resumes bit for bit on another mesh. Blocks never run across the tokens of an embedding table: gradients of
+  rare tokens are thousands of times smaller than those of their neighbours, and would be rounded to 0 in the same block.
 
-Vectors (norms, biases) and arrays of fewer than 4096 numbers in a layer stay in float32.
+Vectors (norms, biases) and arrays with fewer than 4096 numbers in a layer stay in float32.
 """
 
 import math
@@ -24,20 +25,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.sharding_rules import GATHERED, RULES
 
-SMALLEST = 4096  # numbers of a layer's array that is worth codes, as in bitsandbytes
-LONGEST = 256  # numbers of a block
-SHORTEST = 32  # below it, blocks along an axis that is gathered are better than those along one that is not
-WAYS = 16  # parts that an axis may be split into without a block being split
-POWERS = 7  # of ten
+SMALLEST = 4096  # arrays of a layer with fewer numbers stay in float32, as in bitsandbytes
+LONGEST = 256  # largest number of elements in a block
+SHORTEST = 32  # blocks along an axis that is not gathered are preferred unless they are shorter than this
+WAYS = 16  # an axis may be sharded over this many devices without splitting a block
+POWERS = 7  # powers of ten that the codes cover
 
 
 class Blocks(NamedTuple):
   """A moment in 8 bits.
 
   Attributes:
-    codes: uint8, of the moment's shape.
-    scale: float32, the largest magnitude of every block: as ``codes``, with fewer numbers along the axis of the blocks. What
-      is not finite in a moment is seen in it.
+    codes: uint8, with the moment's shape.
+    scale: float32, the largest magnitude of every block: the shape of ``codes`` with one entry per block along the axis of the
+      blocks. A NaN or infinity in the moment makes the scale non-finite.
   """
 
   codes: jax.Array
@@ -45,14 +46,14 @@ class Blocks(NamedTuple):
 
 
 class Layout(NamedTuple):
-  """Where the blocks of an array lie: the axis, counted from the last (-1), and the numbers of a block."""
+  """The blocks of an array: their axis, counted from the last (-1), and the number of elements in a block."""
 
   axis: int
   size: int
 
 
 def layout(p: Param) -> Layout | None:
-  """Of a parameter's moments; None: they stay in float32."""
+  """Return the block layout for a parameter's moments, or None if they stay in float32."""
   sizes = [(i - len(p.shape), axis, size) for i, (axis, size) in enumerate(zip(p.axes, p.shape, strict=True))]
   sizes = [entry for entry in sizes if entry[1] != "layers"]
   if len(sizes) < 2 or math.prod(size for _, _, size in sizes) < SMALLEST:
@@ -63,42 +64,42 @@ def layout(p: Param) -> Layout | None:
 
 
 def _block(axis: str | None, size: int) -> int:
-  """The largest part of an axis, up to LONGEST, that WAYS devices have whole ones of."""
+  """Return the largest divisor of an axis, up to LONGEST, such that WAYS devices each hold complete blocks."""
   if axis is not None and getattr(RULES, axis) and size % WAYS == 0:
     size //= WAYS
   return max(n for n in range(1, min(size, LONGEST) + 1) if size % n == 0)
 
 
 def in_blocks(x: jax.Array, where: Layout) -> jax.Array:
-  """The same numbers with the axis in two: blocks, and the numbers of one."""
+  """Reshape the axis of the blocks into two axes: blocks, and elements of a block."""
   axis = x.ndim + where.axis
   return x.reshape(*x.shape[:axis], -1, where.size, *x.shape[axis + 1 :])
 
 
 def whole(x: jax.Array, where: Layout) -> jax.Array:
-  """What ``in_blocks`` gave, as it was."""
+  """Undo ``in_blocks``."""
   axis = x.ndim + where.axis
   return x.reshape(*x.shape[: axis - 1], -1, *x.shape[axis + 1 :])
 
 
 def zeros(shape: tuple[int, ...], where: Layout, *, signed: bool) -> Blocks:
-  """What ``encode`` gives of zeros of this shape, which XLA would work out number by number while it compiles: a minute for
-  10^9 of them."""
+  """Return what ``encode`` returns for zeros of this shape. XLA would constant-fold the encoding while it compiles, which takes
+  a minute for 10^9 numbers."""
   axis = len(shape) + where.axis
   scale = (*shape[:axis], shape[axis] // where.size, *shape[axis + 1 :])
   return Blocks(jnp.full(shape, 127 if signed else 0, jnp.uint8), jnp.zeros(scale, jnp.float32))
 
 
 def encode(blocks: jax.Array, where: Layout, *, signed: bool) -> Blocks:
-  """The codes of float32 numbers, ties either way.
+  """Return the codes of float32 numbers. Ties may round either way.
 
   Args:
-    blocks: as ``in_blocks`` gives them.
-    where: they lie.
-    signed: numbers below 0 have codes too; else there are none, and one above 0 is not stored as 0.
+    blocks: in the shape that ``in_blocks`` returns.
+    where: the layout of the blocks.
+    signed: negative numbers have codes too. Otherwise there must be none, and a number above 0 is not stored as 0.
   """
   spread = jnp.max(jnp.abs(blocks), axis=blocks.ndim + where.axis, keepdims=True)
-  down = jnp.where(spread > 1, np.float32(2.0**-64), 1)  # machines divide by the reciprocal, which is 0 beyond 2^126
+  down = jnp.where(spread > 1, np.float32(2.0**-64), 1)  # XLA may multiply by the reciprocal, which is 0 beyond 2^126
   share = jnp.where(spread > 0, jnp.abs(blocks) * down / (spread * down), 0)
   least, step, first = (jnp.zeros(share.shape, jnp.float32) for _ in range(3))
   last = first
@@ -119,30 +120,31 @@ def encode(blocks: jax.Array, where: Layout, *, signed: bool) -> Blocks:
 
 
 def decode(stored: Blocks, where: Layout, *, signed: bool) -> jax.Array:
-  """What was stored, float32, as ``in_blocks`` gives it: the same to the bit in whatever program, as nothing but one product
-  of each share is rounded."""
+  """Return the stored numbers as float32, in the shape of ``in_blocks``. The result is the same to the bit in every program,
+  because only one product per number is rounded."""
   number = in_blocks(stored.codes, where).astype(jnp.float32) - (127 if signed else 0)
   size, share = jnp.abs(number), jnp.zeros(number.shape, jnp.float32)
-  for power in range(POWERS):  # straight lines, each the highest where it counts
+  for power in range(POWERS):  # each power is a straight line that is the highest one in its own range
     parts, first = _parts(power, signed=signed), _first(power, signed=signed)
-    ninths = 18 * (size - first) + 9 + 2 * parts  # whole numbers: parts of 0.1 / (2 * parts)
+    ninths = 18 * (size - first) + 9 + 2 * parts  # an integer, in units of 0.1 / (2 * parts)
     share = jnp.maximum(share, ninths * np.float32(10.0 ** (power - POWERS) / (2 * parts)))
   share = jnp.where(size > 0, jnp.minimum(share, 1), 0)
   return jnp.sign(number) * share * jnp.expand_dims(stored.scale, number.ndim + where.axis)
 
 
 def _parts(power: int, *, signed: bool) -> int:
-  """Of [0.1, 1] times a power of ten, from the lowest on."""
+  """Number of parts of [0.1, 1] times a power of ten; power 0 is the smallest."""
   return 2**power * (1 if signed else 2)
 
 
 def _first(power: int, *, signed: bool) -> int:
-  """The number of the first share of a power of ten; of the one beyond the last, that of 1."""
+  """Code of the first fraction of a power of ten; for the power beyond the last, the code of 1."""
   return 2**power if signed else 2 ** (power + 1) - 1
 
 
 def _between(power: int, *, signed: bool) -> np.float32:
-  """The middle between the first share of a power of ten and the one before it: 0, or the last of the power before."""
+  """The midpoint between the first fraction of a power of ten and the fraction before it, which is 0 or the last one of the
+  lower power."""
   unit = 10.0 ** (power - POWERS + 1)
   above = unit * (0.1 + 0.45 / _parts(power, signed=signed)) if power < POWERS else 1.0
   below = unit / 10 * (1 - 0.45 / _parts(power - 1, signed=signed)) if power else 0.0
@@ -150,7 +152,8 @@ def _between(power: int, *, signed: bool) -> np.float32:
 
 
 def scale_sharding(codes: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-  """Of the scales of this shape: as the codes lie, but whole along an axis that has too few of them."""
+  """Return the sharding of scales of this shape: that of the codes, but replicated along an axis that does not divide evenly
+  among its devices."""
   spec = [*codes.spec, *(None,) * (len(shape) - len(codes.spec))]
   uneven = lambda entry, size: size % math.prod(codes.mesh.shape[a] for a in ((entry,) if isinstance(entry, str) else entry))
   return NamedSharding(

@@ -1,4 +1,4 @@
-"""Lion (Chen et al. 2023): the sign of a mean of gradients."""
+"""Lion (Chen et al. 2023): the sign of a moving average of the gradients."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def build(training: TrainingConfig) -> "Lion":
 
 @dataclass(frozen=True)
 class Lion:
-  """One moment, and a direction whose numbers are all -1, 0 or 1."""
+  """One moment, and a direction whose elements are all -1, 0 or 1."""
 
   b1: float
   b2: float

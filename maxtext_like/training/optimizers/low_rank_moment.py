@@ -1,20 +1,19 @@
-"""A first moment of low rank: momentum where the gradients of many steps point, for next to no memory.
+r"""A first moment of low rank: momentum for the directions that most gradients share, at almost no memory cost.
 
-What needs momentum are the few directions in which gradients are large and the loss is curved: without it steps along them
-overshoot (docs/results/low-memory-training.md has loss curves). So of the mean of a matrix's directions only its share in a
-subspace of R dimensions is kept, as two factors, and a direction goes on with that mean inside the
-subspace, and as it is outside of it:
+Momentum matters in the few directions in which gradients are large and the loss is curved: without it, steps along them
+overshoot (docs/results/low-memory-training.md has loss curves). This module keeps the moving average of a matrix's updates only within a
+subspace of R dimensions, as two factors. Inside the subspace an update is replaced by the average; outside it is unchanged:
 
-  M = b1 P Q^T + (1 - b1) U          the mean, of what was kept of it and the direction U of this step
-  P' = orthonormal columns of M Q    one step of subspace iteration, which begins where the last one ended
+  M = b1 P Q^T + (1 - b1) U          moving average: the kept part and the update U of this step
+  P' = orthonormal columns of M Q    one step of subspace iteration that starts from the last one's result
   Q' = M^T P'
   U - P' P'^T U + P' Q'^T / (1 - b1^t)
 
-With P' of all dimensions this is the whole first moment, without its bias. Subspace iteration as in PowerSGD (Vogels et al.
-2019, arXiv:1905.13727), which compresses what is sent between devices by it.
+If P' has all dimensions, this is the ordinary first moment with bias correction. The subspace iteration is that of PowerSGD
+(Vogels et al. 2019, arXiv:1905.13727), which uses it to compress communication between devices.
 
-Arrays of which no axis is summed over (norms, biases, positions, B of an adapter), and matrices that have no more numbers than
-their factors would, keep the moment whole.
+Arrays without an axis that is summed over (norms, biases, positions, B of an adapter), and matrices that are no larger than
+their factors, keep the complete moment.
 """
 
 import math
@@ -30,22 +29,23 @@ from maxtext_like.layers.quantization.low_rank import Layout, one_layer
 
 Tree = Any
 
-# Directions are kept as shares of this, the most that a number of an array with an rms of at most 1 can be if the array has at
-# most 1e12: so no number that is kept exceeds 1, whatever one matrix of a stack has of it.
+# Updates are divided by this before they are averaged. It is the largest value of an element in an array with an RMS of at most
+# 1 and at most 1e12 elements. So no element of the factors exceeds 1, however the array's norm is divided between the matrices
+# of a stack.
 _LARGEST = 1e6
-# Added to the squared lengths, which are 1, of the columns that are made orthonormal, for each 128 of them: far above the
-# roundings of float32 sums and of R columns that are alike, so that there is a Cholesky factor. A column that depends on the
-# others but for so little comes out short, and gets its length back in the next steps, which begin with equal lengths.
+# Added to the diagonal of the Gram matrix (squared lengths of 1), once for each 128 columns. It is far above the rounding
+# errors of float32 sums and of R columns that are the same, so that a Cholesky factor exists. A column that depends almost
+# completely on the others becomes short. It recovers its length in the next steps, which start with columns of equal length.
 _RIDGE = 1e-4
-_TINY = 1e-18  # a column whose length is less counts as 0: squares of shorter ones are not ordinary float32 numbers
+_TINY = 1e-18  # a shorter column counts as 0: the squares of its elements are subnormal in float32
 
 
 class Factors(NamedTuple):
-  """The kept share of a moment, float32. Leading axes are those of a stack's rows and of experts.
+  """The kept part of a moment, float32. The leading axes are those of a stack's rows and of experts.
 
   Attributes:
-    rows: P [..., *summed, R], no number above 1.
-    columns: Q [..., *kept, R], of directions over ``_LARGEST``, likewise.
+    rows: P [..., *summed, R], no element above 1.
+    columns: Q [..., *kept, R], of updates divided by ``_LARGEST``, no element above 1.
   """
 
   rows: jax.Array
@@ -53,18 +53,18 @@ class Factors(NamedTuple):
 
 
 class LowRankState(NamedTuple):
-  """Of ``low_rank_moment``: the steps so far, and of each parameter its factors, or the moment of directions over
-  ``_LARGEST``."""
+  """The state of ``low_rank_moment``: the number of steps so far, and for each parameter its factors, or its complete moment of
+  updates divided by ``_LARGEST``."""
 
   count: jax.Array
   moment: Tree
 
 
 class _Matrix(NamedTuple):
-  """How an array is a batch of matrices.
+  """How an array is viewed as a batch of matrices.
 
   Attributes:
-    order: its axes: those of the batch, those of a matrix's rows, and of its columns.
+    order: the array's axes in the order batch, rows of a matrix, columns of a matrix.
     batch, rows, columns: sizes of these axes.
   """
 
@@ -75,12 +75,12 @@ class _Matrix(NamedTuple):
 
   @classmethod
   def of(cls, p: Param, shape: tuple[int, ...], rank: int) -> "_Matrix | None":
-    """None: its moment is kept whole.
+    """Return the view of a parameter, or None if its complete moment is kept.
 
     Args:
       p: the parameter.
-      shape: of all its layers, or of one.
-      rank: of factors.
+      shape: of all its layers, or of one layer.
+      rank: rank of the factors.
     """
     if not one_layer(p).contracts:
       return None
@@ -93,33 +93,33 @@ class _Matrix(NamedTuple):
     return cls(sum(parts, ()), batch, rows, columns) if rank * (a + b) < a * b else None
 
   def matrices(self, x: jax.Array) -> jax.Array:
-    """[*batch, a, b]."""
+    """Reshape an array to [*batch, a, b]."""
     return x.transpose(self.order).reshape(*self.batch, math.prod(self.rows), math.prod(self.columns))
 
   def array(self, x: jax.Array) -> jax.Array:
-    """What ``matrices`` is of."""
+    """Undo ``matrices``."""
     back = sorted(range(len(self.order)), key=self.order.__getitem__)
     return x.reshape(*self.batch, *self.rows, *self.columns).transpose(back)
 
   def factors(self, rows: jax.Array, columns: jax.Array) -> Factors:
-    """As they are kept, of [*batch, a, R] and [*batch, b, R]."""
+    """Reshape [*batch, a, R] and [*batch, b, R] to the factors as they are stored."""
     named = (rows, self.rows), (columns, self.columns)
     return Factors(*(x.reshape(*self.batch, *sizes, x.shape[-1]) for x, sizes in named))
 
   def of_factors(self, factors: Factors) -> tuple[jax.Array, jax.Array]:
-    """What ``factors`` is of."""
+    """Undo ``factors``."""
     return tuple(x.reshape(*self.batch, -1, x.shape[-1]) for x in factors)  # pyright: ignore[reportReturnType]
 
 
 def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransformation:
-  """Directions, float32, to what the momentum of low rank makes of them once they are clipped to an rms of 1 (as
-  ``optax.clip_by_block_rms`` does).
+  """Return a transformation that clips float32 updates to an RMS of 1 (as ``optax.clip_by_block_rms`` does) and applies
+  momentum of low rank.
 
-  Products with a direction round it to bfloat16, as accelerators do with float32 operands, and sum in float32; what momentum
-  adds to a direction is rounded to bfloat16 too.
+  Products with an update round it to bfloat16, as accelerators do with float32 operands, and accumulate in float32. The change
+  that momentum adds to an update is rounded to bfloat16 too.
 
   Args:
-    b1: decay of the mean.
+    b1: decay of the moving average.
     rank: R, above 0.
     spec: Params of the leaves (None elsewhere).
   """
@@ -136,17 +136,17 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
   def update(directions: Tree, state: LowRankState, params: Tree = None) -> tuple[Tree, LowRankState]:
     del params
     count = state.count + 1
-    # 1 - b1^t, which is never 0.
+    # Bias correction 1 - b1^t, which is never 0.
     unbiased = -jnp.expm1(count.astype(jnp.float32) * (math.log(b1) if b1 else -math.inf))
     made, moments = [], []
     given = structure.flatten_up_to(directions), structure.flatten_up_to(state.moment)
     matrices = [_Matrix.of(p, x.shape, rank) for p, x in zip(leaves, given[0], strict=True)]
-    # 0 where squares leave float32: no momentum is made of such a direction.
+    # 0 if the squares overflow float32: such an update does not enter the momentum.
     scales = [1 / jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1) for x in given[0]]
     each = zip(matrices, given[0], scales, given[1], strict=True)
     begun = [None if m is None else _Begun.of(m, x, scale, old, b1, count) for m, x, scale, old in each]
-    # Single matrices together, as a call has one of a layer's to wait for; a stack has enough of its own, and what its update
-    # reads would lie in memory until the last of all stacks has a basis.
+    # Single matrices are orthonormalized together, because each call waits for a sequence of small kernels. A stack has enough
+    # matrices to be processed alone; waiting for the others would keep everything that its update reads in memory.
     single = [found for found in begun if found is not None and not found.matrix.batch]
     together = iter(_orthonormal([found.sketch for found in single]))
     for found, u, scale, old in zip(begun, given[0], scales, given[1], strict=True):
@@ -156,6 +156,7 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
       else:
         basis = _orthonormal([found.sketch])[0] if found.matrix.batch else next(together)
         direction, new = found.finished(basis, b1, unbiased)
+      # Without factors the complete moment is averaged; otherwise the basis of the subspace completes the update.
       made.append(direction)
       moments.append(new)
     return structure.unflatten(made), LowRankState(count, structure.unflatten(moments))
@@ -164,15 +165,15 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
 
 
 class _Begun(NamedTuple):
-  """The update of a moment before the basis of its subspace is there.
+  """The update of one moment before the basis of its subspace is known.
 
   Attributes:
     matrix, direction: of the array, not yet clipped.
-    scale: float32 scalar, U over that.
-    rounded: bfloat16 [*batch, a, b], the direction. It does not wait for the scale, so that a GPU makes it and the sum of
-      squares in one pass.
+    scale: float32 scalar, the factor that clips the direction to U.
+    rounded: bfloat16 [*batch, a, b], the unclipped direction. It does not depend on the scale, so a GPU computes it and the sum
+      of squares in one pass.
     rows, columns: P, Q.
-    sketch: M Q [*batch, a, R], columns of Q of length 1.
+    sketch: M Q [*batch, a, R], with the columns of Q scaled to length 1.
   """
 
   matrix: _Matrix
@@ -190,7 +191,7 @@ class _Begun(NamedTuple):
     rows, columns = matrix.of_factors(factors)
     rounded = matrix.matrices(direction).astype(jnp.bfloat16)
     length = jnp.linalg.norm(columns, axis=-2, keepdims=True)
-    # Where nothing was kept yet, any other column does.
+    # If nothing was kept yet, any column will do: a random one is used.
     other = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), columns.shape[-2:]) * columns.shape[-2] ** -0.5
     towards = jnp.where(length > _TINY, columns / jnp.maximum(length, _TINY), other)
     kept = _exact("...ar,...rs->...as", rows, _exact("...br,...bs->...rs", columns, towards))
@@ -198,7 +199,7 @@ class _Begun(NamedTuple):
     return cls(matrix, direction, scale, rounded, rows, columns, sketch)
 
   def finished(self, basis: jax.Array, b1: float, unbiased: jax.Array) -> tuple[jax.Array, Factors]:
-    """(The direction, the kept share), with P' [*batch, a, R]."""
+    """Return (the update, the new factors) for the basis P' [*batch, a, R]."""
     new = _over_largest(_product("...ab,...ar->...br", self.rounded, basis), self.scale)
     kept = _exact("...br,...rs->...bs", self.columns, _exact("...ar,...as->...rs", self.rows, basis))
     columns = b1 * kept + (1 - b1) * new
@@ -208,13 +209,13 @@ class _Begun(NamedTuple):
 
 
 def _over_largest(product: jax.Array, scale: jax.Array) -> jax.Array:
-  """A product with a direction as it is with U over ``_LARGEST``; 0 where the scale is."""
+  """Scale a product with the unclipped direction to a product with U divided by ``_LARGEST``; 0 if the scale is 0."""
   return jnp.where(scale > 0, product * (scale / _LARGEST), 0)
 
 
 def _orthonormal(sketches: list[jax.Array]) -> list[jax.Array]:
-  """Of each [..., a, R] as many columns of the same span, orthonormal or shorter: by the Cholesky factors of their Gram
-  matrices, all of them at once."""
+  """Return for each [..., a, R] as many columns of the same span, orthonormal or shorter. The columns are multiplied by the
+  inverse Cholesky factors of their Gram matrices, computed for all arrays at once."""
   lengths = [jnp.linalg.norm(y, axis=-2, keepdims=True) for y in sketches]
   units = [y / jnp.maximum(length, _TINY) for y, length in zip(sketches, lengths, strict=True)]
   grams = [_exact("...ar,...as->...rs", y, y) for y in units]
@@ -233,9 +234,10 @@ def _orthonormal(sketches: list[jax.Array]) -> list[jax.Array]:
 
 
 def _inverse_of_factor(gram: jax.Array) -> jax.Array:
-  """L^-1 of G + ridge I = L L^T, [n, R, R], by elimination in [G + ridge I, I], which leaves [L^T, L^-1].
+  """Return L^-1 of G + ridge I = L L^T, [n, R, R], by elimination in [G + ridge I, I], which produces [L^T, L^-1].
 
-  Not by jax.lax.linalg: on a CPU two of its batched calls at a time wait for each other's threads for ever (jaxlib 0.10).
+  It does not use jax.lax.linalg: on a CPU two of its batched calls that run at the same time deadlock on each other's threads
+  (jaxlib 0.10).
   """
   rank = gram.shape[-1]
   ridge, eye, at = _RIDGE * max(1, rank / 128), jnp.eye(rank), jnp.arange(rank)[:, None]
@@ -260,17 +262,17 @@ def _exact(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _product(equation: str, x: jax.Array, y: jax.Array, dtype: str = "float32") -> jax.Array:
-  """A product of bfloat16 operands with float32 sums, which are handed on in this dtype."""
+  """A product of bfloat16 operands with float32 accumulation, returned in ``dtype``."""
   x, y = (operand.astype(jnp.bfloat16) for operand in (x, y))
   return jnp.einsum(equation, x, y, preferred_element_type=jnp.dtype(dtype))
 
 
 def factor_shardings(p: Param, sharding: NamedSharding) -> Factors:
-  """Shardings of a parameter's factors: along the axes that they have in common with it.
+  """Return the shardings of a parameter's factors: along the axes that they share with the parameter.
 
   Args:
     p: the parameter, as it is stored.
-    sharding: its own.
+    sharding: the parameter's sharding.
   """
   matrix = _Matrix.of(p, p.shape, 0)
   assert matrix is not None

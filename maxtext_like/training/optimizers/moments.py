@@ -1,7 +1,7 @@
 """Moments stored in fewer bits than a rule computes them in.
 
-An array is decoded, updated and encoded in pieces, so that a piece of it is in float32 at a time: the largest number of a block
-has to be known before the first is encoded, and compilers keep what lies between the two in memory.
+An array is decoded, updated and encoded in pieces, so that only one piece at a time is in float32. The largest number of a
+block must be known before the first one is encoded, and compilers keep everything between the two in memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from maxtext_like.training.optimizers.dynamic8 import Blocks
 
 Tree = Any
 
-PIECE = 1 << 25  # numbers that are updated at a time, where an array has more
+PIECE = 1 << 25  # elements of a larger array that are updated at a time
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Moment:
   """How a moment is stored.
 
   Attributes:
-    field: of the state of the rule.
-    dtype: "float32", "bfloat16", or "dynamic8", as which an array without a layout of blocks is float32.
-    signed: there are numbers below 0.
+    field: name of the moment in the state of the rule.
+    dtype: "float32", "bfloat16" or "dynamic8". With "dynamic8" an array without a block layout is stored as float32.
+    signed: the moment may be negative.
   """
 
   field: str
@@ -38,11 +38,11 @@ class Moment:
   signed: bool
 
   def begun(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
-    """A moment of zeros, as ``stored`` would keep it.
+    """Return a moment of zeros in its stored form.
 
     Args:
       p: the parameter.
-      x: its moment, whole, of which the shape counts.
+      x: the complete moment, of which only the shape is used.
     """
     where = dynamic8.layout(p)
     if where and self.dtype == "dynamic8":
@@ -50,14 +50,14 @@ class Moment:
     return jnp.zeros(x.shape, "float32" if self.dtype == "dynamic8" else self.dtype)
 
   def stored(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
-    """A float32 array, in blocks, as it is kept."""
+    """Encode a float32 array, which is in blocks, to its stored form."""
     where = dynamic8.layout(p)
     if where and self.dtype == "dynamic8":
       return dynamic8.encode(x, where, signed=self.signed)
     return _whole(p, x).astype("float32" if self.dtype == "dynamic8" else self.dtype)
 
   def loaded(self, p: Param, x: jax.Array | Blocks) -> jax.Array:
-    """What ``stored`` kept, in float32 and in blocks."""
+    """Decode the stored form to float32 in blocks."""
     where = dynamic8.layout(p)
     return dynamic8.decode(x, where, signed=self.signed) if where and isinstance(x, Blocks) else _in_blocks(p, x)
 
@@ -73,10 +73,10 @@ def _whole(p: Param, x: jax.Array) -> jax.Array:
 
 
 def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: Tree) -> optax.GradientTransformation:
-  """A transformation, of each number by itself, whose moments are stored as said.
+  """Wrap an elementwise transformation so that its moments are stored in the given form.
 
   Args:
-    inner: takes no parameters and has moments in float32, zeros at first; its state is a named tuple.
+    inner: takes no parameters, and its moments are float32 and start at zero. Its state is a named tuple.
     moments: all fields of its state that have the parameters' structure.
     spec: Params of the leaves (None elsewhere).
   """
@@ -99,7 +99,7 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
 
     trees = (structure.flatten_up_to(tree) for tree in (grads, *(getattr(state, field) for field in fields)))
     found = [_in_pieces(one, p, *arrays) for p, *arrays in zip(jax.tree.leaves(spec), *trees, strict=True)]
-    # By number: of a part that is frozen whole nothing is found.
+    # Indexed by number, because a completely frozen part has no results.
     direction, *after = (structure.unflatten([of[i] for of in found]) for i in range(1 + len(fields)))
     _, counters = advance({}, state._replace(**{field: {} for field in fields}))
     return direction, counters._replace(**dict(zip(fields, after, strict=True)))
@@ -108,7 +108,7 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
 
 
 def _in_pieces(one: Callable[..., tuple], p: Param, *arrays: jax.Array | Blocks) -> tuple:
-  """``one(p, *arrays)``, for one piece after the other where they are large and the pieces lie on one device each."""
+  """Call ``one(p, *arrays)`` piece by piece if the arrays are large and each piece is on one device."""
   grad = arrays[0]
   assert isinstance(grad, jax.Array)
   if grad.size > PIECE and p.axes[0] == "layers" and grad.ndim == len(p.shape):
@@ -126,12 +126,12 @@ def _in_pieces(one: Callable[..., tuple], p: Param, *arrays: jax.Array | Blocks)
 
 
 def piece_rows(p: Param, x: jax.Array) -> int:
-  """How much of an array's first axis is updated at a time: all of it, or a piece with whole blocks of its moments. The last
-  piece may be shorter.
+  """Return how many rows of an array's first axis are updated at a time: all of them, or a piece that holds complete blocks of
+  its moments. The last piece may be shorter.
 
   Args:
     p: the parameter.
-    x: one layer's array of it, of which the shape counts.
+    x: one layer's array of it, of which only the shape is used.
   """
   mesh, where = free_mesh(), dynamic8.layout(p)
   least = -(-x.size // PIECE)
@@ -139,5 +139,6 @@ def piece_rows(p: Param, x: jax.Array) -> int:
     return x.shape[0]
   block = where.size if where and where.axis == -x.ndim else 1
   lead = x.shape[0] // block
-  alike = next((n for n in range(least, min(4 * least, lead) + 1) if lead % n == 0), None)  # then there is no shorter one
+  # if found, all pieces have the same size and the last one is not shorter
+  alike = next((n for n in range(least, min(4 * least, lead) + 1) if lead % n == 0), None)
   return block * (lead // alike if alike else -(-lead // least))

@@ -1,5 +1,7 @@
-"""Which of an optimizer's state lies in the host's memory (``optimizer_memory_host_offload``): the moments of layers, which are
-on the device while these are updated. A row of stacked layers is read out of an array there, and written into it where it lies.
+"""Which arrays of an optimizer's state are in the host's memory (``optimizer_memory_host_offload``).
+
+The moments of layers are on the host, and on the device only while their layer is updated. A row of stacked layers is read from
+the host array and written back into it.
 """
 
 from typing import Any
@@ -15,16 +17,17 @@ KEY = "optimizer_memory_host_offload"
 
 
 def places(opt_state: Tree, shardings: Tree) -> Tree:
-  """Shardings of a state whose arrays of stacked layers lie on the host.
+  """Return the shardings of a state whose arrays of stacked layers are on the host.
 
-  The others stay: they would be on the device together where they are updated, and nothing beside them moves then.
+  All other arrays stay on the device: they would be on the device together during their update anyway, and no transfer could
+  overlap with it.
 
   Args:
     opt_state: shapes of an optimizer's state.
     shardings: NamedShardings of the same structure.
 
   Raises:
-    UserError: there are none.
+    UserError: the state has no arrays of stacked layers.
   """
 
   def moves(path: tuple[Any, ...], x: Any) -> bool:
@@ -32,5 +35,7 @@ def places(opt_state: Tree, shardings: Tree) -> Tree:
 
   moved = jax.tree_util.tree_map_with_path(moves, opt_state)
   if not any(jax.tree.leaves(moved)):
-    raise UserError(f"{KEY} = true: no layer has moments (opt_type, trainable_parameters_mask)\n  fix: {KEY}=false")
+    raise UserError(
+      f"{KEY} = true has no effect: no layer has moments (see opt_type, trainable_parameters_mask)\n  fix: {KEY}=false"
+    )
   return jax.tree.map(lambda away, sharding: sharding.with_memory_kind(KIND) if away else sharding, moved, shardings)

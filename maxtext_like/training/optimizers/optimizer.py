@@ -1,4 +1,4 @@
-"""The optimizer around a rule of descent: decay of weights, float32, the proof that an update is finite, and shardings."""
+"""The optimizer around an update rule: weight decay, float32 arithmetic, the proof that an update is finite, and shardings."""
 
 import functools
 import math
@@ -24,26 +24,25 @@ Tree = Any
 
 
 def decays(p: Param) -> bool:
-  """Whether weight decay acts on an array: on matrices, not on norms, scalars and biases.
+  """Return True if weight decay applies to an array: to matrices, not to norms, scalars and biases.
 
-  Decided by the number of dimensions of one layer's array: the axis of stacked layers does not make a norm a matrix.
+  The number of dimensions of one layer's array decides: the axis of stacked layers does not make a norm a matrix.
   """
   return len([axis for axis in p.axes if axis != "layers"]) >= 2
 
 
 @dataclass(frozen=True, eq=False)
 class Optimizer:
-  """The direction of descent for the trainable arrays; the step adds ``-learning_rate`` times what comes out.
+  """The update direction of the trainable arrays; the step adds ``-learning_rate`` times the direction.
 
-  All arithmetic is in float32, whatever the parameters, gradients and moments are stored in. Weight decay is decoupled from
-  the gradient for every rule: ``weight_decay`` times the parameter is added to the direction, so it is scaled by the learning
-  rate.
+  All arithmetic is in float32, whatever the dtypes of parameters, gradients and moments. Weight decay is decoupled from the
+  gradient for every rule: ``weight_decay`` times the parameter is added to the direction, so it is scaled by the learning rate.
 
   Attributes:
-    rule: of descent.
+    rule: the update rule.
     weight_decay: 0 for none.
-    mu_dtype, nu_dtype: that the first and the second moment are stored in; "dynamic8": see ``dynamic8.py``.
-    weight_dtype: of the stored parameters.
+    mu_dtype, nu_dtype: dtypes in which the first and the second moment are stored; "dynamic8" is explained in ``dynamic8.py``.
+    weight_dtype: dtype of the stored parameters.
     spec: Params of the trainable leaves (None elsewhere).
   """
 
@@ -56,7 +55,7 @@ class Optimizer:
 
   @property
   def in_pieces(self) -> bool:
-    """Whether moments are stored in fewer bits than optax stores them in, and large arrays updated piece by piece."""
+    """True if moments are stored in fewer bits than optax stores them in, so that large arrays are updated piece by piece."""
     return self.nu_dtype != "float32" or self.mu_dtype == "dynamic8"
 
   @functools.cached_property
@@ -73,38 +72,40 @@ class Optimizer:
     return _in_float32(optax.chain(*chain))
 
   def init(self, params: Tree) -> Tree:
-    """The first state of these parameters."""
+    """Return the initial state for these parameters."""
     return self._transformation.init(params)
 
   def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-    """(the direction, float32, the next state)."""
+    """Return (the direction in float32, the next state)."""
     return self._transformation.update(grads, state, params)
 
   def usually_proved(self, clip: float) -> bool:
-    """Whether ``certainly_finite`` has a proof for every ordinary update of gradients whose norm is clipped to ``clip`` (0: is
-    not): float16's range is not far from that of ordinary parameters, and some rules have a bound for small gradients only."""
+    """Return True if ``certainly_finite`` can prove every ordinary update finite for gradients whose norm is clipped to
+    ``clip`` (0: not clipped). It cannot for float16, whose range is close to ordinary parameters, and some rules only have a
+    bound for small gradients."""
     largest = largest_clipped(clip) if clip else math.inf
     return largest <= self.rule.bounded_to and "float16" not in (self.weight_dtype, self.mu_dtype)
 
   def certainly_finite(
     self, gradient: jax.Array, state: jax.Array, parameter: jax.Array, rate: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Whether an update is finite for certain, from the largest magnitudes of what it is made of, before it is computed.
+    """Prove from the largest magnitudes of its inputs that an update is finite, before it is computed.
 
-    A state that was looked at once is known to be finite as long as the proof holds, without reading it again: moments are
-    means of what they were and of what came, and roundings of so many steps stay below the quarter that is left for them.
+    A state that was inspected once is known to be finite as long as the proof holds, without reading it again: moments are
+    averages of old values and new inputs. A quarter of the range is reserved for accumulated rounding errors.
 
     Args:
-      gradient: float32 scalar, the largest |gradient|; like the next two infinite or NaN where nothing is known.
-      state: the largest number of the optimizer's state.
+      gradient: float32 scalar, the largest |gradient|. This and the next two are infinite or NaN if nothing is known.
+      state: the largest element of the optimizer's state.
       parameter: the largest |parameter|.
       rate: the learning rate.
 
     Returns:
-      Bool scalar: nothing that ``update`` of these and the step's subtraction compute or store leaves its dtype. False means
-      that the update may still be finite. And what then no number of the optimizer's next state exceeds, but for roundings.
+      A bool scalar: True if no value that ``update`` and the step's subtraction compute or store overflows its dtype. False
+        means that the update may still be finite. Also a bound on the elements of the optimizer's next state, apart from
+        rounding.
     """
-    # A quarter of what a dtype holds, for roundings.
+    # A quarter of each dtype's range leaves room for rounding.
     most, most_stored, most_moment = (
       float(jnp.finfo(dtype).max) / 4 for dtype in (jnp.float32, self.weight_dtype, _range_of(self.mu_dtype))
     )
@@ -114,7 +115,8 @@ class Optimizer:
     return (everything < most) & (bound.moment < most_moment) & (moved < most_stored), bound.state
 
   def state_shardings(self, state: Tree, params: Tree, shardings: Tree, replicated: Any) -> Tree:
-    """Shardings of a state: a moment lies as its parameter does, a factored moment and factors along what they kept.
+    """Return the shardings of a state. A moment is sharded as its parameter; factored moments and factors are sharded along the
+    axes that they keep.
 
     Args:
       state: ``jax.eval_shape`` of ``init``.
@@ -134,21 +136,21 @@ class Optimizer:
       found = [_match(x, p, d, s, replicated) for x, p, d, s in zip(moments, shapes, declared, places, strict=True)]
       return jax.tree.unflatten(inner, found)
 
-    # A moment is a tree of the parameters' structure somewhere inside the state's named tuples. A lone parameter would
-    # make every leaf such a tree; _match then goes by shape.
+    # A moment is a tree with the parameters' structure somewhere inside the state's named tuples. With a single parameter every
+    # leaf would be such a tree; _match then decides by shape.
     return jax.tree.map(place, state, is_leaf=is_moment)
 
 
 def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> Optimizer:
-  """The optimizer of a configuration.
+  """Build the optimizer of a configuration.
 
   Args:
     training: the ``training:`` section.
     spec: Params of the trainable leaves (None elsewhere).
-    weight_dtype: of the stored parameters: the default of ``mu_dtype``.
+    weight_dtype: dtype of the stored parameters, the default of ``mu_dtype``.
 
   Raises:
-    UserError: the rule has no such moment.
+    UserError: a dtype is set for a moment that the rule does not have.
   """
   t, rule = training, make_rule(training)
   for key, value, usual, moment in (
@@ -157,18 +159,19 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
   ):
     if moment is None and value != usual:
       raise UserError(
-        f"{key} = {value} does nothing with opt_type: {t.opt_type}, which has no such moment here\n  fix: leave {key} out"
+        f"{key} = {value} has no effect: opt_type: {t.opt_type} has no such moment with these settings\n  fix: remove {key}"
       )
   return Optimizer(rule, t.adam_weight_decay, t.mu_dtype or weight_dtype, t.nu_dtype, weight_dtype, spec)
 
 
 def _range_of(dtype: str) -> str:
-  """A dtype that reaches as far."""
+  """Return a dtype with the same range."""
   return "float32" if dtype == "dynamic8" else dtype
 
 
 def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-  """The transformation on float32 copies: optax makes the second moment in the parameters' dtype, where it rounds away."""
+  """Apply a transformation to float32 copies. optax would create the second moment in the parameters' dtype, which loses it to
+  rounding."""
 
   def cast(tree):
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -190,7 +193,7 @@ def _match(leaf, parameter, declared, sharding, replicated):
   if leaf.shape == parameter.shape:
     return sharding
   spec = (*sharding.spec, *(None,) * (len(parameter.shape) - len(sharding.spec)))
-  # A factored moment misses one dimension: the one that, left out, gives its shape.
+  # A factored moment lacks one dimension. Find the dimension whose removal gives its shape.
   for drop in range(len(parameter.shape)):
     kept = [d for d in range(len(parameter.shape)) if d != drop]
     if leaf.shape == tuple(parameter.shape[d] for d in kept) and math.prod(leaf.shape) > 1:

@@ -1,8 +1,7 @@
 """Optimizers by ``opt_type``.
 
-To add one, add a file in this folder, named like the value of ``opt_type``, and its name and keys here.
-
-The file has ``build(training) -> Rule``. This module imports no JAX, so that the configuration may ask for the names.
+To add one, create a file in this folder named like the value of ``opt_type``, and add its name and keys here. The file defines
+``build(training) -> Rule``. This module does not import JAX, so that the configuration can read the names.
 """
 
 import importlib
@@ -18,7 +17,7 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 KEYS: Mapping[str, tuple[str, ...]] = {
   "adamw": ("adam_b1", "adam_b2", "adam_eps"),
-  "adafactor": ("adafactor_momentum_rank", "adam_b1"),  # the second only with the first
+  "adafactor": ("adafactor_momentum_rank", "adam_b1"),  # adam_b1 is only used with a momentum rank above 0
   "lion": ("adam_b1", "adam_b2"),
   "sgd": ("sgd_momentum",),
 }
@@ -26,5 +25,5 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def make_rule(training: "TrainingConfig") -> "Rule":
-  """The rule of descent that a ``training:`` section names; imports its module."""
+  """Import the module of the update rule that a ``training:`` section names, and build the rule."""
   return importlib.import_module(f"{__package__}.{training.opt_type}").build(training)

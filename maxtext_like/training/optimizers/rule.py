@@ -1,6 +1,7 @@
-"""What a rule of descent is: a direction, and a bound on what it computes.
+"""The interface of an update rule: a direction, and a bound on everything it computes.
 
-To add one: a file with a frozen dataclass of these members and a ``build``, and its name in ``registry.py``.
+To add a rule, write a file with a frozen dataclass that has these members and a ``build`` function, and add its name to
+``registry.py``.
 """
 
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -10,13 +11,13 @@ import optax
 
 
 class Bound(NamedTuple):
-  """Float32 scalars that no magnitude exceeds in the update of a rule, but for roundings; infinite where none is known.
+  """Float32 scalars that bound all magnitudes in the update of a rule, apart from rounding; infinite if no bound is known.
 
   Attributes:
-    direction: of the direction of descent.
-    moment: of the next state's numbers that are stored in ``mu_dtype``.
-    state: of all numbers of the next state.
-    computed: of everything else on the way, in float32.
+    direction: of the update direction.
+    moment: of the elements of the next state that are stored in ``mu_dtype``.
+    state: of all elements of the next state.
+    computed: of all intermediate float32 values.
   """
 
   direction: jax.Array
@@ -26,15 +27,17 @@ class Bound(NamedTuple):
 
 
 class Rule(Protocol):
-  """A direction of descent, in float32 and without the learning rate. A frozen dataclass.
+  """An update rule: a direction in float32, without the learning rate. A frozen dataclass.
 
   Attributes:
-    bounded_to: ``bound`` of an ordinary state is finite for gradients up to this magnitude, so that the step need not look at
-      their update; infinite: for all that are ordinary.
-    first, second: the fields of the direction's state that hold the moments, as ``mu_dtype`` and ``nu_dtype`` mean them; None:
-      there is none.
-    whole: the direction of an array needs all of it, so that the steps of all arrays are there before one is applied.
-    smaller: keys of another rule, whose moments take next to no memory, as a remedy where a run does not fit; None: none.
+    bounded_to: ``bound`` of an ordinary state is finite for gradients up to this magnitude, so the step need not inspect the
+      update. Infinite if that holds for all ordinary gradients.
+    first, second: the fields of the direction's state that hold the moments which ``mu_dtype`` and ``nu_dtype`` refer to; None
+      if the rule has no such moment.
+    whole: the direction of an array needs the complete array, so the updates of all arrays exist in memory before the first is
+      applied.
+    smaller: settings of another rule whose moments take almost no memory, suggested when a run does not fit; None if there is
+      no suggestion.
   """
 
   bounded_to: ClassVar[float]
@@ -46,13 +49,13 @@ class Rule(Protocol):
   def first(self) -> str | None: ...
 
   def direction(self, mu_dtype: Any, spec: Any) -> optax.GradientTransformation:
-    """Gradients to the direction, of leaves of which ``spec`` has the Params; the first moment alone is stored in
-    ``mu_dtype``."""
+    """Return the transformation from gradients to directions, for leaves with the Params in ``spec``. Only the first moment is
+    stored in ``mu_dtype``."""
     ...
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
-    """The bound for gradients and a state whose numbers have at most these magnitudes, float32 scalars.
+    """Return the bound for gradients and a state whose elements have at most these magnitudes (float32 scalars).
 
-    The second moment is taken to be no less than 0, as every finite update leaves it.
+    The second moment is assumed to be at least 0, which every finite update guarantees.
     """
     ...

@@ -1,4 +1,4 @@
-"""Plain descent, with heavy-ball momentum or without."""
+"""Stochastic gradient descent, with or without heavy-ball momentum."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ def build(training: TrainingConfig) -> "SGD":
 
 @dataclass(frozen=True)
 class SGD:
-  """The gradient, and what momentum keeps of the ones before."""
+  """The gradient plus the decayed sum of earlier gradients."""
 
   momentum: float
 

@@ -160,15 +160,16 @@ def test_pieces_are_few_and_have_whole_blocks(lead, columns, vocabulary, piece):
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (("opt_type=lion", "nu_dtype=dynamic8"), "nu_dtype = dynamic8 does nothing with opt_type: lion"),
-    (("opt_type=adafactor", "mu_dtype=dynamic8"), "mu_dtype = dynamic8 does nothing with opt_type: adafactor"),
-    (("opt_type=adafactor", "mu_dtype=bfloat16"), "mu_dtype = bfloat16 does nothing with opt_type: adafactor"),
-    (("opt_type=sgd", "sgd_momentum=0", "mu_dtype=dynamic8"), "fix: leave mu_dtype out"),
+    (("opt_type=lion", "nu_dtype=dynamic8"), ("nu_dtype = dynamic8", "opt_type: lion")),
+    (("opt_type=adafactor", "mu_dtype=dynamic8"), ("mu_dtype = dynamic8", "opt_type: adafactor")),
+    (("opt_type=adafactor", "mu_dtype=bfloat16"), ("mu_dtype = bfloat16", "opt_type: adafactor")),
+    (("opt_type=sgd", "sgd_momentum=0", "mu_dtype=dynamic8"), ("mu_dtype = dynamic8", "fix: remove mu_dtype")),
   ],
 )
 def test_a_moment_that_a_rule_has_not_got_is_refused(words, said):
-  with pytest.raises(UserError, match=said):
+  with pytest.raises(UserError) as error:
     make_optimizer(toy_config(*words).training, SPEC, "float32")
+  assert all(part in str(error.value) for part in said)
 
 
 def test_a_second_moment_that_could_not_fall_is_refused():
