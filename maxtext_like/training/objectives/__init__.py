@@ -1,1 +1,1 @@
-"""What training minimises: one file an objective, and the registry of them."""
+"""Training objectives: one file per objective, their common interface and their registry."""

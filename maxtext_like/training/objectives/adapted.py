@@ -1,4 +1,4 @@
-"""Any objective, of a model whose weights stay and whose adapter is trained."""
+"""Wraps an objective so that the model's weights are frozen and only an adapter (LoRA, DoRA) is trained."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from maxtext_like.training.objectives.objective import Aux, Objective
 
 @dataclass(frozen=True)
 class Adapted:
-  """An objective over the parameters of another, none of them trained, and an adapter beside them. An ``Objective``.
+  """An ``Objective`` over the frozen parameters of another objective and a trained adapter.
 
   Attributes:
-    inner: what is minimised.
-    adapter: what is trained.
-    base: how the model's weights are stored; None: as they are declared.
+    inner: the objective that is minimised.
+    adapter: the trained adapter.
+    base: the quantised form in which the model's weights are stored; None if they are stored as declared.
   """
 
   inner: Objective
@@ -61,7 +61,7 @@ class Adapted:
     return self.inner(self.attach(p, batch.get(ROWS)), batch, cotangent, probes)
 
   def attach(self, p: Any, rows: jax.Array | None = None) -> Any:
-    """The parameters as the decoder takes them; rows: as of ``Adapter.attach``."""
+    """Return the parameters as the decoder takes them. ``rows`` is that of ``Adapter.attach``."""
     return self.adapter.attach(p if self.base is None else self.base.attach(p), rows)
 
   def with_decoder(self, decoder: Decoder) -> "Adapted":

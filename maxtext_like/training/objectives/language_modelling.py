@@ -1,4 +1,6 @@
-"""Language modelling: the cross entropy of the next token, as a layer over the decoder's parameters, in chunks of the sequence.
+"""Language modelling: the cross entropy of the next token, computed in chunks of the sequence.
+
+Open this file to see how logits become a loss, or to change how much memory the logits take.
 
 B batch, T position, D model, V vocabulary, n chunks, C positions of a chunk.
 """
@@ -20,21 +22,23 @@ from maxtext_like.models.model import Model, Shapes
 from maxtext_like.targets import IGNORED
 from maxtext_like.training.objectives.objective import Aux
 
-CHUNK_BYTES = 1 << 30  # of float32 logits of one chunk on one device
-# For each chunk, devices that share the head gather it and add up its gradient: GPUs, which have the memory, take fewer.
-# gemma4-31b's width, 6 layers, fsdp=2 on H200s (2 x 4096 tokens each): 0.686 s a step in 8 chunks, 0.591 s in 2.
+CHUNK_BYTES = 1 << 30  # size of one chunk's float32 logits on one device
+# Devices that share the head gather it and reduce its gradient once per chunk. GPUs have more memory, so they use fewer, larger
+# chunks. With gemma4-31b's width, 6 layers, fsdp=2 on H200s (2 x 4096 tokens each), a step takes 0.686 s in 8 chunks and 0.591
+# s in 2.
 SHARED_CHUNK_BYTES = 4 << 30
-FROZEN_CHUNK_BYTES = 1 << 28  # there is no gradient of a head below an adapter to add up, and memory is short
+FROZEN_CHUNK_BYTES = 1 << 28  # a frozen head (below an adapter) has no gradient to reduce, and memory is short
 
 
 def automatic_chunks(rows: int, length: int, vocab_size: int, limit: int = CHUNK_BYTES) -> int:
-  """The fewest chunks whose float32 logits, of ``rows`` rows of so many, take at most ``limit`` bytes on a device."""
+  """Return the smallest number of chunks whose float32 logits, for ``rows`` rows of ``length`` positions, take at most
+  ``limit`` bytes on a device."""
   return min(length, -(-rows * length * vocab_size * 4 // limit))
 
 
 @jax.named_scope("loss")
 def token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:
-  """Cross entropy of each token and its z-loss, float32 [B, T]; both 0 where the target is ignored.
+  """Return the cross entropy and the z-loss of each token, both float32 [B, T] and 0 where the target is ignored.
 
   cross entropy: log Z - logit of the target, Z = sum over V of exp(logit).
   z-loss: z_loss * (log Z)^2 (PaLM, Chowdhery et al. 2022), which keeps the logits near 0.
@@ -43,7 +47,7 @@ def token_losses(logits_BTV: jax.Array, targets_BT: jax.Array, z_loss: float) ->
   real = targets_BT != IGNORED
   if on_one_gpu():
     log_z, picked = log_sum_exp(logits), looked_up(logits, targets_BT)
-  else:  # devices that share the vocabulary would have to find out which of them has a target's logit
+  else:  # a lookup would need communication: devices that share the vocabulary each hold only some targets' logits
     log_z, picked = jax.nn.logsumexp(logits, axis=-1), jnp.sum(jnp.where(_hit(logits, targets_BT), logits, 0), axis=-1)
   return jnp.where(real, log_z - picked, 0), jnp.where(real, z_loss * jnp.square(log_z), 0)
 
@@ -54,10 +58,11 @@ def _hit(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def log_sum_exp(logits_BTV: jax.Array) -> Any:
-  """log of the sum of exp(logit) over V, float32 [B, T], in one pass over float32 logits.
+  """Return log of the sum of exp(logit) over V, float32 [B, T], in one pass over float32 logits.
 
-  Two parts, each with its largest logit and the sum of exp(logit - largest), are joined below the larger of both (Milakov &
-  Gimelshein 2018). Over 8192 x 262208 logits an H200 takes 4.0 ms, and 4.7 for ``jax.nn.logsumexp``, which reads them twice.
+  Two parts, each with its largest logit and its sum of exp(logit - largest), are combined relative to the larger maximum
+  (Milakov & Gimelshein 2018). Over 8192 x 262208 logits an H200 takes 4.0 ms, compared with 4.7 ms for ``jax.nn.logsumexp``,
+  which reads the logits twice.
   """
   return _log_sum_exp_fwd(logits_BTV)[0]
 
@@ -84,9 +89,11 @@ log_sum_exp.defvjp(_log_sum_exp_fwd, _log_sum_exp_bwd)
 
 @jax.custom_vjp
 def looked_up(logits_BTV: jax.Array, targets_BT: jax.Array) -> Any:
-  """The logits of the targets [B, T], each below V; anything where a target is ignored. The others are not read (2 of 8 ms of a
-  loss over 8192 x 262208 logits on an H200). The gradient is a comparison, as that of the sum in its place; a lookup's is a
-  scatter."""
+  """Return the logits of the targets [B, T]. Targets must be below V; where a target is ignored the result is arbitrary.
+
+  The other logits are not read, which saves 2 of 8 ms of a loss over 8192 x 262208 logits on an H200. The gradient is a
+  comparison with the target, as for a masked sum; the gradient of an ordinary lookup would be a scatter.
+  """
   return jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1, mode="clip")[..., 0]
 
 
@@ -97,10 +104,10 @@ looked_up.defvjp(
 
 
 def build(model: Model) -> "LanguageModelling":
-  """The objective of a configuration.
+  """Build the objective of a configuration.
 
   Raises:
-    UserError: more chunks than there are positions.
+    UserError: there are more chunks than positions.
   """
   t, split = model.config.training, model.ways("sequence") * model.ways("vocab")
   rows, vocabulary = model.rows // model.ways("batch"), -(-model.config.model.vocab_size // split)
@@ -111,20 +118,21 @@ def build(model: Model) -> "LanguageModelling":
   chunks = t.num_vocab_tiling or automatic_chunks(rows, t.max_target_length, vocabulary, limit)
   if chunks > t.max_target_length:
     raise UserError(
-      f"num_vocab_tiling = {chunks} is more than max_target_length = {t.max_target_length}: the loss is cut along the sequence"
+      f"num_vocab_tiling = {chunks} is larger than max_target_length = {t.max_target_length}: the loss is split into chunks of "
+      f"the sequence, of at least one position each\n  fix: num_vocab_tiling={t.max_target_length} or less"
     )
   return LanguageModelling(model.decoder, t.z_loss_multiplier, chunks)
 
 
 @dataclass(frozen=True)
 class LanguageModelling:
-  """A decoder with the loss of its next token. An ``Objective``.
+  """An ``Objective``: a decoder and the loss of its next token.
 
   Attributes:
     decoder: the model.
     z_loss: weight of the z-loss; 0 for none.
-    chunks: into how many chunks of the sequence the logits are cut. With more than 1 the logits of one chunk alone are in
-      memory, and are computed once; see ``_sum_of_chunks``.
+    chunks: number of chunks of the sequence. With more than 1, only one chunk's logits are in memory at a time, and they are
+      computed once; see ``_sum_of_chunks``.
   """
 
   decoder: Decoder
@@ -139,11 +147,12 @@ class LanguageModelling:
     return self.decoder.params()
 
   def batch(self, inputs: Shapes) -> Shapes:
-    """The decoder's inputs and "targets" int32 [B, T], the token that follows each; ``IGNORED`` where none counts."""
+    """Return the decoder's inputs and "targets" int32 [B, T]: the next token at each position, or ``IGNORED`` where it does not
+    count."""
     return inputs | {"targets": inputs["tokens"]}
 
   def tokens(self, batch: dict[str, jax.Array]) -> jax.Array:
-    """The number of real targets."""
+    """Return the number of targets that are not ignored."""
     return jnp.sum(batch["targets"] != IGNORED)
 
   weight = tokens
@@ -155,10 +164,10 @@ class LanguageModelling:
     cotangent: jax.Array | None = None,
     probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, jax.Array, Aux]:
-    """The loss summed over the real targets, their number, and aux; see ``Objective``.
+    """Return the loss summed over the targets that count, their number, and aux; see ``Objective``.
 
-    The terms are "cross_entropy" and, with a weight, "z_loss", without a gradient of their own. The means are the model's:
-    with a weight "load_balance_loss" and "router_z_loss" of the experts, "indexer_loss" with an indexer.
+    The terms are "cross_entropy" and, if its weight is not 0, "z_loss"; they are not differentiated. The means are the
+    model's: with a weight, "load_balance_loss" and "router_z_loss" of the experts, and with an indexer "indexer_loss".
     """
     x_BTD, aux = self.decoder.hidden(p, batch, probes=probes or None)
 
@@ -184,30 +193,32 @@ class LanguageModelling:
     return dataclasses.replace(self, decoder=decoder)
 
   def logit_bytes(self, rows: int, length: int) -> int:
-    """Bytes of a chunk's logits in float32, and of their gradient."""
+    """Return the bytes of one chunk's float32 logits and of their gradient."""
     return 2 * rows * -(-length // self.chunks) * self.decoder.cfg.embedding.vocab_size * 4
 
   def made_in_forward(self, p: Any) -> Any:
-    """The head, whose gradient the chunks make."""
+    """Return the head, whose gradient is computed chunk by chunk in the forward pass."""
     return head_of(p) if self.chunks > 1 else None
 
 
 def head_of(p: Any) -> Any:
-  """The part of a tree of parameters that makes logits: the head, or the embedding that is tied to it."""
+  """Return the part of a tree of parameters that produces logits: the head, or the embedding that is tied to it."""
   name = "head" if "head" in p else "embedding"
   return {name: p[name]}
 
 
 def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chunks: int, parts: int) -> Callable[..., Any]:
-  """``chunk`` summed over chunks of the sequence, each of which is differentiated as soon as it is computed.
+  """Return a function that sums ``chunk`` over chunks of the sequence and differentiates each chunk as soon as it is computed.
 
-  A loss is a sum, so its gradients need nothing that comes after it: taking them in the forward pass saves the second
-  computation of the logits that remat would need, a quarter of the head's work (as Liger Kernel does, Hsu et al. 2024).
+  A loss is a sum, so the gradients of a chunk do not depend on later chunks. Computing them in the forward pass saves the
+  second computation of the logits that rematerialization would need, a quarter of the head's work (as in Liger Kernel, Hsu et
+  al. 2024).
 
   Args:
     chunk: (head, x [B, C, D], targets [B, C]) -> its terms, float32 [2].
-    chunks: how many.
-    parts: that a row's positions are split into over devices; a chunk has an equal share of each, so that all work on it.
+    chunks: number of chunks.
+    parts: number of devices that a row's positions are sharded over. A chunk has an equal share of each device's positions, so
+      that all devices work on it.
 
   Returns:
     (head, x [B, T, D], targets [B, T], cotangent []) -> (sum of all terms, the terms, which have no gradient). Gradients are
@@ -228,7 +239,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     return jnp.sum(terms), terms
 
   def forward(head, x_BTD, targets_BT, cotangent):
-    trained = any(w.perturbed for w in jax.tree.leaves(head))  # a frozen head's gradient would be a third of the work
+    trained = any(w.perturbed for w in jax.tree.leaves(head))  # the gradient of a frozen head would be a third of the work
     head, x_BTD, targets_BT, cotangent = jax.tree.map(lambda x: x.value, (head, x_BTD, targets_BT, cotangent))
     dtypes = jax.tree.map(lambda w: w.dtype, head)
 
@@ -236,8 +247,9 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
       terms, head_sum = sums
       x, targets = xs
       if trained:
-        # The chunks' gradients come in the head's dtype and add up: in float32, as 16 bits would round each of them. It is made
-        # float32 here and not before the loop, where it would be a copy; here what rounds it back is all that is left of it.
+        # The chunks' gradients have the head's dtype. They are summed in float32, because 16 bits would round each partial sum.
+        # The head is cast here and not before the loop, where the cast would keep a float32 copy of it in memory; inside the
+        # loop the compiler removes it.
         wide = jax.tree.map(lambda w: w.astype(jnp.float32), head)
         part, pull_back = jax.vjp(lambda head, x: chunk(head, x, targets), wide, x)
         d_head, dx = pull_back(jnp.full(2, cotangent))
@@ -253,7 +265,8 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     (terms, d_head), dx_nBCD = jax.lax.scan(add, (jnp.zeros(2, jnp.float32), zeros), cut(x_BTD, targets_BT))
     if trained:
       d_head = jax.tree.map(lambda d, dtype: d.astype(dtype), d_head, dtypes)
-      # Rounded before the layers' backward begins: whoever reads it would round it there, and float32 lie in memory until then.
+      # The barrier rounds the gradient before the backward pass of the layers begins. Without it the rounding would be moved to
+      # the reader, and the float32 gradient would stay in memory until then.
       d_head, dx_nBCD = jax.lax.optimization_barrier((d_head, dx_nBCD))
     return (jnp.sum(terms), terms), (d_head, _joined(dx_nBCD, parts, x_BTD.shape[1]), cotangent)
 
@@ -269,7 +282,8 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
 
 
 def _cut(x_BT: jax.Array, chunks: int, parts: int, fill: int) -> jax.Array:
-  """[B, T, ...] as [n, B, C, ...], a piece of each part of the row in every chunk; the last chunk filled up."""
+  """Reshape [B, T, ...] to [n, B, C, ...]. Every chunk has a piece of each device's part of the row; the last chunk is
+  padded."""
   B, T, *rest = x_BT.shape
   x = x_BT.reshape(B, parts, T // parts, *rest)
   size = -(-T // parts // chunks)
@@ -279,7 +293,7 @@ def _cut(x_BT: jax.Array, chunks: int, parts: int, fill: int) -> jax.Array:
 
 
 def _joined(x_nBC: jax.Array, parts: int, length: int) -> jax.Array:
-  """What ``_cut`` cut, [B, T, ...], without what filled it up."""
+  """Undo ``_cut``: return [B, T, ...] without the padding."""
   chunks, B, C, *rest = x_nBC.shape
   x = jnp.moveaxis(x_nBC.reshape(chunks, B, parts, C // parts, *rest), 0, 2)
   return x.reshape(B, parts, -1, *rest)[:, :, : length // parts].reshape(B, length, *rest)

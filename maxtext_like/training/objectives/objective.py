@@ -1,7 +1,8 @@
-"""What an objective is: the batch that it wants, and a pure call of parameters and batch.
+"""The interface of an objective: the batch that it needs, and a pure function of parameters and batch.
 
-To add one: a file with a frozen dataclass of these members and a ``build``, and its name in ``registry.py``. The step, the
-estimate of memory and the faces know no other objective than this.
+To add an objective, write a file with a frozen dataclass that has these members and a ``build`` function, and add its name to
+``registry.py``. The train step, the memory estimate and the Linen and NNX wrappers use an objective only through this
+interface.
 """
 
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ class Objective(Protocol):
 
   @property
   def evaluated(self) -> str:
-    """The term of the sum whose mean over the weight is the held-out loss."""
+    """Name of the term whose mean over the weight is the evaluation loss."""
     ...
 
   @property
@@ -28,24 +29,25 @@ class Objective(Protocol):
     ...
 
   def params(self) -> Any:
-    """The declared parameters: the decoder's, and beside them, not trainable and under a name of their own, those of
-    whatever it is compared with, as a reference model."""
+    """Return the declared parameters: those of the decoder and, under a separate name and not trainable, those of any other
+    model that the objective needs, such as a reference model."""
     ...
 
   def batch(self, inputs: Shapes) -> Shapes:
-    """The arrays of a batch, from what the decoder reads of as many rows (``Model.inputs``).
+    """Return the arrays of a batch, from the decoder's inputs for the same number of rows (``Model.inputs``).
 
-    The first axis is the sample's: devices and microbatches cut along it alone. What belongs together, as two answers that
-    are compared, lies behind it: [B, 2, T]. "segments" (0 is padding) says which positions there are.
+    The first axis is the sample axis: devices and microbatches split only along it. Sequences that belong together, such as two
+    answers that are compared, are on a later axis: [B, 2, T]. "segments" marks the real positions; 0 is padding.
     """
     ...
 
   def tokens(self, batch: dict[str, jax.Array]) -> jax.Array:
-    """Int32 scalar: positions of the batch that teach something, the metric "tokens"."""
+    """Return an int32 scalar: the positions of the batch that contribute to the loss, the metric "tokens"."""
     ...
 
   def weight(self, batch: dict[str, jax.Array]) -> jax.Array:
-    """Int32 or float32 scalar that the sum over this batch is divided by. Weights of parts of a batch add up to the whole's."""
+    """Return an int32 or float32 scalar by which the sum over this batch is divided. The weights of the parts of a batch add up
+    to the weight of the complete batch."""
     ...
 
   def __call__(
@@ -55,32 +57,32 @@ class Objective(Protocol):
     cotangent: jax.Array | None = None,
     probes: dict[str, jax.Array] | None = None,
   ) -> tuple[jax.Array, jax.Array, Aux]:
-    """The loss of a batch.
+    """Compute the loss of a batch.
 
     Args:
       p: parameters.
       batch: arrays as ``batch`` describes them.
-      cotangent: float32 scalar, what the sum will be multiplied by where gradients are taken of it; None: 1. Gradients are
-        right with any but 0; this one keeps float16 in range where they are made in the forward pass.
-      probes: float32 [L, 2] for each of ``context.PROBED``: the layers are probed, see ``layers.probe``.
+      cotangent: float32 scalar by which the sum is multiplied when gradients are taken; None for 1. Gradients are correct for
+        any value except 0. Passing the right value keeps float16 gradients in range if they are computed in the forward pass.
+      probes: float32 [L, 2] for each of ``context.PROBED``, if the layers are probed; see ``layers.probe``.
 
     Returns:
-      sum: float32 scalar, summed over what counts, so that parts of a batch add up to the whole.
-      weight: of the batch.
-      aux: "terms", the sum's addends by name, and "means", losses of the model itself that are added to the mean of the sum;
-        both float32. They are means over the tokens of the batch, or over its rows (``RouterLosses.by_row``). "rescued" int32;
-        with experts "moe_load", and ``load_balance.LOAD`` where a loss needs it; where probes are given, "probes".
+      sum: float32 scalar, summed over the positions that count, so that the parts of a batch add up to the complete batch.
+      weight: weight of the batch.
+      aux: "terms", the summands by name, and "means", losses of the model that are added to the mean of the sum. Both are
+        float32. They are means over the tokens of the batch, or over its rows (``RouterLosses.by_row``). "rescued" is int32.
+        With experts also "moe_load", and ``load_balance.LOAD`` if a loss needs it. With probes also "probes".
     """
     ...
 
   def with_decoder(self, decoder: Decoder) -> "Objective":
-    """The same objective of another decoder over the same parameters."""
+    """Return the same objective of another decoder over the same parameters."""
     ...
 
   def logit_bytes(self, rows: int, length: int) -> int:
-    """Bytes of the logits that are in memory at a time, and of their gradient, for so many rows of a device."""
+    """Return the bytes of the logits that are in memory at a time, and of their gradient, for this many rows on a device."""
     ...
 
   def made_in_forward(self, p: Any) -> Any:
-    """The part of a tree of parameters whose gradients the forward pass makes already; None: of none."""
+    """Return the part of a tree of parameters whose gradients are computed in the forward pass; None if there is none."""
     ...

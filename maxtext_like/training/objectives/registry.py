@@ -1,7 +1,8 @@
-"""Objectives by ``objective``. To add one: a file beside this one, named as the configuration names it, and its name here.
+"""Objectives by the value of ``objective``.
 
-The file has ``build(model) -> Objective``, which raises UserError for values of the configuration that do not go together. This
-module imports no JAX, so that the configuration may ask for the names.
+To add one, create a file in this folder named like that value, and add the name here. The file defines ``build(model) ->
+Objective``, which raises UserError for settings that cannot be combined. This module does not import JAX, so that the
+configuration can read the names.
 """
 
 import importlib
@@ -16,5 +17,5 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 
 def make_objective(name: Name, model: "Model") -> "Objective":
-  """The objective of that name, of a model; imports its module."""
+  """Import the module of an objective and build the objective for a model."""
   return importlib.import_module(f"{__package__}.{name}").build(model)

@@ -168,7 +168,7 @@ class _Begun(NamedTuple):
   """The update of one moment before the basis of its subspace is known.
 
   Attributes:
-    matrix, direction: of the array, not yet clipped.
+    matrix, direction: view and unclipped update of the array.
     scale: float32 scalar, the factor that clips the direction to U.
     rounded: bfloat16 [*batch, a, b], the unclipped direction. It does not depend on the scale, so a GPU computes it and the sum
       of squares in one pass.

@@ -14,10 +14,10 @@ class Bound(NamedTuple):
   """Float32 scalars that bound all magnitudes in the update of a rule, apart from rounding; infinite if no bound is known.
 
   Attributes:
-    direction: of the update direction.
-    moment: of the elements of the next state that are stored in ``mu_dtype``.
-    state: of all elements of the next state.
-    computed: of all intermediate float32 values.
+    direction: bound on the update direction.
+    moment: bound on the elements of the next state that are stored in ``mu_dtype``.
+    state: bound on all elements of the next state.
+    computed: bound on all intermediate float32 values.
   """
 
   direction: jax.Array

@@ -1,4 +1,4 @@
-"""report.html: a run in one file that works offline: curves, finiteness table, configuration, environment."""
+"""report.html: a run in one self-contained file with curves, finiteness table, configuration and environment."""
 
 import json
 from html import escape
@@ -11,14 +11,14 @@ from maxtext_like.training.loop.progress import duration
 from maxtext_like.training.run.report_curves import BAD, figure
 from maxtext_like.training.sinks.metrics import Row
 
-# (title, metrics drawn together, logarithmic)
+# title, metrics drawn together, logarithmic axis
 CURVES = (
   ("Loss", ("loss", "eval_loss"), False),
   ("Gradient norm", ("grad_norm",), True),
   ("Parameter norm", ("param_norm",), False),
-  ("Share of the update that weights took", ("update_survival", "update_survival/lowest"), False),
+  ("Fraction of the update that the stored weights received", ("update_survival", "update_survival/lowest"), False),
   ("Learning rate", ("learning_rate",), False),
-  ("Tokens a second", ("tokens_per_second",), False),
+  ("Tokens per second", ("tokens_per_second",), False),
   ("Step seconds", ("step_seconds",), True),
   ("MFU", ("mfu",), False),
   ("Device memory, GB", ("memory_peak_gb", "memory_gb"), False),
@@ -26,7 +26,7 @@ CURVES = (
   ("Expert load, 1 is balanced", ("moe_load_max", "moe_load_min"), False),
   ("Indexer loss", ("indexer_loss",), False),
 )
-SAMPLES = 100  # newest ones that are shown
+SAMPLES = 100  # the newest ones, which are shown
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:980px;padding:0 1rem;color:#1a1a1a;background:#fff}
 h1{font-size:1.5rem;margin-bottom:0}h2{font-size:1.15rem;margin-top:2rem}
@@ -39,7 +39,7 @@ pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:B
 .bar{display:flex;height:22px;margin:.5rem 0}.bar div{min-width:1px}
 """
 
-# Okabe and Ito's, and greys.
+# Colours of Okabe and Ito, and greys.
 _PHASE_COLOURS = {
   "steps": "#009e73", "lost": "#d55e00", "data": "#e69f00", "compile": "#0072b2", "start": "#999999", "restore": "#56b4e9",
   "save": "#cc79a7", "evaluate": "#f0e442", "sample": "#444444", "end": "#bbbbbb",
@@ -58,17 +58,17 @@ def render(
   unwritten: list[str] | None = None,
   goodput: dict[str, Any] | None = None,
 ) -> str:
-  """The page.
+  """Return the page.
 
   Args:
-    name: of the run.
-    outcome: how it ended.
+    name: name of the run.
+    outcome: how the run ended.
     rows: of metrics.jsonl.
-    finiteness: of finiteness.json; empty when the check is off.
+    finiteness: of finiteness.json; empty if the check is off.
     config_yaml: the resolved configuration.
     environment: of env.json.
     samples: of samples.jsonl.
-    unwritten: lines about what could not be written.
+    unwritten: lines about data that could not be written.
     goodput: of goodput.json.
   """
   figures = "".join(figure(title, keys, log, rows) for title, keys, log in CURVES)
@@ -76,7 +76,7 @@ def render(
     f"<h1>{escape(name)}</h1><p class=text>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
     *(f"<p class=bad>{escape(line)}</p>" for line in unwritten or []),
-    f"<h2>Curves</h2><div class=grid>{figures or '<p>No step was finished.</p>'}</div>",
+    f"<h2>Curves</h2><div class=grid>{figures or '<p>No step finished.</p>'}</div>",
     _evaluation(rows),
     _time(goodput),
     _samples(samples or []),
@@ -90,7 +90,7 @@ def render(
 
 
 def _facts(rows: list[Row]) -> str:
-  """One line about the whole run."""
+  """Return one line about the complete run."""
   if not rows:
     return "0 steps"
   rates = sorted(r["tokens_per_second"] for r in rows if r.get("tokens_per_second") is not None)
@@ -110,7 +110,7 @@ def _facts(rows: list[Row]) -> str:
 
 
 def _evaluation(rows: list[Row]) -> str:
-  """The held-out losses of each source: the lowest and the last; nothing where nothing was evaluated."""
+  """Return a table of the evaluation losses of each source, the lowest and the last; "" if there was no evaluation."""
   names = dict.fromkeys(name for row in rows for name in row if name.startswith("eval_loss"))
   lines = []
   for name in names:
@@ -127,7 +127,7 @@ def _evaluation(rows: list[Row]) -> str:
 
 
 def _time(goodput: dict[str, Any] | None) -> str:
-  """Where the wall time of all lives of the run went."""
+  """Return how the wall time of the run, over all its starts, was spent."""
   if goodput is None:
     return ""
   parts, lives, between = shares(goodput), goodput["lives"], goodput["between_lives_seconds"]
@@ -140,34 +140,34 @@ def _time(goodput: dict[str, Any] | None) -> str:
     f"<td>{duration(goodput['seconds'][name])}"
     for name, share in parts
   )
-  restarts = f"; {lives} starts, and {duration(between)} between them in which nothing ran" if lives > 1 else ""
+  restarts = f"; {lives} starts, with {duration(between)} between them in which the run was stopped" if lives > 1 else ""
   total = duration(sum(goodput["seconds"].values()))
   return (
     f"<h2>Time</h2><p class=facts>goodput {goodput['goodput']:.1%} of {total}{restarts}</p>"
-    f"<div class=bar role=img aria-label='shares of the wall time, as in the table'>{bar}</div><table>{rows}</table>"
+    f"<div class=bar role=img aria-label='fractions of the wall time, as in the table'>{bar}</div><table>{rows}</table>"
   )
 
 
 def _samples(samples: list[Row]) -> str:
-  """What the model wrote, the newest first; nothing where the run has no samples."""
+  """Return the model's samples, the newest first; "" if the run has none."""
   if not samples:
     return ""
   rows = []
   for sample in samples[: -SAMPLES - 1 : -1]:
     text = f"<span class=bad>{escape(sample['error'])}</span>" if "error" in sample else _text(sample["text"])
     rows.append(f"<tr><td>{sample['step']}<td class=text><b>{_text(sample['prompt'])}</b>{text}")
-  older = f"<p>{len(samples) - SAMPLES} older ones are in samples.jsonl.</p>" if len(samples) > SAMPLES else ""
-  return f"<h2>Samples</h2><table><tr><th>step<th>prompt and what follows{''.join(rows)}</table>{older}"
+  older = f"<p>{len(samples) - SAMPLES} older samples are in samples.jsonl.</p>" if len(samples) > SAMPLES else ""
+  return f"<h2>Samples</h2><table><tr><th>step<th>prompt and completion{''.join(rows)}</table>{older}"
 
 
 def _text(text: str) -> str:
-  """Text for the page; control characters, which HTML does not have, are written as escapes."""
+  """Escape text for the page. Control characters, which HTML cannot contain, are written as escapes."""
   return escape("".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text))
 
 
 def _finiteness(report: Report) -> str:
   if not report:
-    return "<p>No step was reported (finite_check_steps: 0).</p>"
+    return "<p>Not reported: finite_check_steps is 0.</p>"
   rows = []
   for check in CHECKS:
     entry = report[check]

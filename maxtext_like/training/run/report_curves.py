@@ -1,4 +1,4 @@
-"""Curves of metrics as SVG: axes with round numbers, and a mark at every step whose number is not finite."""
+"""Draws curves of metrics as SVG, with round axis labels and a mark at every step whose value is not finite."""
 
 import math
 from html import escape
@@ -6,21 +6,22 @@ from html import escape
 from maxtext_like.training.sinks.metrics import Row
 
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460, 220, 62, 12, 28, 10
-POINTS = 1000  # of a curve; longer runs are thinned
-MARKED = 50  # steps that are not finite
-COLOURS = ("#0072b2", "#d55e00")  # told apart without colour vision (Okabe and Ito)
+POINTS = 1000  # most points of a curve; longer curves are thinned
+MARKED = 50  # most steps that are marked as not finite
+COLOURS = ("#0072b2", "#d55e00")  # distinguishable with colour blindness (Okabe and Ito)
 BAD = "#b00020"
 
 
 def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str:
-  """Some metrics as one figure; nothing where the run has none of them.
+  """Draw some metrics as one figure. Return "" if the run has none of them.
 
   Args:
     title: above the figure.
-    keys: metrics drawn together, as many as ``COLOURS``.
-    log: logarithmic, where the numbers span enough.
+    keys: metrics that are drawn together, at most as many as ``COLOURS``.
+    log: use a logarithmic axis if the values span more than a factor of 20.
     rows: of metrics.jsonl.
   """
+  # Collect the finite points of each metric, and the steps whose value is not finite.
   series = {}
   for key in keys:
     points = [(r["step"], float(r[key])) for r in rows if r.get(key) is not None and (not log or r[key] > 0)]
@@ -29,6 +30,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
   bad = sorted({r["step"] for r in rows for key in keys if key in r and r[key] is None})
   if not series and not bad:
     return ""
+  # Choose the ranges of both axes and the axis labels.
   ys = [y for points in series.values() for _, y in points] or [0.0]
   steps = [x for points in series.values() for x, _ in points] + bad
   first, last = min(steps), max(steps)
@@ -43,6 +45,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
     f = (math.log(y / low) / math.log(high / low)) if log else (y - low) / (high - low)
     return HEIGHT - BOTTOM - f * (HEIGHT - BOTTOM - TOP)
 
+  # Grid lines and labels.
   marks = [
     f"<line x1={LEFT} x2={WIDTH - RIGHT} y1={y_at(t):.1f} y2={y_at(t):.1f} stroke=#e0e0e0 />"
     f"<text x={LEFT - 6} y={y_at(t) + 4:.1f} text-anchor=end>{label}</text>"
@@ -53,6 +56,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
     anchor = "start" if x == first and x != last else "end" if x == last and x != first else "middle"
     marks.append(f"<text x={x_at(x):.1f} y={HEIGHT - BOTTOM + 14} text-anchor={anchor}>{x}</text>")
   marks.append(f"<text x={(LEFT + WIDTH) / 2} y={HEIGHT - 2} text-anchor=middle>step</text>")
+  # Curves: a thinned line each, with dots if it is short or the second one.
   for i, (key, points) in enumerate(series.items()):
     shown = points[:: -(-len(points) // POINTS)]
     shown += [] if shown[-1] == points[-1] else points[-1:]
@@ -64,6 +68,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
     if len(series) > 1:
       at = f"x={WIDTH - RIGHT - 4} y={TOP + 14 + 14 * i} text-anchor=end"
       marks.append(f"<text {at} style='fill:{COLOURS[i]}'>{escape(key)}</text>")
+  # Steps that are not finite: a vertical line and a cross.
   for x in bad[:MARKED]:
     line = f"x1={x_at(x):.1f} x2={x_at(x):.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke={BAD} stroke-dasharray=2,3"
     cross = f"x={x_at(x):.1f} y={TOP + 5} text-anchor=middle style='fill:{BAD};font-weight:700'"
@@ -77,7 +82,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
-  """Round numbers around and between the ends, three to seven."""
+  """Return three to seven round numbers that cover a range."""
   if low == high:
     low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
   step = 10.0 ** math.floor(math.log10((high - low) / 3))
@@ -86,16 +91,16 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-  """Powers of ten around and between the ends, at most eight."""
+  """Return at most eight powers of ten that cover a range."""
   ends = math.floor(math.log10(low)), math.ceil(math.log10(high))
   every = -(-(ends[1] - ends[0]) // 7)
   return [10.0**e for e in range(ends[0], ends[1] + every, every)]
 
 
 def labels(ticks: list[float]) -> list[str]:
-  """Ticks at even distances as text: as many digits as it takes to tell them apart."""
+  """Format evenly spaced ticks with as many digits as needed to distinguish them."""
   step, largest = ticks[1] - ticks[0], max(abs(t) for t in ticks)
-  place = math.floor(math.log10(step) + 1e-9)  # of the last digit that changes
+  place = math.floor(math.log10(step) + 1e-9)  # position of the last digit that changes
   if 1e-3 <= largest < 1e6:
     return [f"{t:.{max(0, -place)}f}".replace("-0", "0") if abs(t) < step / 2 else f"{t:.{max(0, -place)}f}" for t in ticks]
   digits = max(0, math.floor(math.log10(largest)) - place)
@@ -103,12 +108,12 @@ def labels(ticks: list[float]) -> list[str]:
 
 
 def log_labels(ticks: list[float]) -> list[str]:
-  """Powers of ten as text."""
+  """Format powers of ten."""
   return [f"{t:g}" if 1e-3 <= t < 1e5 else f"{t:.0e}" for t in ticks]
 
 
 def step_ticks(first: int, last: int) -> list[int]:
-  """The first step, the last one, and round numbers that keep away from both."""
+  """Return the first step, the last step, and round numbers between them that are not too close to either."""
   if last - first < 5:
     return list(range(first, last + 1))
   every = max(1, round(linear_ticks(first, last)[1] - linear_ticks(first, last)[0]))

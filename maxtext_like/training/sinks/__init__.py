@@ -1,4 +1,5 @@
-"""Everything a run writes beside its checkpoints: metrics, samples, events, whole files, the report and the screen.
+"""The files that a run writes, except its checkpoints: metrics, samples, TensorBoard events, the report and the terminal
+output.
 
-None of it may hold up a step or end a run: each place has a queue and a thread of its own (``guarded``).
+No output may delay a step or end a run: each one has a queue and a thread (``guarded.py``).
 """

@@ -1,4 +1,4 @@
-"""A file that grows by whole pieces: a piece that does not fit on the disk leaves nothing of itself behind."""
+"""An append-only file that is written in complete pieces: a piece that does not fit on the disk is removed again."""
 
 import contextlib
 import os
@@ -6,35 +6,35 @@ from pathlib import Path
 
 
 class AppendedFile:
-  """Appends to a file, which is made with the first piece, and again when somebody removed it.
+  """Appends to a file. The file is created with the first piece, and again if it was deleted meanwhile.
 
   Args:
-    path: of the file, in a directory that exists. What it holds already is kept.
-    header: goes before the first piece of an empty file.
+    path: path of the file, in a directory that exists. Existing content is kept.
+    header: written before the first piece of an empty file.
   """
 
   def __init__(self, path: Path, header: bytes = b""):
     self._path, self._header = path, header
     self._descriptor: int | None = None
-    self._torn: int | None = None  # where a half-written piece begins that could not be taken away
+    self._torn: int | None = None  # start of an incomplete piece that could not be removed yet
 
   def append(self, piece: bytes) -> None:
-    """Writes a piece, all of it or none.
+    """Write a complete piece, or nothing.
 
     Raises:
-      OSError: it could not be written. What may be left of it then goes before the next one comes.
+      OSError: the piece could not be written. Any incomplete rest of it is removed before the next piece is written.
     """
     try:
       self._append(piece)
     except OSError:
-      self.close()  # a descriptor of a disk that was away stays bad when the disk is back
+      self.close()  # a descriptor of a disk that was disconnected stays invalid when the disk is back
       raise
 
   def close(self) -> None:
-    """Nothing waits to be written, so nothing can fail but the disk itself."""
+    """Close the file. No data is buffered, so only the disk itself can fail."""
     if self._descriptor is not None:
       descriptor, self._descriptor = self._descriptor, None
-      with contextlib.suppress(OSError):  # of a network disk: about pieces that were taken before
+      with contextlib.suppress(OSError):  # network disks can report late errors of earlier pieces
         os.close(descriptor)
 
   def _append(self, piece: bytes) -> None:
@@ -51,7 +51,7 @@ class AppendedFile:
         left = left[os.write(self._descriptor, left) :]
     except OSError:
       self._torn = begin
-      with contextlib.suppress(OSError):  # tried again before the next piece
+      with contextlib.suppress(OSError):  # removed before the next piece instead
         self._mend()
       raise
 

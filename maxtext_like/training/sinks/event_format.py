@@ -1,7 +1,7 @@
-"""What TensorBoard reads: events as protocol buffers, each in a TFRecord with its checksums.
+"""The file format of TensorBoard: events as protocol buffers, each in a TFRecord with checksums.
 
-tensorboardX has both, and its package imports torch and two clouds' storage where they are installed: seconds in which a run
-stood still. Fields are those of tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
+It is written here because importing tensorboardX also imports torch and cloud storage libraries if they are installed, which
+delays a run by seconds. The fields are those of tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 """
 
 import math
@@ -13,29 +13,29 @@ _CASTAGNOLI = 0x82F63B78  # CRC-32C's polynomial with its bits reversed, RFC 372
 
 
 def file_version(wall_time: float) -> bytes:
-  """The event that begins a file."""
+  """Return the event that begins a file."""
   return _event(wall_time, 0, _field(3, b"brain.Event:2"))
 
 
 def session_start(wall_time: float, step: int) -> bytes:
-  """The event at which TensorBoard forgets what it has of ``step`` and later ones."""
+  """Return the event that makes TensorBoard discard its data of ``step`` and later steps."""
   return _event(wall_time, step, _field(7, _key(1, 0) + _varint(1)))
 
 
 def scalars(wall_time: float, step: int, numbers: Iterable[tuple[str, float]]) -> bytes:
-  """The event of a step with (tag, number) as float32; what is past its largest is infinite."""
+  """Return the event of a step with (tag, number) as float32. Numbers beyond float32 become infinite."""
   values = (_field(1, tag.encode()) + _key(2, _FLOAT) + _float32(number) for tag, number in numbers)
   return _event(wall_time, step, _field(5, b"".join(_field(1, value) for value in values)))
 
 
 def record(event: bytes) -> bytes:
-  """An event as TFRecord has it: its length and its bytes, each with a checksum."""
+  """Return an event as a TFRecord: its length and its bytes, each with a checksum."""
   length = struct.pack("<Q", len(event))
   return length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
 
 
 def masked_crc32c(content: bytes) -> int:
-  """CRC-32C, turned by 15 bits and moved by a constant, as tensorflow/core/lib/hash/crc32c.h has it."""
+  """Return CRC-32C, rotated by 15 bits and offset by a constant, as in tensorflow/core/lib/hash/crc32c.h."""
   crc = 0xFFFFFFFF
   for byte in content:
     crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -44,7 +44,7 @@ def masked_crc32c(content: bytes) -> int:
 
 
 def _event(wall_time: float, step: int, what: bytes) -> bytes:
-  """Event: wall_time in seconds of the epoch, step, and one of file_version, summary and session_log."""
+  """Encode an Event: wall_time in seconds since the epoch, step, and one of file_version, summary and session_log."""
   return _key(1, _DOUBLE) + struct.pack("<d", wall_time) + _key(2, 0) + _varint(step) + what
 
 
@@ -56,7 +56,7 @@ def _float32(number: float) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-  """A field of bytes: a string or a message."""
+  """Encode a field of bytes: a string or a message."""
   return _key(number, _BYTES) + _varint(len(content)) + content
 
 
@@ -65,7 +65,7 @@ def _key(number: int, wire_type: int) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-  """A number that is not negative, seven bits a byte, the lowest first."""
+  """Encode a non-negative number, seven bits per byte, lowest bits first."""
   encoded = bytearray()
   while number > 0x7F:
     encoded.append(number & 0x7F | 0x80)

@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers of metrics.jsonl as event files."""
+"""TensorBoard: writes the rows of metrics.jsonl to event files."""
 
 import math
 import os
@@ -17,11 +17,11 @@ _TAGS = {"eval_loss": "eval/loss", "eval_perplexity": "eval/perplexity"} | {name
 
 
 class Events:
-  """One event file, made with its first row.
+  """One event file, created with its first row.
 
   Args:
-    directory: of the run.
-    step: finished steps when the run starts or goes on; TensorBoard then forgets what it has of later ones.
+    directory: directory of the run.
+    step: finished steps when the run starts or resumes. TensorBoard then discards its data of later steps.
   """
 
   def __init__(self, directory: Path, step: int):
@@ -29,14 +29,14 @@ class Events:
     self._file: AppendedFile | None = None
 
   def forget(self, step: int) -> None:
-    """TensorBoard forgets what it has of steps after ``step``. Raises OSError as ``write``."""
+    """Make TensorBoard discard its data of steps after ``step``. Raises OSError as ``write`` does."""
     if self._file is None:
       self._step = step
       return
     self._file.append(_start(step))
 
   def write(self, row: Row) -> None:
-    """A finite row (``metrics.finite``) as one event. Raises OSError as ``AppendedFile.append``."""
+    """Write a finite row (``metrics.finite``) as one event. Raises OSError as ``AppendedFile.append`` does."""
     now = time.time()
     self._directory.mkdir(exist_ok=True)
     if self._file is None:
@@ -49,7 +49,8 @@ class Events:
 
 
 def scalars(row: Row) -> Iterator[tuple[str, float]]:
-  """(tag, number) of a row, in groups train/, eval/, perf/ and numerics/; a list has a tag for each layer, null has none."""
+  """Yield (tag, number) of a row, in groups train/, eval/, perf/ and numerics/. A list has a tag for each layer; null values
+  are skipped."""
   for name, value in row.items():
     if name == "step":
       continue
@@ -60,11 +61,11 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
     )
     layers = {f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
     yield from ((tag, number) for tag, number in layers.items() if number is not None)
-  loss = row.get("cross_entropy", row.get("loss"))  # beside other terms the loss is not the cross entropy
+  loss = row.get("cross_entropy", row.get("loss"))  # if there are other terms, the loss is not the cross entropy
   if loss is not None and loss < 700:  # e^700 is near float64's limit
     yield "train/perplexity", math.exp(loss)
 
 
 def _start(step: int) -> bytes:
-  """The event at which TensorBoard forgets what comes after ``step``."""
+  """Return the event that makes TensorBoard discard its data after ``step``."""
   return event_format.record(event_format.session_start(time.time(), step + 1))

@@ -1,4 +1,4 @@
-"""A place that is written to on a thread of its own: no step waits for its disk, and no fault there ends a run."""
+"""A queue and a thread for one output, so that no step waits for its disk and no error there ends a run."""
 
 import itertools
 import logging
@@ -8,26 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger(__name__)
-WAITING = 1000  # items at most; beyond them the oldest that may be is dropped
+WAITING = 1000  # longest queue; beyond it the oldest item that may be dropped is dropped
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 1.0, 60.0
-_SLOW_SECONDS = 30.0  # that one write takes before it is told
+_SLOW_SECONDS = 30.0  # a single write that takes longer is reported
 
 
 class LostError(Exception):
-  """An item can never be written; its message says why."""
+  """An item can never be written. The message says why."""
 
 
 class Guarded:
-  """Writes items in order, later. A failed write is told once, and tried again with the same item from time to time.
+  """Writes items in order on a thread. A failed write is reported once, and the same item is retried at intervals.
 
   Args:
-    name: of the place, as it is told.
-    write: (item) -> None; runs on the thread. OSError: try again later; LostError, or any other exception, which is a
-      fault of ours: that item is lost.
-    unit: what an item is called when some are lost.
-    tell: takes a line for whoever watches.
-    may_drop: (item) -> whether it may be dropped when too many wait.
-    end: called on the thread when all is written and it is closed; not where nothing ever was.
+    name: name of the output, for messages.
+    write: (item) -> None; runs on the thread. After an OSError it is retried later. After LostError, or any other exception (a
+      bug in this project), the item is lost.
+    unit: name of an item in the message about lost items.
+    tell: receives messages for the user.
+    may_drop: (item) -> True if it may be dropped when the queue is full.
+    end: called on the thread after everything was written and the output is closed; not called if nothing was ever written.
   """
 
   def __init__(
@@ -46,25 +46,25 @@ class Guarded:
     self._items: dict[Any, Any] = {}
     self._numbers = itertools.count()
     self._lost = 0
-    self._reason: str | None = None  # of the newest failure
+    self._reason: str | None = None  # reason of the latest failure
     self._failing = self._slow = self._closing = self._given_up = False
-    self._begun: float | None = None  # when the write under way began
+    self._begun: float | None = None  # start time of the current write
     self._told: set[str] = set()
     self._thread: threading.Thread | None = None
 
   def put(self, item: Any, key: str | None = None) -> None:
-    """Hands over an item; never waits, never raises.
+    """Add an item to the queue. Never blocks and never raises.
 
     Args:
       item: for ``write``.
-      key: takes the place of the item with this key that still waits; None: of none.
+      key: replaces a queued item with the same key; None replaces nothing.
     """
     with self._condition:
       if self._given_up:
         self._lost += 1
         return
       if len(self._items) >= WAITING:
-        # Not the first one: it may be half written just now.
+        # The first item is kept: it may be in the middle of being written.
         others = itertools.islice(self._items.items(), 1, None)
         oldest = next((number for number, waits in others if self._may_drop(waits)), None)
         if oldest is not None:
@@ -78,16 +78,16 @@ class Guarded:
       self._condition.notify_all()
     if stuck:
       self._reason = f"a write has not returned for {_SLOW_SECONDS:.0f} s"
-      self._tell_once(f"{self.name}: {self._reason}; training goes on without it")
+      self._tell_once(f"{self.name}: {self._reason}; training continues without it")
 
   def flush(self, seconds: float) -> None:
-    """Waits until all is written, at most ``seconds``; not at all for a place that fails, or that was too slow before."""
+    """Wait until the queue is empty, for at most ``seconds``. Does not wait for an output that fails or was too slow before."""
     with self._condition:
       done = self._condition.wait_for(lambda: not self._items or self._failing or self._slow, seconds)
       self._slow = bool(self._items) and (self._slow or not done)
 
   def close(self, seconds: float) -> None:
-    """Ends the thread: what waits is written, with one more try where writing fails, within ``seconds``."""
+    """End the thread: write the queued items within ``seconds``, with one more attempt if writing fails."""
     with self._condition:
       self._closing = True
       self._condition.notify_all()
@@ -96,13 +96,13 @@ class Guarded:
     with self._condition:
       self._given_up = True  # a thread that still hangs ends with the process
       if self._items and not self._failing:
-        self._reason = f"writing had not ended after {seconds:.0f} s"
+        self._reason = f"writing did not finish within {seconds:.0f} s"
       self._lost += len(self._items)
       self._items = {}
 
   @property
   def unwritten(self) -> str | None:
-    """What was not written up to now, and why, as a line; None: nothing."""
+    """A line about the items that were not written so far, and why; None if all were written."""
     with self._condition:
       count = self._lost + (len(self._items) if self._failing else 0)
     if not count:
@@ -134,18 +134,18 @@ class Guarded:
       if reason is None:
         continue
       if last_try:
-        return  # told by whoever closes
-      self._tell_once(f"{self.name}: {reason}; training goes on, and it is tried again from time to time")
+        return  # ``unwritten`` reports it after closing
+      self._tell_once(f"{self.name}: {reason}; training continues, and writing is retried at intervals")
       with self._condition:
         self._condition.wait_for(lambda: self._closing, delay)
       delay = min(2 * delay, _LAST_RETRY_SECONDS)
     try:
       self._end()
     except Exception as error:
-      self._tell_once(f"{self.name}: {type(error).__name__} at its end: {error}")
+      self._tell_once(f"{self.name}: {type(error).__name__} while closing: {error}")
 
   def _attempt(self, item: Any) -> str | None:
-    """One try; returns why it failed, when another one may help."""
+    """Try to write an item once. Return why it failed, if another attempt may help."""
     try:
       self._write(item)
     except OSError as error:
@@ -155,7 +155,7 @@ class Guarded:
       self._reason = str(error) if isinstance(error, LostError) else f"{type(error).__name__}: {error}"
       with self._condition:
         self._lost += 1
-      self._tell_once(f"{self.name}: {self._reason}; training goes on without it")
+      self._tell_once(f"{self.name}: {self._reason}; training continues without it")
     return None
 
   def _tell_once(self, line: str) -> None:

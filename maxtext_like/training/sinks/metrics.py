@@ -1,4 +1,4 @@
-"""metrics.jsonl and samples.jsonl: a line of JSON for each step or sample, written whole, read with what damage there is."""
+"""metrics.jsonl and samples.jsonl: one line of JSON per step or sample, written completely and read despite damaged lines."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def finite(row: Row) -> Row:
-  """A row for JSON, which has no NaN and no infinity: numbers that are not finite become null, in lists too."""
+  """Prepare a row for JSON, which has no NaN and no infinity: numbers that are not finite become null, also in lists."""
   return {k: [_finite(x) for x in v] if isinstance(v, list) else _finite(v) for k, v in row.items()}
 
 
@@ -26,12 +26,12 @@ def _finite(value: Any) -> Any:
 
 
 def line(row: Row) -> bytes:
-  """A row as it stands in the file."""
+  """Return a row as a line of the file."""
   return (json.dumps(row) + "\n").encode()
 
 
 def read(path: Path) -> list[Row]:
-  """The rows of a file, none if it is missing. Damaged lines are left out and told, all in one warning.
+  """Return the rows of a file, [] if it is missing. Damaged lines are left out and reported in one warning.
 
   Raises:
     OSError: the file cannot be read.
@@ -43,8 +43,8 @@ def read(path: Path) -> list[Row]:
 
 
 def by_step(rows: list[Row]) -> list[Row]:
-  """Lines of metrics.jsonl as one row for each step: what came later of a step, as an evaluation that a stop had kept the run
-  from, has a line of its own in the file."""
+  """Merge the lines of metrics.jsonl into one row per step. A step can have several lines: an evaluation that was interrupted
+  by a stop is written later on a separate line."""
   merged: dict[int, Row] = {}
   for row in rows:
     merged[row["step"]] = merged.get(row["step"], {}) | row
@@ -52,31 +52,31 @@ def by_step(rows: list[Row]) -> list[Row]:
 
 
 def warn_of_missing(path: Path, rows: list[Row], step: int) -> None:
-  """Warns if a file of one row for each step lacks rows of the finished steps 1 to ``step``."""
+  """Warn if a file with one row per step lacks rows of the finished steps 1 to ``step``."""
   missing = sorted(set(range(1, step + 1)) - {row["step"] for row in rows})
   if not missing:
     return
   first, last = missing[0], missing[-1]
   which = f"step {first}" if len(missing) == 1 else f"{len(missing)} of the {step} finished steps (from {first} to {last})"
-  _log.warning("%s: the rows of %s are missing, so report.html and its curves lack them", path, which)
+  _log.warning("%s: the rows of %s are missing, so report.html and its curves do not show them", path, which)
 
 
 def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext, *, every_step: bool = False) -> list[Row]:
-  """Drops the rows of steps after ``step``, which a run that goes on from there writes again, and damaged lines.
+  """Remove damaged lines and the rows of steps after ``step``, which a run that resumes there writes again.
 
-  What is dropped goes to ``aside(path)``, behind what is there: it is all that is left of those steps.
+  The removed lines are appended to ``aside(path)``: they are the only record of those steps.
 
   Args:
     path: the metrics file.
     step: the last finished step.
-    fence: entered around the rename.
+    fence: context manager entered around the rename.
     every_step: warn if a finished step has no row.
 
   Returns:
-    The dropped rows.
+    The removed rows.
 
   Raises:
-    OSError: the file cannot be read, or not be written; it is then as it was.
+    OSError: the file cannot be read or written; it is then unchanged.
   """
   rows, damaged = _scan(path)
   if every_step:
@@ -92,14 +92,14 @@ def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext, *, 
   if dropped:
     first, last = dropped[0]["step"], dropped[-1]["step"]
     told = f"steps {first} to {last}" if last > first else f"step {first}"
-    _log.warning("%s: %s will be trained again, their earlier rows are in %s", path, told, aside(path).name)
+    _log.warning("%s: %s will be trained again; their earlier rows are in %s", path, told, aside(path).name)
   if damaged:
     _log.warning("%s: %s moved to %s", path, _lines(len(damaged)), aside(path).name)
   return dropped
 
 
 def aside(path: Path) -> Path:
-  """Where dropped rows of a file go: metrics.dropped.jsonl."""
+  """Return the path for removed rows of a file: metrics.dropped.jsonl."""
   return path.with_suffix(f".dropped{path.suffix}")
 
 
@@ -108,7 +108,7 @@ def _lines(count: int) -> str:
 
 
 def _scan(path: Path) -> tuple[list[Row], list[bytes]]:
-  """The rows of a file, and those of its lines that are none: cut short by a kill, or broken by a bad disk."""
+  """Return the rows of a file, and the lines that are not valid rows: truncated by a kill, or damaged by a bad disk."""
   rows, damaged = [], []
   try:
     content = path.read_bytes()
@@ -127,7 +127,7 @@ def _scan(path: Path) -> tuple[list[Row], list[bytes]]:
 
 
 def _is_written_here(row: Row, name: str) -> bool:
-  """Return True if the values of a row have the types that this project writes; readers compute with them."""
+  """Return True if the values of a row have the types that this project writes; readers calculate with them."""
   if name != METRICS:
     return all(isinstance(row.get(key, ""), str) for key in ("prompt", "text"))
   return all(x is None or isinstance(x, int | float) for v in row.values() for x in (v if isinstance(v, list) else [v]))

@@ -1,7 +1,7 @@
-"""Standard output that nobody waits for: a reader that left, a full disk or a terminal that is gone end no run.
+"""Standard output that never blocks or ends a run: not if the reader exits, the disk is full or the terminal is closed.
 
-A line goes through a thread as a file's does (``guarded``). Where the reader is gone for good, /dev/null takes its place,
-for libraries that write there by themselves too.
+Lines are written on a thread (``guarded.py``). If the reader is gone for good, the descriptor is replaced by /dev/null, because
+libraries also write to it directly.
 """
 
 import contextlib
@@ -20,17 +20,17 @@ _CLOSE_SECONDS = 10.0
 
 
 def say_on_stderr(line: str) -> None:
-  """Writes a line to standard error, unless nobody takes it now."""
-  with contextlib.suppress(OSError, ValueError):  # closed, or its disk is full: there is no other place to say so
+  """Write a line to standard error, unless it cannot be written without blocking."""
+  with contextlib.suppress(OSError, ValueError):  # closed, or its disk is full: the message cannot be shown anywhere else
     if select.select([], [2], [], 0)[1]:
       os.write(2, f"{line}\n".encode())
 
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-  """Puts an ``Output`` in the place of ``sys.stdout``."""
+  """Replace ``sys.stdout`` by an ``Output``."""
   before = sys.stdout
-  with contextlib.suppress(OSError):  # told when the next line fails
+  with contextlib.suppress(OSError):  # reported when the next line fails
     before.flush()
   sys.stdout = output = Output(before)
   try:
@@ -41,10 +41,10 @@ def guarded_output() -> Iterator[None]:
 
 
 class Output(io.TextIOBase):
-  """A text stream whose ``write`` neither waits nor raises.
+  """A text stream whose ``write`` neither blocks nor raises.
 
   Args:
-    stream: where the text goes.
+    stream: receives the text.
   """
 
   def __init__(self, stream: TextIO):
@@ -53,53 +53,53 @@ class Output(io.TextIOBase):
     try:
       self._descriptor: int | None = stream.fileno()
       self._terminal = stream.isatty()
-    except (OSError, ValueError):  # a stream without a file behind it, as a notebook's
+    except (OSError, ValueError):  # a stream without a file descriptor, as in a notebook
       self._descriptor, self._terminal = None, False
     self._gone: str | None = None
     self._lock = threading.Lock()
-    self._line = ""  # begun, and not yet ended
-    self._left: memoryview | None = None  # of the piece that is being written
+    self._line = ""  # the current incomplete line
+    self._left: memoryview | None = None  # the rest of the piece that is being written
     self._guarded = Guarded("standard output", self._write, "line", say_on_stderr)
 
   @property
   def unwritten(self) -> str | None:
-    """What nobody took, and why; None: nothing."""
+    """A line about text that could not be written, and why; None if all was written."""
     return self._guarded.unwritten
 
   @property
   def encoding(self) -> str:  # type: ignore[override]
-    """Of the stream."""
+    """Encoding of the stream."""
     return getattr(self._stream, "encoding", None) or "utf-8"
 
   def isatty(self) -> bool:
-    """Whether it was a terminal at the start."""
+    """Return True if the stream was a terminal at the start."""
     return self._terminal
 
   def fileno(self) -> int:
-    """Raises io.UnsupportedOperation where there is no file behind it."""
+    """Return the descriptor. Raises io.UnsupportedOperation if there is none."""
     return self._stream.fileno()
 
   def writable(self) -> bool:
-    """It is."""
+    """Return True."""
     return True
 
   def write(self, text: str) -> int:
-    """Takes text; a line that is not ended waits for its end or for ``flush``."""
-    with self._lock:  # warnings come from many threads
+    """Accept text. An incomplete line waits for its end or for ``flush``."""
+    with self._lock:  # warnings come from several threads
       *lines, self._line = (self._line + text).split("\n")
       for line in lines:
         self._guarded.put(line + "\n")
     return len(text)
 
   def flush(self) -> None:
-    """Hands over what is not a whole line; does not wait until it is written."""
+    """Queue an incomplete line. Does not wait until it is written."""
     with self._lock:
       if self._line:
         self._guarded.put(self._line)
         self._line = ""
 
   def close(self) -> None:
-    """Waits a moment until all is written, and leaves the stream itself open."""
+    """Wait a moment until everything is written. The stream itself stays open."""
     if not self.closed:
       super().close()  # flushes
       self._guarded.close(_CLOSE_SECONDS)
@@ -118,11 +118,11 @@ class Output(io.TextIOBase):
     while self._left:
       try:
         self._left = self._left[os.write(self._descriptor, self._left) :]
-      except BlockingIOError:  # somebody made the terminal that we share non-blocking
+      except BlockingIOError:  # another process made the shared terminal non-blocking
         select.select([], [self._descriptor], [])
       except OSError as error:
         if not self._terminal and error.errno not in (errno.EPIPE, errno.EBADF, errno.ECONNRESET):
-          raise  # a disk, which may have room again
+          raise  # a disk error, which may be temporary
         self._give_up(self._descriptor, error.strerror or str(error))
     self._left = None
 

@@ -1,4 +1,4 @@
-"""The files of a run beside its checkpoints, each behind a thread of its own."""
+"""The files that a run writes, except its checkpoints. Each file has a thread (``guarded.py``)."""
 
 import contextlib
 import time
@@ -18,32 +18,32 @@ from maxtext_like.training.sinks.trackers import Tracker
 
 _FLUSH_SECONDS = 1.0
 _CLOSE_SECONDS = 10.0
-_TRACKER_CLOSE_SECONDS = 30.0  # the first row of MLflow makes a database
+_TRACKER_CLOSE_SECONDS = 30.0  # MLflow creates a database with the first row
 
 
 @dataclass(frozen=True)
 class _Rewind:
-  """Takes the place of a row: those of steps after this one go."""
+  """A queue item that removes the rows of steps after this one."""
 
   step: int
 
 
 class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
-  """Takes what a run writes, at once and whatever the disk does.
+  """Accepts everything that a run writes, without waiting for the disk.
 
   Args:
-    directory: of the run.
-    tensorboard: write events too.
-    trackers: other places for the rows, by name.
-    step: finished steps when the run starts or goes on; the rows of later ones are dropped.
-    require_held: called before every write; does not return when the directory has become another process's.
-    fence: entered around every rename, in which nobody else can take the directory.
+    directory: directory of the run.
+    tensorboard: also write TensorBoard events.
+    trackers: other destinations of the rows, by name.
+    step: finished steps when the run starts or resumes; the rows of later steps are removed.
+    require_held: called before every write. It does not return if another process has taken over the directory.
+    fence: context manager entered around every rename, during which no other process can take over the directory.
 
   Attributes:
-    again: the dropped rows: steps that are trained again.
+    again: the removed rows, of steps that are trained again.
 
   Raises:
-    UserError: the files of an earlier life of the run cannot be read or changed.
+    UserError: existing files of the run cannot be read or changed.
   """
 
   def __init__(
@@ -60,9 +60,11 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     try:
       require_held()
       self.again = keep_until(directory / METRICS, step, fence, every_step=True)
-      keep_until(directory / SAMPLES, step, fence)  # with or without new ones: the report shows what is there
+      keep_until(directory / SAMPLES, step, fence)  # even if no new samples are written: the report shows the existing ones
     except OSError as error:
-      raise UserError(f"{error.filename or directory}: {error.strerror}; mend it, or choose another run_name") from error
+      raise UserError(
+        f"{error.filename or directory}: {error.strerror}\n  fix: repair the file, or choose another run_name"
+      ) from error
     self._metrics = self._guarded(METRICS, self._rows_of(METRICS), "row")
     self._samples = self._guarded(SAMPLES, self._rows_of(SAMPLES), "sample")
     self._events = None
@@ -77,14 +79,14 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     self._close(*self._places)
 
   def end(self, name: str, make: Callable[[list[str]], str]) -> list[str]:
-    """Writes what waits, and a last file about the whole run. Takes a bounded time on the worst disk.
+    """Write the queued data, and then a last file about the complete run. Takes a bounded time even if the disk hangs.
 
     Args:
-      name: of the file.
-      make: makes it from what was not written; runs when all else is on the disk.
+      name: name of the file.
+      make: creates its text from the lines about data that was not written; called after everything else is on the disk.
 
     Returns:
-      What was not written, a line for each place.
+      A line for each output whose data was not completely written.
     """
     self._close(*self._places)
     unwritten = self._unwritten()
@@ -93,7 +95,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     return self._unwritten()
 
   def row(self, row: Row) -> None:
-    """The metrics of a step; a list has a number for each layer."""
+    """Write the metrics of a step. A list has a number for each layer."""
     row = finite(row)
     self._metrics.put(row)
     if self._events is not None:
@@ -102,7 +104,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       place.put(row)
 
   def rewind(self, step: int) -> None:
-    """The run goes back: rows of steps after ``step`` are dropped, as at a start."""
+    """Remove the rows of steps after ``step``, because the run goes back to it."""
     for place in (self._metrics, self._samples, self._events):
       if place is not None:
         place.put(_Rewind(step))
@@ -114,7 +116,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     def write(item: Row | _Rewind) -> None:
       nonlocal file
       if isinstance(item, _Rewind):
-        file.close()  # NFS keeps a replaced file that is open, with its link, so nobody would see that it is another now
+        file.close()  # NFS keeps a replaced file that is open, including its link, so the replacement would not be noticed
         file = AppendedFile(path)
         keep_until(path, item.step, self._fence)
       else:
@@ -123,18 +125,19 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     return write
 
   def sample(self, row: Row) -> None:
-    """One sample."""
+    """Write one sample."""
     self._samples.put(row)
 
   def text(self, name: str, make: str | Callable[[], str]) -> None:
-    """A file that is replaced as a whole; ``make`` is called when it is written."""
+    """Replace a complete file; a callable ``make`` is called when the file is written."""
     if name not in self._texts:
       write = lambda make: atomic.write_text(self._directory / name, make if isinstance(make, str) else make(), self._fence)
       self._texts[name] = self._guarded(name, write, "version")
     self._texts[name].put(make, key=name)
 
   def flush(self) -> None:
-    """Waits a moment, so that a run that is killed after a checkpoint has its rows. What fails or hangs is not waited for."""
+    """Wait a moment, so that a run that is killed after a checkpoint has its rows on disk. Failing or hanging outputs are
+    skipped."""
     for place in self._places:
       place.flush(_FLUSH_SECONDS)
 
@@ -146,7 +149,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       self._require_held()
       write(item)
 
-    # Without its rewind a file would have steps twice.
+    # A dropped rewind would leave steps in the file twice.
     return Guarded(name, write_held, unit, may_drop=lambda item: not isinstance(item, _Rewind), end=end)
 
   @property
@@ -162,7 +165,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
 
 
 class NoFiles(RunFiles):
-  """Of a process that is not the first of its run: it writes nothing."""
+  """Writes nothing: for all processes of a run except the first."""
 
   def __init__(self) -> None:
     self.again = []

@@ -1,9 +1,9 @@
-"""Weights & Biases and MLflow: the numbers of metrics.jsonl for those who compare runs there. Offline unless their own
-environment variables say otherwise, and imported only for who asks for them.
+"""Weights & Biases and MLflow: send the rows of metrics.jsonl there.
 
-Each is written to by a thread of its own (``guarded``), which makes the run there with the first row: no step waits for it, and
-where it fails training goes on without it. The id of the run is kept in ``trackers.json``, so that a run that goes on does so
-there too. Steps that are trained again come there twice.
+Both work offline unless their own environment variables say otherwise. They are imported only if they are configured. Each is
+written to by a thread (``guarded.py``), which creates the tracker's run with the first row: no step waits for it, and if it
+fails training continues without it. The id of the tracker's run is stored in ``trackers.json``, so that a resumed run continues
+it. Steps that are trained again appear twice.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ _LOGIN_SECONDS = 30
 
 @dataclass
 class Tracked:
-  """What a tracker is told of a run.
+  """The information about a run that a tracker receives.
 
   Attributes:
-    directory: of the run.
+    directory: directory of the run.
     config: by section, without secrets.
   """
 
@@ -46,22 +46,22 @@ class Tracked:
 
   @classmethod
   def of(cls, directory: Path, config: Config) -> "Tracked":
-    """A run of this configuration."""
+    """Return the information about a run with this configuration."""
     plain = lambda value: value if isinstance(value, int | float) else masked(to_text(value))
     sections = dataclasses.asdict(config)
     return cls(directory, {name: {key: plain(value) for key, value in keys.items()} for name, keys in sections.items()})
 
   @property
   def name(self) -> str:
-    """Of the run."""
+    """Name of the run."""
     return self.directory.name
 
   def id_of(self, tracker: str) -> str | None:
-    """Under which the tracker knows the run; None: not yet."""
+    """Return the id of the run in a tracker; None if it has none yet."""
     return self._ids().get(tracker)
 
   def remember(self, tracker: str, number: str) -> None:
-    """Keeps the id. Raises OSError."""
+    """Store the id. Raises OSError."""
     atomic.write_text(self.directory / IDS, json.dumps(self._ids() | {tracker: number}, indent=1) + "\n")
 
   def _ids(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Tracked:
 
 
 class Tracker(Protocol):
-  """A place for rows; what it raises is told once, and only an OSError makes the same row come again."""
+  """A destination of rows. Its errors are reported once; only after an OSError is the same row sent again."""
 
   def write(self, row: Row) -> None: ...
 
@@ -80,8 +80,8 @@ class Tracker(Protocol):
 
 @dataclass
 class WeightsAndBiases:
-  """A run of Weights & Biases below ``wandb/`` in the run's directory: ``wandb sync`` uploads it, WANDB_MODE=online does so
-  meanwhile."""
+  """A run of Weights & Biases in ``wandb/`` in the run's directory. ``wandb sync`` uploads it later; with WANDB_MODE=online it
+  is uploaded during the run."""
 
   project: str
   run: Tracked
@@ -91,7 +91,7 @@ class WeightsAndBiases:
   def write(self, row: Row) -> None:
     if self._run is None:
       self._run = self._begin()
-    # Its own steps only ever rise, and a run that goes back has some twice.
+    # Its built-in step counter can only increase, and a run that goes back repeats steps, so the step is sent as a metric.
     self._run.log({"step": row["step"], **dict(scalars(row))})
 
   def end(self) -> None:
@@ -100,7 +100,7 @@ class WeightsAndBiases:
 
   def _begin(self) -> Any:
     if self._failed is not None:
-      raise LostError(self._failed)  # each try may take its time
+      raise LostError(self._failed)  # no new attempt, because each one may take long
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:
       import wandb  # type: ignore[import-not-found]
@@ -123,8 +123,8 @@ class WeightsAndBiases:
 
 @dataclass
 class MLflow:
-  """A run of MLflow in ``mlflow.db`` in the run's directory, for ``mlflow ui --backend-store-uri sqlite:///...``, or where
-  MLFLOW_TRACKING_URI says."""
+  """A run of MLflow in ``mlflow.db`` in the run's directory, for ``mlflow ui --backend-store-uri sqlite:///...``, or at
+  MLFLOW_TRACKING_URI."""
 
   experiment: str
   run: Tracked
@@ -151,7 +151,7 @@ class MLflow:
       from mlflow import MlflowClient  # type: ignore[import-not-found]
       from mlflow.entities import Param  # type: ignore[import-not-found]
 
-      for name in ("mlflow", "alembic"):  # they tell of every table that they make
+      for name in ("mlflow", "alembic"):  # they log every table that they create
         logging.getLogger(name).setLevel(logging.WARNING)
       place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.run.directory.absolute() / 'mlflow.db'}"
       client = MlflowClient(tracking_uri=place)
@@ -164,7 +164,7 @@ class MLflow:
         params = [
           Param(f"{section}.{key}", str(value)) for section, keys in self.run.config.items() for key, value in keys.items()
         ]
-        for first in range(0, len(params), 100):  # as many as it takes at once
+        for first in range(0, len(params), 100):  # the most that one call accepts
           client.log_batch(known, params=params[first : first + 100])
         self.run.remember("mlflow", known)
     except Exception as error:
@@ -178,7 +178,7 @@ _PACKAGES = {"wandb_project": "wandb", "mlflow_experiment": "mlflow"}
 
 
 def trackers(logging_config: LoggingConfig, run: Tracked) -> dict[str, Tracker]:
-  """Those that a run asks for, by name."""
+  """Return the trackers that a run asks for, by name."""
   found: dict[str, Tracker] = {}
   if logging_config.wandb_project is not None:
     found["wandb"] = WeightsAndBiases(logging_config.wandb_project, run)
@@ -188,11 +188,11 @@ def trackers(logging_config: LoggingConfig, run: Tracked) -> dict[str, Tracker]:
 
 
 def missing(logging_config: LoggingConfig) -> Iterator[tuple[str, Problem]]:
-  """The keys of trackers whose package is not there, each with what to say. Imports nothing."""
+  """Yield the keys of trackers whose package is not installed, each with a message. Imports nothing."""
   for key, package in _PACKAGES.items():
     if (value := getattr(logging_config, key)) is None:
       continue
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # a folder of that name, which an offline run leaves, is no package
-      fix = f"pip install 'maxtext-like[{package}]', or leave {key} out"
+    if spec is None or spec.origin is None:  # an offline run leaves a folder named like the package, which is not the package
+      fix = f"pip install 'maxtext-like[{package}]', or remove {key}"
       yield f"logging.{key}", Problem(f"{key} = {value}: the package {package} is not installed", fix=fix)

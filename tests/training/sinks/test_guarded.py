@@ -50,7 +50,8 @@ def test_what_failed_is_written_later_in_order_and_told_once(place):
   disk.error = None
   wait_until(lambda: disk.items == [0, 1, 2, 3, 4])
   writer.close(10)
-  assert told == ["m.jsonl: No space left on device; training goes on, and it is tried again from time to time"]
+  (line,) = told
+  assert line.startswith("m.jsonl: No space left on device; training ")
   assert writer.unwritten is None
 
 
@@ -75,7 +76,8 @@ def test_a_write_that_never_returns_holds_up_nobody(place, monkeypatch):
   writer.flush(60)  # it was waited for once
   assert time.monotonic() - begin < 30
   writer.put(1)
-  assert told == ["m.jsonl: a write has not returned for 0 s; training goes on without it"]
+  (line,) = told
+  assert line.startswith("m.jsonl: a write has not returned for 0 s; training ")
   writer.close(0.05)
   assert writer.unwritten.startswith("m.jsonl: 2 rows not written: ")
   disk.free.set()

@@ -67,7 +67,8 @@ def test_rows_of_finished_steps_that_are_missing_are_reported_when_a_run_resumes
   with RunFiles(tmp_path, tensorboard=False, step=5):
     pass
   missing = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
-  assert missing == ([] if said is None else [f"{path}: {said}, so report.html and its curves lack them"])
+  assert len(missing) == (said is not None)
+  assert all(line.startswith(f"{path}: {said}, ") and "report.html" in line for line in missing)
 
 
 @pytest.mark.parametrize("damage", ["5", "[1]", '{"loss": 1}', '{"step": null}', "[" * 100000, "{}"])
@@ -80,7 +81,7 @@ def test_a_damaged_line_is_left_out_and_told(tmp_path, caplog, damage):
 
 def test_a_file_that_cannot_be_read_at_the_start_is_refused(tmp_path):
   (tmp_path / "metrics.jsonl").mkdir()
-  with pytest.raises(UserError, match=r"metrics.jsonl: Is a directory; mend it, or choose another run_name"):
+  with pytest.raises(UserError, match=r"metrics.jsonl: Is a directory\n  fix: .*run_name"):
     RunFiles(tmp_path, tensorboard=False, step=0)
 
 
@@ -104,9 +105,8 @@ def test_the_last_file_knows_what_was_lost(tmp_path, monkeypatch, caplog):
     "x/none.txt: 1 version not written: No such file or directory",
   ]
   assert len(rows(tmp_path / "metrics.jsonl")) == 2
-  assert [r.getMessage() for r in caplog.records if "tensorboard" in r.getMessage()] == [
-    "tensorboard: File exists; training goes on, and it is tried again from time to time"
-  ]
+  (line,) = [r.getMessage() for r in caplog.records if "tensorboard" in r.getMessage()]
+  assert line.startswith("tensorboard: File exists; training ")
 
 
 def test_a_run_that_goes_back_drops_the_rows_of_the_steps_since(tmp_path):

@@ -46,10 +46,9 @@ def test_a_reader_that_left_costs_lines_and_nothing_else(pipe, told):
   for i in range(5):
     print(i, file=out)
   out.close()
-  assert told == [
-    "standard output: Broken pipe; training goes on without it",
-    "standard output: 5 lines not written: Broken pipe",
-  ]
+  first, last = told
+  assert first.startswith("standard output: Broken pipe; training ")
+  assert last == "standard output: 5 lines not written: Broken pipe"
   os.write(stream.fileno(), b"a library writes by itself")  # into /dev/null
 
 

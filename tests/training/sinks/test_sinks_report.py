@@ -46,7 +46,7 @@ def test_the_report_is_one_file_without_network_and_escapes_what_it_shows():
 
 
 def test_a_report_of_nothing_and_of_a_constant():
-  assert "No step was finished" in page([])
+  assert "No step finished" in page([])
   html = page([{"step": 1, **ROW}])
   assert np.isfinite([float(y) for y in re.findall(r"cy=([\d.]+)", html)]).all()
 
@@ -99,6 +99,6 @@ def test_where_the_time_went_and_what_was_not_written():
     goodput=goodput,
     unwritten=["m: 3 rows <lost>"],
   )
-  assert "goodput 60.0% of 1:40; 3 starts, and 1:15 between them in which nothing ran" in html
+  assert re.search(r"goodput 60\.0% of 1:40; 3 starts, [^<]*\b1:15\b", html)
   assert "steps trained again after a restart<td>10.0%<td>10.0 s" in html
   assert "<p class=bad>m: 3 rows &lt;lost&gt;</p>" in html

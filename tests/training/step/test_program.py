@@ -64,7 +64,7 @@ def test_axes_that_do_not_fit_the_devices():
 
 
 def test_more_chunks_than_positions():
-  with pytest.raises(UserError, match="num_vocab_tiling = 17 is more than max_target_length = 16"):
+  with pytest.raises(UserError, match=r"num_vocab_tiling = 17 .*max_target_length = 16"):
     make_program(small_config("gemma4-tiny", "num_vocab_tiling=17"))
 
 

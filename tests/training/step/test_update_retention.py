@@ -118,4 +118,4 @@ def test_every_second_line_has_them_and_a_run_whose_weights_stand_still_is_told(
   assert len(rows[1][f"{NAME}/layers"]) == 2
   assert rows[1][NAME] < 0.3
   assert (tmp_path / "log").read_text().count("stochastic_rounding=true keeps it on average") == 1
-  assert "Share of the update that weights took" in (tmp_path / "r" / "report.html").read_text()
+  assert "Fraction of the update" in (tmp_path / "r" / "report.html").read_text()
