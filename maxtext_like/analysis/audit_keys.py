@@ -1,4 +1,4 @@
-"""What each precision key promises, held against the instructions of a program."""
+"""Checks each precision key against the instructions of a program. Open this to see how ``audit`` decides a key's verdict."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ Verdict = Literal["honoured", "not honoured", "not shown"]
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 _WIDTH = {"f8": 0, "f16": 1, "bf16": 1, "f32": 2, "f64": 3}
-# Forward products whose operands are plainly ``dtype``: no flag widens them.
+# Forward products whose operands have ``dtype``: no key widens them.
 _PLAIN = ("qk_product", "pv_product", "attention", "mla", "mlp", "down_product", "per_layer_input", "vision", "experts")
-_LARGE = ("attention", "mla", "mlp", "down_product")  # with the products that matmul_dtype is for
+_LARGE = ("attention", "mla", "mlp", "down_product")  # the products that matmul_dtype applies to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class KeyVerdict:
 
   Attributes:
     key, value: as configured.
-    verdict: "not shown": this text cannot tell, or the model has no place where the key acts.
+    verdict: "not shown" if this text cannot show it, or the model has no place where the key acts.
     evidence: what was found, with the number of places.
   """
 
@@ -41,58 +41,62 @@ class KeyVerdict:
 
 @dataclass(frozen=True)
 class _Program:
-  """A program by sites; ``compiled``: a compiler may keep more precision than was asked for, and never less."""
+  """A program's instructions by site. ``compiled``: a compiler may keep more precision than requested, but never less."""
 
   reading: Reading
   precision: Precision
   compiled: bool
 
   def forward(self, *sites: str, kinds: Iterable[str] = ("dot",)) -> list[Instruction]:
-    """Instructions of the forward pass and of what is computed of it again."""
+    """Return the instructions of these sites in the forward pass, recomputed ones included."""
     kinds = frozenset(kinds)
     found = (i for i in self.reading.instructions if i.kind in kinds and i.stage != "backward" and site_of(i) in sites)
     return [i for i in found if _floats(i) and float8.SCOPE not in i.scopes]
 
   def judge_products(self, found: list[str], wide: bool, what: str) -> tuple[Verdict, str]:
-    """All float32 where that is asked for; else at least one in ``dtype``, beside what is float32 for its own reasons."""
+    """With ``wide``, every product must be float32. Otherwise at least one must have ``dtype``; others may be float32 for other
+    reasons."""
     low = SHORT[self.precision.dtype]
     narrow = [d for d in found if d != "f32"]
     if wide or not found or low == "f32":
       return self.judge(found, "f32", what)
     if not narrow:
       evidence = f"{len(found)} {what} f32, none {low}"
-      return ("honoured", f"{evidence}: the compiler keeps them") if self.compiled else ("not honoured", evidence)
+      return (
+        ("honoured", f"{evidence}: the compiler keeps the higher precision") if self.compiled else ("not honoured", evidence)
+      )
     return self.judge(narrow, low, what)
 
   @property
   def fused(self) -> int:
-    """Places of fused attention kernels."""
+    """Number of fused attention kernels."""
     return sum(fused_kernel(i) is not None for i in self.reading.instructions)
 
   def judge(self, found: list[str], asked: str, what: str) -> tuple[Verdict, str]:
-    """Every dtype of ``found`` is the one asked for."""
+    """Check that every dtype of ``found`` is the requested one."""
     wrong = [d for d in found if d != asked and not (self.compiled and _WIDTH.get(d, 0) > _WIDTH[asked])]
     if wrong:
       return "not honoured", f"{len(wrong)} of {len(found)} {what} {_several(wrong)}, not {asked}"
     if not found:
       if self.compiled:
-        return "not shown", f"the compiler left no {what} under the name of their place"
-      return "not honoured", f"the program has no {what}: nothing shows that this key acts"
+        return "not shown", f"the compiler left no {what} with the name of their scope"
+      return "not honoured", f"the program has no {what}, so nothing shows that this key has an effect"
     wider = [d for d in found if d != asked]
     return "honoured", f"{len(found)} {what} {asked}" + (
       f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else ""
     )
 
   def operands(self, product: Instruction) -> tuple[str, ...]:
-    """The dtypes of a product's two. Beside a float32 one, a narrower one is what a compiler reads where the program widens."""
+    """Return the dtypes of a product's two operands. In a compiled program, a narrow operand of a product with float32 counts
+    as float32: the compiler merged the conversion into the product."""
     dtypes = product.operands[:2]
     return ("f32",) * len(dtypes) if self.compiled and "f32" in dtypes else dtypes
 
   def kept(self, judged: tuple[Verdict, str], flag: bool, *sites: str) -> tuple[Verdict, str]:
-    """The same verdict, unless a float32 number of these sites is rounded to 16 bits although the flag forbids it."""
+    """Return the same verdict, unless a float32 value of these sites is rounded to 16 bits although the flag forbids it."""
     verdict, evidence = judged
     if not flag or self.compiled or self.precision.dtype == "float32":
-      return verdict, evidence  # where a compiler rounds is told by the next instruction's operands
+      return verdict, evidence  # in a compiled program the next instruction's operands show the rounding
     rounded = [i for i in self.forward(*sites, kinds=("convert",)) if i.operands == ("f32",) and _WIDTH.get(i.results[0]) == 1]
     if rounded:
       return "not honoured", f"{evidence}, but {len(rounded)} roundings from f32 to {_several([r.results[0] for r in rounded])}"
@@ -110,20 +114,20 @@ def _several(dtypes: list[str]) -> str:
 def judge_keys(
   reading: Reading, precision: Precision, model: ModelConfig, vision: VisionConfig, *, weights: dict[str, str], compiled: bool
 ) -> list[KeyVerdict]:
-  """A verdict for every precision key.
+  """Return a verdict for every precision key.
 
   Args:
     reading: the program.
-    precision: the keys.
-    model, vision: for the keys that have no place in it.
+    precision: values of the keys.
+    model, vision: used to find the keys that do not apply to the model.
     weights: the declared dtype of every parameter by the name of its argument.
-    compiled: the text is a compiler's.
+    compiled: True if a compiler produced the text.
   """
   p = _Program(reading, precision, compiled)
   verdicts = []
   for name, key in KEYS.items():
     if lacking := key.lacking(model, vision):
-      verdict, evidence = "not shown", f"the model has not got {lacking}"
+      verdict, evidence = "not shown", f"the model does not have {lacking}"
     elif name == "weight_dtype":
       verdict, evidence = _weights(p, weights)
     else:
@@ -133,7 +137,8 @@ def judge_keys(
 
 
 def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyVerdict]:
-  """Verdicts of one program before and after its compilation: both have to hold, and either may show what is asked."""
+  """Combine the verdicts of one program before and after compilation: both must hold, and either one can show that a key is
+  honoured."""
   verdicts = []
   for before, after in zip(lowered, compiled, strict=True):
     if before.verdict == "not honoured" or (after.verdict == "not shown" and before.verdict == "honoured"):
@@ -143,19 +148,20 @@ def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyV
 
 
 def asked_float32(precision: Precision) -> set[str]:
-  """Scopes whose products are float32 in a 16-bit model because a key, or the layer itself, asks for it."""
+  """Return the scopes whose products are float32 in a 16-bit model because a key, or the layer itself, requires it."""
   sites = {"vision_pool", "moe", *(kernel.scope for kernel in fused_kernels())}  # pooling, load statistics, kernels' row sums
   for key in KEYS.values():
     if key.safe(vars(precision)):
       sites |= set(key.widens)
   if precision.dtype == "float16":
-    # A float16 cotangent would overflow, and a product that is not normed would too: see layers.precision.
+    # A float16 cotangent would overflow, and so would a product that is not normalised: see layers.precision.
     sites |= {"backward", "per_layer_input", "experts"}
   return sites
 
 
 def _by_signs(p: _Program, key: PrecisionKey) -> tuple[Verdict, str]:
-  """What most float32 keys promise: what its entry calls the signs is float32 with it, and ``dtype`` without."""
+  """Judge an ordinary float32 key: the results or operands that its entry lists as signs are float32 if it is set, and
+  ``dtype`` otherwise."""
   flag = key.safe(vars(p.precision))
   found: list[str] = []
   for sign in key.signs:
@@ -177,7 +183,7 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
   asked, found = SHORT[p.precision.dtype], []
   for i in p.forward(*_PLAIN):
     if "experts" in i.scopes and (_wide_gate(p.precision) or p.precision.dtype == "float16"):
-      continue  # a grouped product whose float32 sums are handed on may have float32 operands
+      continue  # a grouped product that returns its float32 sums may have float32 operands
     if site_of(i) == "per_layer_input" and p.precision.dtype == "float16":
       continue
     if _in_float8(p, i):
@@ -187,12 +193,12 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
 
 
 def _in_float8(p: _Program, i: Instruction) -> bool:
-  """Whether ``matmul_dtype`` asks for a product in float8: not of an adapter, not of experts."""
+  """Return True if ``matmul_dtype`` requests float8 for a product. It does not apply to adapters and experts."""
   asked = p.precision.matmul_dtype == "float8" and site_of(i) in _LARGE
   return asked and {"lora", "dora", "experts", "vision", "dequantise"}.isdisjoint(i.scopes)
 
 
-_NO_OTHER: tuple[Verdict, str] = ("not shown", "every product is one of float8 numbers, or a fused kernel's")
+_NO_OTHER: tuple[Verdict, str] = ("not shown", "every product is in float8 or inside a fused kernel")
 
 
 def _all_low(p: _Program, found: list[str]) -> bool:
@@ -207,9 +213,9 @@ def _matmul_dtype(p: _Program) -> tuple[Verdict, str]:
   asked = [i for i in products if _in_float8(p, i)]
   wide = [i for i in asked if not all(d.startswith("f8") for d in i.operands[:2])]
   if p.compiled and wide:
-    return "not shown", "a compiler without float8 products makes wider ones of the rounded numbers"
+    return "not shown", "a compiler without float8 products multiplies the rounded values in a wider dtype"
   if wide or not asked:
-    return "not honoured", f"{len(wide)} of {len(asked)} products not of float8 operands"
+    return "not honoured", f"{len(wide)} of {len(asked)} products do not have float8 operands"
   return "honoured", f"{len(asked)} products {_several(low)}"
 
 
@@ -220,7 +226,7 @@ def _residual(p: _Program) -> tuple[Verdict, str]:
 
 
 def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[Verdict, str]:
-  kernels = f"{p.fused} places of fused kernels, float32 inside by construction"
+  kernels = f"{p.fused} fused kernels, which compute in float32 internally"
   if not found and p.fused:
     return "honoured", kernels
   verdict, evidence = p.judge(found, _wide(p, flag), what)
@@ -228,18 +234,18 @@ def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[V
 
 
 def _gate_product(p: _Program) -> tuple[Verdict, str]:
-  # The activation is computed in float32 always; what the key decides is whether a product is left in dtype.
+  # The activation is always computed in float32. The key decides whether a product remains in ``dtype``.
   found = [i.results[0] for i in p.forward("gate_product", kinds=("multiply",))]
   return p.judge_products(found, _wide_gate(p.precision), "multiplications of gate and up")
 
 
 def _rescue(p: _Program) -> tuple[Verdict, str]:
   counts = [len(p.forward(site, kinds=("is_finite",))) for site in ("gate_product", "down_product")]
-  evidence = f"{counts[0]} tests for finite numbers in products of gate and up, {counts[1]} in outputs"
+  evidence = f"{counts[0]} finiteness tests in products of gate and up, {counts[1]} in outputs"
   if p.precision.dtype != "float16":
-    return ("not honoured" if any(counts) else "honoured"), f"acts in float16 only: {evidence}"
+    return ("not honoured" if any(counts) else "honoured"), f"only applies to float16: {evidence}"
   if p.compiled and p.precision.float16_rescue:
-    return "not shown", "a compiler writes the test for finite numbers in other ways"
+    return "not shown", "a compiler can express the finiteness test in other ways"
   wanted = all(counts) if p.precision.float16_rescue else not any(counts)
   return ("honoured" if wanted else "not honoured"), evidence
 
@@ -248,8 +254,8 @@ def _vision_pool(p: _Program) -> tuple[Verdict, str]:
   flag = p.precision.float32_vision_pool
   found = [i.results[0] for i in p.forward("vision_pool", kinds=("multiply", "subtract"))]
   if not flag and not found:
-    return "not shown", "without stored statistics there is nothing to scale"
-  # Without the key, the stored statistics are still scaled in float32 before they are rounded.
+    return "not shown", "the model has no stored statistics to scale with"
+  # Without the key, the stored statistics are still scaled in float32 before rounding.
   return p.kept(p.judge_products(found, flag, "scalings of pooled features"), flag, "vision_pool")
 
 
@@ -264,16 +270,16 @@ def _cast_logits(p: _Program) -> tuple[Verdict, str]:
 
 def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
   asked = p.precision.matmul_precision
-  # Of float8 nothing is lost in the units, and a precision says how sums are made.
+  # Products of float8 values are exact in the matrix units, so the precision only affects their sums.
   products = [i for i in p.forward("qk_product", "pv_product", *_LARGE) if not _in_float8(p, i)]
   found = [i.precision for i in products]
   if asked != "default" and products and all(_WIDTH.get(d, 0) < 2 for i in products for d in i.operands[:2]):
-    return "not shown", f"{len(products)} products of {p.precision.dtype} operands, which are exact in every precision"
+    return "not shown", f"{len(products)} products of {p.precision.dtype} operands, which are exact at every precision"
   wrong = [w for w in found if w != asked]
   if _all_low(p, found):
     return _NO_OTHER
   if p.compiled and (wrong or not found):
-    return "not shown", "a compiler turns precision into several products"
+    return "not shown", "a compiler implements higher precision by several products"
   if wrong or not found:
     return "not honoured", f"{len(wrong)} of {len(found)} products {_several(wrong)}, not {asked}"
   return "honoured", f"{len(found)} products {asked}"
@@ -281,36 +287,36 @@ def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
 
 def _gradients(p: _Program) -> tuple[Verdict, str]:
   if not p.reading.gradients:
-    return "not shown", "this text does not tell gradients from other arrays"
+    return "not shown", "this text does not distinguish gradients from other arrays"
   return p.judge(sorted(p.reading.gradients), SHORT[p.precision.grad_dtype], "dtype of scaled gradients:")
 
 
 def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
-  codes = sum(dtype not in SHORT for dtype in weights.values())  # of quantised weights, whose form base_weights says
+  codes = sum(dtype not in SHORT for dtype in weights.values())  # of quantised weights, whose format base_weights says
   found = {name: dtype for name, dtype in p.reading.arguments.items() if weights.get(name) in SHORT}
   if not found:
-    return "not shown", "this text does not name its arguments"
+    return "not shown", "this text has no argument names"
   wrong = [name for name, dtype in found.items() if dtype != SHORT[weights[name]]]
   if wrong:
     return "not honoured", f"{len(wrong)} of {len(found)} parameters: {wrong[0]} is {found[wrong[0]]}"
   asked = SHORT[p.precision.weight_dtype]
   other = [name for name, dtype in found.items() if dtype != asked]
-  kept = f"; {len(other)} are float32 always, as {other[0]}" if other else ""
-  return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}" + (f"; {codes} hold codes" if codes else "")
+  kept = f"; {len(other)} are always float32, such as {other[0]}" if other else ""
+  return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}" + (f"; {codes} are quantised" if codes else "")
 
 
 def _reductions(p: _Program) -> tuple[Verdict, str]:
   kinds = ("all_reduce", "reduce_scatter")
-  # A row of a table that is split over devices is added up of the row and zeros, which no dtype loses anything of.
+  # The lookup in a sharded table sums the row and zeros, which is exact in every dtype.
   looked_up = lambda i: i.stage == "forward" and i.path.endswith("/gather")
   sums = [i for i in p.reading.instructions if i.kind in kinds and i.reducer == "add" and not looked_up(i)]
-  # Several arrays may be added up by one of them, and some only be gathered.
+  # One instruction may reduce several arrays, and only gather some of them.
   arrays = [(dtype, n < len(i.placed) and i.placed[n]) for i in sums for n, dtype in enumerate(i.results)]
   found = [dtype for dtype, gathered in arrays if dtype in _WIDTH and not gathered]
   if not p.compiled:
-    return "not shown", "the compiler puts the sums between devices in: topology=NAME shows them"
+    return "not shown", "the compiler inserts the sums between devices; topology=NAME shows them"
   if not found:
-    return "not shown", "devices share no sum"
+    return "not shown", "the program has no sums between devices"
   return p.judge_products(found, p.precision.reduction_dtype == "float32", "sums between devices")
 
 
@@ -326,4 +332,4 @@ _JUDGES: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
   "matmul_dtype": _matmul_dtype,
   "reduction_dtype": _reductions,
 }
-"""Keys that are held against the program in a way of their own; the others by their signs."""
+"""Keys with a check of their own. All other keys are checked by their signs (``_by_signs``)."""

@@ -1,4 +1,4 @@
-"""Delta debugging: a small set of changes that does what all of them together do (Zeller and Hildebrandt 2002)."""
+"""Delta debugging: reduces a set of changes to a small subset with the same effect (Zeller and Hildebrandt 2002)."""
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -8,15 +8,15 @@ Unit = TypeVar("Unit", bound=Hashable)
 
 
 def ddmin(units: Sequence[Unit], works: Callable[[tuple[Unit, ...]], bool]) -> tuple[Unit, ...]:
-  """A part of ``units`` that works, and none of whose units can be left out: it is 1-minimal.
+  """Return a 1-minimal subset of ``units`` that works: no single unit can be removed from it.
 
   Args:
-    units: all changes, preferred ones first. Together they work, and none of them does not.
-    works: the test, called with parts of ``units`` in their order. A part may be asked for twice; remember the answers.
+    units: all changes, preferred ones first. All together must work, and the empty set must not.
+    works: the test, called with subsets of ``units`` in their order. It may be called twice with the same subset, so it should
+      cache its results.
 
   Returns:
-    The units, in order. Where several parts would do, the one found first; a smaller one that shares no unit with it may
-    exist.
+    The units, in order. If several subsets work, the first one found; a smaller one without common units may exist.
   """
   kept, pieces = tuple(units), 2
   while len(kept) > 1:
@@ -25,7 +25,7 @@ def ddmin(units: Sequence[Unit], works: Callable[[tuple[Unit, ...]], bool]) -> t
       kept, pieces = alone, 2
       continue
     rests = [tuple(u for u in kept if u not in chunk) for chunk in chunks] if pieces > 2 else []
-    # From the end: what is preferred is kept.
+    # From the end, so that preferred units are kept.
     if fewer := next((rest for rest in reversed(rests) if works(rest)), None):
       kept, pieces = fewer, max(pieces - 1, 2)
     elif pieces >= len(kept):
@@ -36,6 +36,6 @@ def ddmin(units: Sequence[Unit], works: Callable[[tuple[Unit, ...]], bool]) -> t
 
 
 def _chunks(units: tuple[Unit, ...], pieces: int) -> list[tuple[Unit, ...]]:
-  """``pieces`` parts of nearly equal size."""
+  """Split into ``pieces`` parts of nearly equal size."""
   edges = [len(units) * i // pieces for i in range(pieces + 1)]
   return [units[a:b] for a, b in itertools.pairwise(edges)]

@@ -1,6 +1,6 @@
-"""How far one training step is from the same step in float32: of its loss, its gradients and its update.
+"""Measures how far a training step is from the same step in float32: its loss, gradients and update.
 
-R rows: the arrays of single layers, as ``models.row_norms.row_labels`` names them.
+R rows: the arrays of single layers, named by ``models.row_norms.row_labels``.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.step import loss_scale
 from maxtext_like.training.step.program import TrainProgram, make_program
 
-# An array counts as if its gradient's rms were at least this share of the rms over all arrays: where the gradient is zero
-# but for rounding, that rounding is no error.
+# For the relative error, an array's gradient is assumed to have at least this fraction of the RMS over all arrays. If a
+# gradient is zero apart from rounding, its rounding is not an error.
 SMALLEST_SHARE = 1e-4
 
 AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-QUICKER: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}  # a quarter of the compile time; JAX 0.12 has not got it
+QUICKER: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False}  # a quarter of the compile time; JAX 0.12 does not have it
 
 
 @functools.cache
 def cpu_options() -> dict[str, Any]:
-  """Compiler options that keep a CPU program's roundings, and compile it as quickly as this JAX can."""
+  """Return compiler options that keep a CPU program's rounding and compile as fast as this JAX version allows."""
   try:
     jax.jit(lambda: 0).lower().compile(compiler_options=AS_WRITTEN | QUICKER)
   except jax.errors.JaxRuntimeError as error:
@@ -44,19 +44,19 @@ def cpu_options() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-  """Errors of one step relative to the float32 step; infinite where it is not finite.
+  """Errors of one step relative to the float32 step; infinite if a value is not finite.
 
   Attributes:
     loss: |loss - loss32| / |loss32|.
     gradient: |g - g32| / |g32| over all arrays together (Euclidean norms).
-    arrays: the same of each array [R], against at least ``SMALLEST_SHARE`` of the mean size of a gradient.
-    update: |applied - intended| / |intended| over all arrays together. Intended is the optimizer's first update, at the
-      peak learning rate, in float32, from the step's own gradient; applied is what the stored parameters change by, with
-      ``stochastic_rounding`` on average. (Two first updates of Adam differ wherever rounding turns the sign of a gradient
-      near zero; that tells nothing.)
-    updates: the same of each array [R].
-    value: the loss itself.
-    loss_scale: that the gradients were taken at; None: not float16.
+    arrays: the same for each array [R], relative to at least ``SMALLEST_SHARE`` of the mean size of a gradient.
+    update: |applied - intended| / |intended| over all arrays together. "Intended" is the optimizer's first update in float32
+      from the step's own gradient at the peak learning rate. "Applied" is the change of the stored parameters, averaged over
+      the random bits with ``stochastic_rounding``. (The updates of the two steps are not compared: Adam's first updates differ
+      wherever rounding changes the sign of a gradient near zero.)
+    updates: the same for each array [R].
+    value: the loss.
+    loss_scale: at which the gradients were computed; None without float16.
   """
 
   loss: float
@@ -69,21 +69,21 @@ class Distance:
 
   @property
   def array(self) -> float:
-    """The worst of ``arrays``."""
+    """The largest of ``arrays``."""
     return float(self.arrays.max())
 
   @property
   def worst(self) -> float:
-    """The largest of the four: loss, gradient, array and update."""
+    """The largest of the four errors: loss, gradient, array and update."""
     return max(self.loss, self.gradient, self.array, self.update)
 
   @property
   def finite(self) -> bool:
-    """Whether loss, gradients and updated parameters are."""
+    """True if loss, gradients and updated parameters are finite."""
     return math.isfinite(self.worst)
 
   def parts(self) -> dict[str, float]:
-    """The errors by what they are of; "gradients" is the worse of all together and the worst array."""
+    """Return the errors by name; "gradients" is the larger of the error over all arrays and the worst array's."""
     return {"loss": self.loss, "gradients": max(self.gradient, self.array), "update": self.update}
 
 
@@ -93,7 +93,8 @@ def _subtracted(x: Any, y: Any) -> Any:
 
 @jax.jit
 def _errors(x: Any, y: Any) -> tuple[Squares, Squares]:
-  """Squares of x - y and of y by array. A program of its own: in one with what made x, XLA may leave out its rounding."""
+  """Return the squares of x - y and of y by array. It is a separate program: compiled together with the computation of x, XLA
+  may remove the rounding."""
   return row_squares(_subtracted(x, y)), row_squares(y)
 
 
@@ -103,10 +104,10 @@ def _change(new: Any, old: Any) -> Any:
 
 
 class Steps:
-  """Compiled steps of configurations that differ in precision only. Share one: each is compiled once.
+  """Compiled steps of configurations that differ only in precision. Share one instance: each step is compiled once.
 
-  On a CPU what is measured is the program as written: XLA leaves out roundings there that an accelerator does, and
-  optimising takes longer than running. Times are taken of steps compiled as a run compiles them.
+  On a CPU the program is measured as written, because XLA's CPU optimisations remove rounding that an accelerator performs, and
+  take longer than the step. Times are measured with steps that are compiled as in a run.
   """
 
   def __init__(self):
@@ -116,8 +117,8 @@ class Steps:
     self.train_step = functools.cache(self._train_step)
 
   def gradients(self, config: Config) -> Callable[..., Any]:
-    """(parameters, batch, loss scale or None) -> (loss, gradients in ``grad_dtype``)."""
-    # The loss scale is an argument of the program.
+    """Return (parameters, batch, loss scale or None) -> (loss, gradients in ``grad_dtype``)."""
+    # The loss scale is an argument of the program, so its initial value must not cause another compilation.
     training = dataclasses.replace(config.training, loss_scale_init=1.0)
     return self.compiled(
       dataclasses.replace(config, training=training, logging=dataclasses.replace(config.logging, numerics_every=0))
@@ -138,11 +139,11 @@ class Steps:
       return lowered.compile(compiler_options=cpu_options() if on_cpu else None)
 
   def _train_step(self, config: Config) -> Callable[..., Any]:
-    """The step of a run; it takes its state's memory."""
+    """Return the step of a run. It donates its state."""
     return self.program(config).lower_step(careful=True).compile()
 
   def _update(self, config: Config) -> Callable[..., Any]:
-    """(parameters, gradients) -> (the trained parameters after the first update, and the update in float32)."""
+    """Return (parameters, gradients) -> (the trained parameters after the first update, the update in float32)."""
     program = self.program(config)
     step, selection = program.step, program.selection
     rate = config.training.learning_rate
@@ -153,7 +154,7 @@ class Steps:
       rounded = exact.astype(p.dtype)
       if not stochastic:
         return rounded
-      # The mean of stochastic rounding is exact wherever the dtype reaches.
+      # The mean of stochastic rounding is exact for numbers within the dtype's range.
       return jnp.where(jnp.abs(exact) <= jnp.finfo(p.dtype).max.astype(jnp.float32), exact, rounded.astype(jnp.float32))
 
     def run(params, grads):
@@ -168,13 +169,13 @@ class Steps:
 
 
 class Ruler:
-  """Measures configurations against the float32 step on the same weights and batch.
+  """Measures configurations against the float32 step with the same weights and batch.
 
   Args:
-    config: of the run; its variants differ in precision only.
-    params: float32 parameters of ``steps.program(remedies.reference(config))``.
+    config: configuration of the run; the measured variants differ only in precision.
+    params: float32 parameters of ``steps.program(precision_overrides.reference(config))``.
     batch: placed on its mesh.
-    steps: compiled programs, to be shared.
+    steps: compiled programs, which can be shared.
 
   Raises:
     NonFiniteError: the float32 step itself is not finite.
@@ -195,16 +196,17 @@ class Ruler:
       bad = [name for name, s in zip(self.labels, squares, strict=True) if not np.isfinite(s)]
       first = f", and {len(bad)} of {len(self.labels)} gradients, first {bad[0]}" if bad else ""
       raise NonFiniteError(
-        f"the step is not finite in float32 either (loss {self.loss:g}{first}): no precision key mends that\n"
-        "  fix: look at the weights and the data; x-ray names the operation (docs/guides/xray.md)"
+        f"the step is not finite in float32 either (loss {self.loss:g}{first}), so no precision key can fix it\n"
+        "  fix: check the weights and the data; x-ray names the operation (docs/guides/xray.md)"
       )
 
   def measure(self, config: Config, *, halvings: int = 0) -> Distance:
-    """The distance of a configuration's step.
+    """Return the distance of a configuration's step from the float32 step.
 
     Args:
-      config: of the run, in another precision.
-      halvings: float16: halve the loss scale until the gradients are finite, so often at most, and as far as a run would.
+      config: configuration of the run, in another precision.
+      halvings: with float16, halve the loss scale until the gradients are finite, at most this often and at most as often as a
+        run would.
     """
     known = self._known.get((config, halvings))
     if known is None:
@@ -240,7 +242,7 @@ class Ruler:
 
 
 def _relative(error: float, size: float) -> float:
-  """error / size; infinite where either is not finite; 0 where nothing is off."""
+  """error / size; infinite if either is not finite; 0 without an error."""
   if not (math.isfinite(error) and math.isfinite(size)):
     return math.inf
   return error / max(size, 1e-30) if error else 0.0
@@ -251,14 +253,14 @@ def _infinite(errors: np.ndarray) -> np.ndarray:
 
 
 def _of_the_update(config: Config) -> Config:
-  """What the update's program depends on: every other key is set to one value, so that they share it."""
+  """Set all keys that the update's program does not depend on to one value, so that configurations share the program."""
   exact = precision_overrides.reference(config)
   precision = dataclasses.replace(exact.precision, weight_dtype=config.precision.weight_dtype)
   return dataclasses.replace(exact, precision=precision)
 
 
 def _row_sizes(program: TrainProgram) -> np.ndarray:
-  """Numbers in each array of ``program.labels``."""
+  """Return the number of elements in each array of ``program.labels``."""
   sizes = []
   for p in jax.tree.leaves(program.selection.split(program.spec)[0]):
     rows = 1 if p.rows is None else p.rows

@@ -1,10 +1,10 @@
-"""A step that failed its finiteness check, kept in the run's directory and looked through by x-ray, now or later.
+"""Stores a step that failed its finiteness check in the run's directory, and examines it with x-ray at once or later.
 
-``failed_step/`` holds ``N/`` (the state after N finished steps, in the form of a checkpoint that says it is not one),
-``batch.npz`` and ``failure.json``. A failing update is not applied (but see ``TrainStep.untouched``), so the state after
-the step is the one before it but for the step counter and the loss scale, which are put back. Of several processes each writes
-its part of the state, and all look through the step together; what is found is the same in all. Of a run in a
-store all of that is there, too.
+``failed_step/`` holds ``N/`` (the state after N finished steps, in the format of a checkpoint that is marked as incomplete),
+``batch.npz`` and ``failure.json``. A failing update is not applied (see ``TrainStep.untouched`` for exceptions), so the state
+after the step equals the state before it, except for the step counter and the loss scale, which are restored. With several
+processes, each one writes its part of the state; all of them replay the step together and find the same result. For a run in a
+remote store all files are in the store.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ class FailedStep:
   """Watches a run for the step that ends it.
 
   Attributes:
-    program: of the run.
-    directory: of the run; it may be in a store.
-    say: tells whoever waits what is going on.
-    before: what a step changes even when its update is left out, beside the step counter, as it was before the newest step.
+    program: program of the run.
+    directory: directory of the run; it may be in a remote store.
+    say: receives progress messages for the user.
+    before: values from before the newest step that a step changes even if its update is skipped (apart from the step counter).
   """
 
   program: TrainProgram
@@ -57,46 +57,55 @@ class FailedStep:
   before: State = dataclasses.field(default_factory=dict)
 
   def remember(self, state: State) -> None:
-    """Call with the state before each step, which takes the state's memory."""
+    """Record what is needed from the state. Call it before each step, because the step donates the state."""
     if "loss_scale" in state:
       self.before = {"loss_scale": jax.tree.map(lambda x: x.copy(), state["loss_scale"])}
 
   def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
-    """The error with its first cause, after everything was kept. Whatever goes wrong here becomes one line of it.
+    """Store the step, replay it with x-ray, and return the error with its first cause. Any failure here adds one line to the
+    error.
 
     Args:
-      error: that ends the run.
+      error: the error that ends the run.
       step: finished steps, the failed one included.
       state: after the step.
-      batch: of the step.
-      applied: the update was taken over, so the state before it is gone.
+      batch: batch of the step.
+      applied: the update was applied, so the state before it no longer exists.
     """
     if applied:
-      return NonFiniteError(error.what, error.remedies, ["no replay: the state before the update is gone"])
-    self.say(f"step {step} ends the run: keeping it, and looking for the first cause (compiles the step again)")
+      return NonFiniteError(
+        error.what, error.remedies, ["no replay: the update was applied, so the state before it no longer exists"]
+      )
+    self.say(f"step {step} failed and ends the run: saving it and searching for the first cause (this compiles the step again)")
     state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
+    # First store the step, so that a replay is possible even if the search below runs out of memory.
     place = self.directory / DIRECTORY
     notes = []
     try:
       keep(self.program, place, step, state, batch, str(error))
-      more = "; on as many hosts, or with --processes, where one has too little memory" if processes.count() > 1 else ""
-      notes.append(f"kept in {place}: maxtext-like replay {self.directory} (maxtext_like.replay in Python){more}")
-    except RetryableError as problem:  # another process did not get here, and will not come to what is next either
+      more = (
+        "; if one host has too little memory, use as many hosts as the run, or --processes" if processes.count() > 1 else ""
+      )
+      notes.append(
+        f"saved in {place}; to replay it: maxtext-like replay {self.directory} (maxtext_like.replay in Python){more}"
+      )
+    except RetryableError as problem:  # another process failed here, and will not take part in the replay either
       return NonFiniteError(error.what, error.remedies, [f"no replay: {_one_line(problem)}"])
-    except Exception as problem:  # a full disk, of which orbax makes bare Exceptions: it must not hide the run's error
+    except Exception as problem:  # a full disk, for which orbax raises a bare Exception; it must not hide the run's error
       if processes.primary():
         with contextlib.suppress(OSError):
-          _remove(place)  # half a state is of no use, and its room is needed
-      notes.append(f"not kept for replay: {_one_line(problem)}")
+          _remove(place)  # an incomplete state is useless and takes space
+      notes.append(f"not saved for replay: {_one_line(problem)}")
     try:
       report = step_xray.xray_step(self.program, state, batch)
-    except Exception as problem:  # out of memory above all
+    except Exception as problem:  # usually out of memory
       return NonFiniteError(error.what, error.remedies, [f"no replay: {_one_line(problem)}", *notes])
+    # Then report the first cause and the settings that concern it.
     found, remedies = "every number is finite", error.remedies
     if report.first_cause is not None:
       found = f"first cause: {report.first_cause}"
     if report.finite:
-      found = f"replayed by x-ray, which computes in another order, the step is finite\n{found}"
+      found = f"in the replay by x-ray, which computes in a different order, the step is finite\n{found}"
     elif report.first_cause is not None:
       remedies = step_xray.remedies(self.program.config, report.first_cause) or remedies
     try:
@@ -113,11 +122,11 @@ def _one_line(error: Exception) -> str:
 
 
 def keep(program: TrainProgram, directory: Path | Place, step: int, state: State, batch: Batch, message: str) -> None:
-  """Writes state and batch of a failed step, in place of an earlier one. Every process of a run calls it.
+  """Write state and batch of a failed step, replacing an earlier one. Every process of a run calls it.
 
   Raises:
-    OSError: no room, or whatever befell one of the processes.
-    RetryableError: another process did not come to the end of it.
+    OSError: there is not enough space, or writing failed in one of the processes.
+    RetryableError: another process did not finish.
   """
   flat, seconds = tree.flatten(state), program.config.watchdog.watchdog_peers_seconds
   here, problem = directory / str(step - 1), ""
@@ -170,11 +179,11 @@ def _complete(
   rows: dict[str, np.ndarray],
   message: str,
 ) -> None:
-  """What makes a failed step of a state that is written."""
+  """Turn a written state into a failed step: add the manifest, the batch and the error."""
   step = int(here.name) + 1
   record = manifest.Manifest(
     step=step - 1,
-    finite=False,  # nobody looked
+    finite=False,  # not checked
     config=compatibility.record(program.config),
     extra={},
     leaves=tree.describe(flat),
@@ -196,7 +205,7 @@ def _write_text(file: Path | Place, text: str) -> None:
 
 
 def write(report: Report, directory: Path | Place, title: str) -> None:
-  """``xray.json`` and ``xray.html``."""
+  """Write ``xray.json`` and ``xray.html``."""
   if isinstance(directory, Path):
     directory.mkdir(parents=True, exist_ok=True)
   _write_text(directory / "xray.json", report.to_json() + "\n")
@@ -205,7 +214,7 @@ def write(report: Report, directory: Path | Place, title: str) -> None:
 
 @dataclass(frozen=True)
 class Kept:
-  """A failed step as it was kept: the number of the step, the error, the batch of all devices and the state's directory."""
+  """A stored failed step: the number of the step, the error, the batch of all devices and the state's directory."""
 
   step: int
   error: str
@@ -214,11 +223,11 @@ class Kept:
 
 
 def find(run: Path | Place) -> Kept:
-  """The failed step of a run directory.
+  """Return the failed step of a run directory.
 
   Raises:
-    UserError: the run kept none.
-    RetryableError: a store does not answer.
+    UserError: the run has no stored step.
+    RetryableError: a remote store does not answer.
   """
   directory = run / DIRECTORY
   try:
@@ -232,28 +241,29 @@ def find(run: Path | Place) -> Kept:
     there = not isinstance(error, FileNotFoundError) or str(error.filename) != str(directory / FAILURE)
     damaged = f" that can be read ({error})" if there else ""
     raise UserError(
-      f"{run}: holds no failed step{damaged}\n"
-      "  fix: name the directory of a run that ended with exit code 3, or look at any step: maxtext-like xray "
+      f"{run}: contains no failed step{damaged}\n"
+      "  fix: pass the directory of a run that ended with exit code 3, or examine any step with maxtext-like xray "
       "(maxtext_like.xray_step in Python)"
     ) from error
 
 
 def fitted(config: Config, kept: Kept, mesh: Mesh) -> Config:
-  """The configuration with as many rows for each device as the kept batch takes, and the steps of a run by epochs.
+  """Return the configuration with the kept batch's number of rows per device, and with the run's steps if they were given in
+  epochs.
 
   Args:
-    config: of the run.
+    config: configuration of the run.
     kept: its failed step.
-    mesh: that it is replayed on.
+    mesh: the mesh of the replay.
 
   Raises:
-    UserError: the rows cannot be shared out evenly.
+    UserError: the rows cannot be divided evenly.
   """
   rows, parts = kept.batch["tokens"].shape[0], config.training.gradient_accumulation_steps
   ways = Rules(**config.mesh.sharding_rules).ways("batch", mesh)
   if rows % (ways * parts):
     raise UserError(
-      f"replay: a batch of {rows} rows cannot be shared out over {ways} devices in {parts} parts\n"
+      f"replay: a batch of {rows} rows cannot be divided among {ways} devices in {parts} microbatches\n"
       "  fix: use a number of devices that divides the rows, or gradient_accumulation_steps=1"
     )
   if config.training.steps is None:

@@ -1,4 +1,4 @@
-"""Which precision keys mend a step: the smallest set of them, of the whole model or of some layers, by delta debugging."""
+"""Finds the smallest set of precision keys that fixes a step, for the complete model or for some layers, by delta debugging."""
 
 import dataclasses
 import time
@@ -19,34 +19,35 @@ from maxtext_like.training.loop.finiteness import model_order
 from maxtext_like.training.step.train_step import UNKNOWN
 
 GROUPS = 8
-"""Layers are looked at in so many groups at a time."""
+"""Layers are searched in at most this many groups at a time."""
 TOLERANCE = 0.5
-"""The least of the tolerances that are chosen for a configuration: half of the gradient, or of the update."""
+"""Smallest automatic tolerance: an error of half the gradient, or half the update."""
 USUAL = 2.0
-"""They allow so many times the error that the dtype makes with every other key at its safer value."""
+"""Automatic tolerances are this multiple of the error of the dtype with every other key at its safer value."""
 CAP = 3.0
-"""And no more than this: two unrelated gradients of one size are 1.4 apart, and single arrays of a normal step up to 1.6."""
+"""Largest automatic tolerance. Two unrelated gradients of equal size have a distance of 1.4; single arrays of a normal step
+reach 1.6."""
 FREE_HALVINGS = 2
-"""A float16 run halves the loss scale by itself: so many skipped steps at its beginning are no fault."""
+"""A float16 run lowers its loss scale automatically, so this many skipped steps at the start are normal."""
 MANY_HALVINGS = 1000
 TIMING_SECONDS = 20.0
-TIMING_TURNS = 3  # at least, however long they take
+TIMING_TURNS = 3  # smallest number of pairs, regardless of TIMING_SECONDS
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-  """What one key of the answer does.
+  """The effect of one key of the answer.
 
   Attributes:
     key: its name.
-    layers: where it is set; None: in the whole model.
-    before: with all of the answer but this key.
-    after: with all of it.
-    mends: the parts ("loss", "gradients", "update") that are beyond the tolerance before, and not after.
-    arrays: names of the arrays whose gradient or update is beyond it before and not after, in the order of the model.
-    cost: step time with the key / without it; None: not measured.
+    layers: where it is set; None for the complete model.
+    before: distance with all of the answer except this key.
+    after: distance with all of the answer.
+    mends: the parts ("loss", "gradients", "update") that exceed the tolerance before, and not after.
+    arrays: names of the arrays whose gradient or update exceeds the tolerance before and not after, in model order.
+    cost: step time with the key / step time without it; None if not measured.
   """
 
   key: str
@@ -63,13 +64,13 @@ class Result:
   """The answer.
 
   Attributes:
-    outcome: "fine": within the tolerance as it is; "mended"; "hopeless": nothing mends it.
-    before: the configuration as it is.
-    after: the mended one, or the nearest that was found.
-    remedies: what leads there.
-    config: with it.
-    findings: one for each key, when mended.
-    steps: how many configurations were measured.
+    outcome: "fine" if the configuration is within the tolerance, "mended" if keys were found, "hopeless" if no keys fix it.
+    before: distance of the unchanged configuration.
+    after: distance of the fixed configuration, or of the nearest one that was found.
+    remedies: the changes that lead to it.
+    config: the configuration with these changes.
+    findings: one for each key, if the outcome is "mended".
+    steps: number of configurations that were measured.
   """
 
   outcome: Literal["fine", "mended", "hopeless"]
@@ -85,12 +86,13 @@ class Bisection:
   """One search.
 
   Args:
-    config: of the run.
+    config: configuration of the run.
     params, batch: see ``Ruler``.
-    tolerance: largest relative error of loss, gradients (together and of each array) and update; see ``Distance``. None:
-      chosen by ``run``: ``TOLERANCE``, or for each part ``USUAL`` times what the dtype makes of this model at best.
-    steps: compiled programs, to be shared among searches.
-    say: gets a line for each measurement.
+    tolerance: largest relative error of loss, gradients (all together and each array) and update; see ``Distance``. With None,
+      ``run`` chooses it: ``TOLERANCE``, or for each part ``USUAL`` times the smallest error that the dtype allows for this
+      model.
+    steps: compiled programs, which can be shared among searches.
+    say: receives a line for each measurement.
   """
 
   def __init__(self, config: Config, params: Any, batch: Any, tolerance: float | None, steps: Steps, say: Say = lambda _: None):
@@ -105,7 +107,7 @@ class Bisection:
     self._platform = steps.program(config).model.devices[0].platform
 
   def distance(self, remedies: Sequence[Remedy]) -> Distance:
-    """Of the configuration with some remedies; measured once."""
+    """Return the distance of the configuration with some remedies. Results are cached."""
     key = frozenset(remedies)
     if key not in self._measured:
       begin = time.monotonic()
@@ -117,18 +119,18 @@ class Bisection:
     return self._measured[key]
 
   def fine(self, d: Distance) -> bool:
-    """Whether a distance is within the limits."""
+    """Return True if a distance is within the limits."""
     return all(error <= self.limits[part] for part, error in d.parts().items())
 
   def mends(self, remedies: Sequence[Remedy]) -> bool:
-    """Whether the configuration with some remedies is within the tolerance."""
+    """Return True if the configuration with some remedies is within the tolerance."""
     return self.fine(self.distance(remedies))
 
   def run(self, *, cost_repeats: int = 0) -> Result:
-    """Searches.
+    """Run the search.
 
     Args:
-      cost_repeats: step times of each key to take, interleaved with those of the step without it; 0: none.
+      cost_repeats: number of step times to measure for each key, alternating with the step without it; 0 for none.
     """
     before = self.distance(())
     if self.fine(before):
@@ -149,9 +151,10 @@ class Bisection:
     return dataclasses.replace(result, findings=tuple(self._findings(found, cost_repeats)), steps=len(self._measured))
 
   def _choose(self, best: Distance) -> None:
-    """Sets the limits, from the error that is left with every key but ``dtype`` at its safer value: the dtype's own.
+    """Set the limits from the error that remains with every key except ``dtype`` at its safer value, which is the error of the
+    dtype.
 
-    Rounding grows through the layers of a model of random weights until a normal bfloat16 gradient is off by half.
+    In a model with random weights, rounding errors grow through the layers until an ordinary bfloat16 gradient is off by half.
     """
     if best.finite:
       self.limits = {part: min(max(TOLERANCE, USUAL * error), CAP) for part, error in best.parts().items()}
@@ -165,7 +168,8 @@ class Bisection:
     )  # fmt: skip
 
   def _search(self, units: tuple[Remedy, ...]) -> tuple[Remedy, ...] | None:
-    """A 1-minimal set of keys of the whole model; ``dtype`` only if nothing else does. None: nothing mends it."""
+    """Return a 1-minimal set of keys for the complete model, or None if no keys fix the step. ``dtype`` is used only if nothing
+    else works."""
     if units and self.mends(units):
       return ddmin(units, self.mends)
     for resort in last_resorts(self.config):
@@ -176,15 +180,17 @@ class Bisection:
     return None
 
   def _narrowed(self, found: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
-    """The same keys in as few layers as will do.
+    """Return the same keys, restricted to as few layers as possible.
 
-    Layers are taken in groups, and the groups that are needed in smaller ones. A key that more than half of the groups
-    need stays one of the whole model: the fault is everywhere, and fewer layers would only tell where the tolerance ends.
+    Layers are tested in groups, and the required groups in smaller groups. A key that more than half of the groups require
+    stays a key of the complete model: the fault is everywhere, and fewer layers would only show where the error crosses the
+    tolerance.
     """
     places = {r: layers_of(self.config, r) for r in found if r.key in LAYER_KEYS}
     places = {r: layers for r, layers in places.items() if len(layers) > 1}
     if not places:
       return found
+    # Start with large groups of layers for each key that can differ between layers.
     whole = tuple(r for r in found if r not in places)
     pieces = {r: groups(layers, GROUPS) for r, layers in places.items()}
     first = True
@@ -193,6 +199,7 @@ class Bisection:
       chosen = self._some_layers(whole, units)
       if chosen is None:
         return found
+      # A key that most groups need is not narrowed.
       if first:
         first = False
         spread = [r for r in places if 2 * sum(u[1] == r for u in chosen) > len(pieces[r])]
@@ -210,21 +217,23 @@ class Bisection:
         pieces.setdefault(r, []).extend(groups(group, 2))
 
   def _some_layers(self, whole: tuple[Remedy, ...], units: list[tuple[tuple[int, ...], Remedy]]):
-    """A 1-minimal part of (layers, remedy) pairs that mends together with ``whole``; None: not even all of them do."""
+    """Return a 1-minimal subset of (layers, remedy) pairs that fixes the step together with ``whole``; None if not even all
+    pairs do."""
 
     def mends(part):
       return self.mends((*whole, *(Remedy(r.key, r.value, layer) for group, r in part for layer in group)))
 
-    # What acts outside of layers too may be needed there; of the rest, all layers are the whole model.
+    # Keys that also act outside of layers may be needed there. For all other keys, all layers together are the same as the
+    # complete model.
     outside = self.config.vision.use_multimodal or any(r.key in ("dtype", "matmul_precision") for _, r in units)
     if outside and not mends(units):
       return None
     return ddmin(units, mends)
 
   def _verified(self, found: tuple[Remedy, ...]) -> tuple[Remedy, ...]:
-    """Without what can be left out after all; usually a look at what is known already.
+    """Remove remedies that are not needed after all. Most measurements are cached already.
 
-    The keys that were narrowed and those that were not were minimal at different times.
+    The narrowed keys and the other keys were minimal at different stages of the search.
     """
     for remedy in reversed(found):
       rest = tuple(r for r in found if r != remedy)
@@ -256,21 +265,23 @@ class Bisection:
       )
 
   def _cost(self, found: tuple[Remedy, ...], rest: tuple[Remedy, ...], repeats: int) -> float:
-    """Step time with ``found`` / with ``rest``: the median over pairs of whole train steps, one of each in turn.
+    """Return step time with ``found`` / step time with ``rest``: the median over pairs of complete train steps, run
+    alternately.
 
-    It ends after ``repeats`` pairs, or after ``TIMING_SECONDS``.
+    It stops after ``repeats`` pairs or after ``TIMING_SECONDS``.
     """
     if {r.key for r in found} - {r.key for r in rest} == {LOSS_SCALE}:
-      return 1.0  # an argument of the same program
+      return 1.0  # the loss scale is an argument of the same program
     self._say(f"     timing {summary(found)} against {summary(rest) or 'none'}")
     runs = []
     for remedies in (found, rest):
       config = applied(self.config, remedies, self.distance(remedies).loss_scale)
       program = self.steps.program(config)
       step = self.steps.train_step(config)
-      spec = program.model.spec  # what stands beside it, as an adapter, takes as long whatever its numbers are
+      spec = program.model.spec  # other arrays, such as an adapter's, are initialized: their values do not affect the time
       params = {name: jax.tree.map(lambda x, p: jnp.array(x, p.dtype), self._params[name], spec[name]) for name in spec}
-      state = program.lower_around().compile()(params, np.uint32(config.training.seed % 2**32))  # a copy is given away
+      # a copy, because the step donates its state
+      state = program.lower_around().compile()(params, np.uint32(config.training.seed % 2**32))
       runs.append([step, state, [], UNKNOWN])
     start = time.perf_counter()
     for turn in range(repeats + 1):
@@ -281,13 +292,13 @@ class Bisection:
         run[1], metrics = run[0](run[1], self._batch, run[3])
         jax.block_until_ready((run[1], metrics))
         run[3] = metrics["known"]
-        if turn:  # the first warms up
+        if turn:  # the first turn warms up
           run[2].append(time.perf_counter() - begin)
     return float(np.median(np.asarray(runs[0][2]) / np.asarray(runs[1][2])))
 
 
 def summary(remedies: Sequence[Remedy]) -> str:
-  """Remedies in a line, the layers of a key together."""
+  """Return remedies in one line, with the layers of each key together."""
   layers: dict[str, list[str]] = {}
   for r in remedies:
     layers.setdefault(str(Remedy(r.key, r.value)), []).extend([] if r.layer is None else [str(r.layer)])
@@ -306,5 +317,5 @@ def _ranges(layers: list[int]) -> str:
 
 
 def error_text(error: float) -> str:
-  """A relative error for people."""
+  """Format a relative error for display."""
   return "not finite" if not np.isfinite(error) else f"{error:.2g}"

@@ -1,4 +1,4 @@
-"""The train step as a program's text, for a machine that is not here: lowered for a platform, or compiled for a TPU slice."""
+"""The train step as program text for hardware that is not available: lowered for a platform, or compiled for a TPU slice."""
 
 import contextlib
 import dataclasses
@@ -16,14 +16,15 @@ ABSTRACT_DEVICES = 8
 
 
 def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
-  """The program of a run and its train step as a StableHLO module.
+  """Return the program of a run and its train step as a StableHLO module.
 
   The mesh is abstract: eight devices, or as many as the ``mesh:`` section names. cuDNN's attention cannot be lowered for an
-  abstract mesh, so with it the program is that of one device. A GPU is taken for a Hopper one with cuDNN 9.10.
+  abstract mesh, so with it the program is that of one device. A GPU is assumed to be a Hopper GPU with cuDNN 9.10.
 
   Args:
-    config: of the run; nothing is allocated, so it may be of any size. The program is that of a mesh, or of a CPU: what one
-      GPU alone does otherwise (``partition.on_one_gpu``) is not in it; it changes nothing that a key decides.
+    config: configuration of the run. Nothing is allocated, so the model may have any size. The program is that of a mesh or of
+      a CPU: special cases for a single GPU (``partition.on_one_gpu``) are not included, but they do not affect any precision
+      key.
     platform: "tpu", "cuda" or "cpu".
 
   Raises:
@@ -46,10 +47,10 @@ def lower(config: Config, platform: Platform) -> tuple[Any, Any]:
 
 
 def compile_for(config: Config, topology: Topology) -> tuple[Any, Any, str]:
-  """The program of a run and its train step for a slice: as a StableHLO module, and as the HLO text libtpu makes of it.
+  """Return the program of a run and its train step for a slice, as a StableHLO module and as the HLO text that libtpu produces.
 
   Raises:
-    UserError: no libtpu, a mesh that does not fit the slice, or a program that libtpu cannot compile or print.
+    UserError: libtpu is not available, the mesh does not fit the slice, or libtpu cannot compile or print the program.
   """
   from maxtext_like.capacity import aot_tpu
 
@@ -68,13 +69,13 @@ def compile_for(config: Config, topology: Topology) -> tuple[Any, Any, str]:
   except jax.errors.JaxRuntimeError as error:
     raise UserError(
       f"topology={topology.name}: {str(error).strip().splitlines()[0]}\n"
-      "  fix: audit without a topology reads the program before compilation; compile tells what fits"
+      "  fix: run audit without a topology, which reads the program before compilation; `maxtext-like compile` shows what fits"
     ) from error
 
 
 @contextlib.contextmanager
 def _short_locations() -> Iterator[None]:
-  """Instructions carry the path of their names, without the Python frames that lead there."""
+  """Let instructions carry the path of their names without Python stack frames."""
   import jax
 
   name = "jax_traceback_in_locations_limit"

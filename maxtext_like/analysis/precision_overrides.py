@@ -1,4 +1,4 @@
-"""Precision keys at their safer value, as changes of a configuration: of the whole model, or of single layers."""
+"""Precision keys at their safer value, as changes of a configuration for the complete model or for single layers."""
 
 import dataclasses
 import itertools
@@ -21,9 +21,9 @@ class Remedy:
   """One key at its safer value.
 
   Attributes:
-    key: a leaf of ``precision:``, or ``loss_scale_init``.
-    value: what it becomes; None for the loss scale, which is halved until the gradients are finite.
-    layer: the only layer that it is for; None: the whole model.
+    key: a key of ``precision:``, or ``loss_scale_init``.
+    value: its new value; None for the loss scale, which is halved until the gradients are finite.
+    layer: the only layer that it is set for; None for the complete model.
   """
 
   key: str
@@ -36,15 +36,15 @@ class Remedy:
 
 
 def candidates(config: Config, platform: str = "cpu") -> tuple[Remedy, ...]:
-  """Every key that acts on this model and is not at its safer value, but for ``dtype``.
+  """Return every key that affects this model and is not at its safer value, except ``dtype``.
 
   Args:
-    config: of the run.
-    platform: "cpu", "gpu", "tpu": on a CPU ``matmul_precision`` changes nothing.
+    config: configuration of the run.
+    platform: "cpu", "gpu" or "tpu". On a CPU ``matmul_precision`` has no effect.
   """
   found = []
   for key in REMEDIES:
-    if key.mends == "hides":  # lowering the scale hides nothing: it comes before what does
+    if key.mends == "hides":  # lowering the loss scale hides nothing, so it comes before the keys that do
       found += [Remedy(LOSS_SCALE, None)] if config.precision.dtype == "float16" else []
     if key.lacking(config.model, config.vision) or not key.acts_with(_dtypes(config), platform):
       continue
@@ -55,17 +55,17 @@ def candidates(config: Config, platform: str = "cpu") -> tuple[Remedy, ...]:
 
 
 def last_resorts(config: Config) -> tuple[Remedy, ...]:
-  """Other dtypes of the whole model, the cheaper one first."""
+  """Return other dtypes for the complete model, the cheaper one first."""
   dtype = config.precision.dtype
   found = [Remedy("dtype", "bfloat16")] if dtype == "float16" else []
-  # The fused kernels take 16 bits only.
+  # Fused kernels only support 16-bit dtypes.
   if _dtypes(config) != {"float32"} and not _fused(config):
     found.append(Remedy("dtype", "float32"))
   return tuple(found)
 
 
 def layers_of(config: Config, remedy: Remedy) -> tuple[int, ...]:
-  """The layers that a remedy changes, for keys that can differ between layers."""
+  """Return the layers that a remedy changes, for keys that can differ between layers."""
   p = vars(config.precision)
   found = []
   for i, own in enumerate(layer_values(config.precision.layer_precision, config.model.num_decoder_layers)):
@@ -80,14 +80,15 @@ def layers_of(config: Config, remedy: Remedy) -> tuple[int, ...]:
 
 
 def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None = None) -> Config:
-  """The configuration with some remedies.
+  """Return the configuration with some remedies.
 
-  A key for the whole model takes the place of what ``layer_precision`` says of it; what then does nothing there is dropped.
+  A key for the complete model replaces its values in ``layer_precision``. Keys of single layers that then have no effect are
+  removed.
 
   Args:
-    config: as it was.
-    remedies: any of ``candidates`` and ``last_resorts``, or those for single layers.
-    loss_scale: the value of ``loss_scale_init``, where that is one of them.
+    config: the original configuration.
+    remedies: any of ``candidates`` and ``last_resorts``, or the same for single layers.
+    loss_scale: the value of ``loss_scale_init``, if that is one of the remedies.
   """
   whole = dict(vars(config.precision))
   layers = layer_values(config.precision.layer_precision, config.model.num_decoder_layers)
@@ -103,6 +104,7 @@ def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None
       whole[remedy.key] = remedy.value
       for own in layers:
         own.pop(remedy.key, None)
+  # Remove the keys of single layers that no longer have an effect.
   for i, own in enumerate(layers):
     if own.get("dtype") == whole["dtype"]:
       del own["dtype"]
@@ -111,23 +113,25 @@ def applied(config: Config, remedies: Iterable[Remedy], loss_scale: float | None
     layers[i] = {key: own[key] for key in LAYER_KEYS if key in own and key not in idle}
   whole["layer_precision"] = written(layers)
   if whole["weight_dtype"] == "float32" != config.precision.weight_dtype:
-    training = dataclasses.replace(training, stochastic_rounding=False)  # there is nothing left to round
+    training = dataclasses.replace(training, stochastic_rounding=False)  # float32 weights need no rounding
   changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, **whole), training=training)
   if training.remat_offload == "none" or runs_in_loops(changed):
     return changed
-  # No two rows of layers are equal any more: nothing of them can wait on the host, and no number depends on it.
+  # No two rows of layers are equal any more, so they do not run in a loop and their activations cannot be offloaded. Offloading
+  # does not change any number.
   return dataclasses.replace(changed, training=dataclasses.replace(training, remat_offload="none"))
 
 
 def reference(config: Config) -> Config:
-  """The step in float32: every dtype, every flag, products without TF32, kernels that take it."""
+  """Return the configuration of the step in float32: every dtype and key at its safest value, products without TF32, and
+  kernels that support float32."""
   whole = {name: key.safer for name, key in KEYS.items()} | {"layer_precision": ()}
   training = dataclasses.replace(config.training, attention="dot_product") if _fused(config) else config.training
   return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **whole), training=training)
 
 
 def yaml(before: Config, after: Config) -> str:
-  """What to paste over ``before`` to get ``after``."""
+  """Return the YAML to paste over ``before`` to get ``after``."""
   lines = []
   for section in ("precision", "training"):
     old, new = vars(getattr(before, section)), vars(getattr(after, section))
@@ -137,7 +141,7 @@ def yaml(before: Config, after: Config) -> str:
 
 
 def words(before: Config, after: Config) -> list[str]:
-  """The same as ``key=value`` words of the command line."""
+  """Return the same changes as ``key=value`` words of the command line."""
   out: list[str] = []
   for section in ("precision", "training"):
     old, new = vars(getattr(before, section)), vars(getattr(after, section))
@@ -146,7 +150,7 @@ def words(before: Config, after: Config) -> list[str]:
 
 
 def _fused(config: Config) -> bool:
-  """Whether the configuration names a fused attention kernel."""
+  """Return True if the configuration names a fused attention kernel."""
   asked = config.training.attention
   return asked != "auto" and kernel(asked).fused
 
@@ -157,7 +161,7 @@ def _dtypes(config: Config) -> set[str]:
 
 
 def groups(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
-  """Layers in at most ``most`` groups of neighbours, of nearly equal size."""
+  """Split layers into at most ``most`` groups of neighbours of nearly equal size."""
   count = min(most, len(layers))
   edges = [len(layers) * i // count for i in range(count + 1)]
   return [tuple(layers[a:b]) for a, b in itertools.pairwise(edges)]

@@ -1,7 +1,7 @@
-"""What a program computes in which dtype, by the named parts of the model, and whether the precision keys are honoured.
+"""Lists which part of a program computes in which dtype. ``audit_keys`` compares this with the precision keys.
 
-Nothing here asks the configuration what it meant to do: ``audit_keys`` holds what each key promises against the
-instructions that ``hlo`` read from the program's text.
+This module does not read the configuration. It groups the instructions that ``hlo`` read from the program's text by the named
+parts of the model.
 """
 
 import collections
@@ -13,8 +13,8 @@ from maxtext_like.layers.kernels.attention.registry import AttentionKernel, fuse
 from maxtext_like.numerics.hlo import FLOATS, Instruction, Reading
 
 SITES: dict[str, tuple[str, frozenset[str]]] = {
-  # scope: (what it is called, the instructions that tell its precision beside matrix products and kernels)
-  "qk_product": ("qk product", frozenset({"tanh"})),  # of a soft cap of scores, as in the softmax
+  # scope: (title, instructions that show its precision in addition to matrix products and kernels)
+  "qk_product": ("qk product", frozenset({"tanh"})),  # tanh is the soft cap of scores, as in the softmax
   "softmax": ("softmax", frozenset({"exponential", "reduce", "divide", "tanh"})),
   "pv_product": ("pv product", frozenset()),
   **{kernel.scope: (kernel.title, frozenset()) for kernel in fused_kernels()},
@@ -45,15 +45,15 @@ SITES: dict[str, tuple[str, frozenset[str]]] = {
   "head": ("head", frozenset()),
   "collectives": ("reductions between devices", frozenset({"all_reduce", "reduce_scatter"})),
 }
-"""The names that layers give to their parts. An instruction belongs to the innermost of them along its path; reductions
-between devices, most of which a compiler puts in, are a site of their own."""
+"""The scope names of layers. An instruction belongs to the innermost scope in its path. Reductions between devices, most of
+which the compiler inserts, are a separate site."""
 
 OTHER = "elsewhere"
 _UPDATE, _UNKNOWN = "update", ""
 
 
 def site_of(instruction: Instruction) -> str:
-  """The scope that an instruction belongs to, ``OTHER`` for none."""
+  """Return the scope that an instruction belongs to, or ``OTHER``."""
   if (fused := fused_kernel(instruction)) is not None:
     return fused[0].scope
   if instruction.kind in SITES["collectives"][1]:
@@ -65,7 +65,7 @@ def site_of(instruction: Instruction) -> str:
 
 
 def fused_kernel(instruction: Instruction) -> tuple[AttentionKernel, str] | None:
-  """The fused attention kernel that an instruction is, and the name of its operation; None for any other instruction."""
+  """Return the fused attention kernel of an instruction and the name of its operation; None for any other instruction."""
   for kernel in fused_kernels():
     if (operation := kernel.operation(instruction.target, tuple(instruction.scopes))) is not None:
       return kernel, operation
@@ -74,14 +74,15 @@ def fused_kernel(instruction: Instruction) -> tuple[AttentionKernel, str] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-  """Instructions of one site that look alike.
+  """Instructions of one site with the same properties.
 
   Attributes:
-    site: what it is called.
-    stage: "forward", "recomputed", "backward"; "update" for the optimizer; "" for what a compiler made without a name.
-    operation: the instruction, with the precision of a product where it is not the default.
-    operands, accumulation, output: dtypes; a sum's accumulator is the wider of its result and, for a product, float32:
-      the matrix units of TPUs and NVIDIA GPUs add products of 16-bit numbers in float32 whatever they hand on.
+    site: its title.
+    stage: "forward", "recomputed" or "backward"; "update" for the optimizer; "" for instructions without a name.
+    operation: the instruction, with the precision of a product if it is not the default.
+    operands, accumulation, output: dtypes. The accumulator of a sum has the dtype of its result. Products accumulate in
+      float32: the matrix units of TPUs and NVIDIA GPUs add products of 16-bit numbers in float32, whatever the dtype of the
+      result.
     places: how often the program has it; a loop over equal layers counts once.
     note: what a kernel guarantees.
   """
@@ -97,7 +98,8 @@ class Row:
 
 
 def rows(reading: Reading) -> list[Row]:
-  """The table of a program: every site in the order of ``SITES``, every kind of instruction that tells its precision."""
+  """Return the table of a program: all sites in the order of ``SITES`` with every kind of instruction that shows their
+  precision."""
   found: collections.Counter[tuple[str, Row]] = collections.Counter()
   for instruction in reading.instructions:
     site = site_of(instruction)
@@ -126,7 +128,7 @@ def _row(i: Instruction, site: str, fused: tuple[AttentionKernel, str] | None) -
   elif i.kind in ("gather", "scatter", "reduce"):
     operands = i.operands[:1]
   if fused is not None:
-    # The first three of floats are q, k and v; segments and tables of the mask are whole numbers.
+    # The first three float operands are q, k and v. Segment ids and mask tables are integers.
     operation, operands, accumulation = fused[1], tuple(d for d in i.operands if d in FLOATS)[:3], "f32"
   return Row(
     site=SITES[site][0] if site in SITES else OTHER,
@@ -142,7 +144,7 @@ def _row(i: Instruction, site: str, fused: tuple[AttentionKernel, str] | None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Unasked:
-  """Work in a dtype that no key asked for: where, what, and how often."""
+  """Work in a dtype that no key requested: the place, the operation, and the number of occurrences."""
 
   path: str
   operation: str
@@ -151,13 +153,14 @@ class Unasked:
 
 
 def unasked(reading: Reading, dtype: str, asked_float32: Iterable[str]) -> list[Unasked]:
-  """Instructions that work in float64, and float32 products of a 16-bit model outside the sites that ask for them.
+  """Return the instructions that compute in float64, and the float32 products of a 16-bit model outside the sites that request
+  them.
 
   Args:
     reading: the program.
-    dtype: of activations, as "bfloat16".
-    asked_float32: sites where a key or the layer itself asks for float32 products ("experts" with all that is inside),
-      and "backward" for all of the backward pass.
+    dtype: dtype of activations, such as "bfloat16".
+    asked_float32: sites where a key or the layer itself requires float32 products ("experts" includes everything inside), and
+      "backward" for the complete backward pass.
   """
   asked, found = set(asked_float32), collections.Counter()
   for i in reading.instructions:
@@ -170,5 +173,5 @@ def unasked(reading: Reading, dtype: str, asked_float32: Iterable[str]) -> list[
 
 
 def to_json(rows: list[Row], keys: list[Any], extra: list[Unasked]) -> dict[str, Any]:
-  """The audit as JSON values."""
+  """Return the audit as JSON values."""
   return {"sites": [asdict(r) for r in rows], "keys": [asdict(k) for k in keys], "unasked": [asdict(u) for u in extra]}

@@ -1,7 +1,7 @@
-"""X-ray of a training step: the step that the trainer runs, looked through, and its tensors named as the model names them.
+"""X-ray of a training step: examines the step that the trainer runs, and names tensors by the model's names.
 
-The library (``numerics.xray``) knows files, lines and rows of scans. This module turns a row of a scan and a layer of its
-block into the model's layer, gathers the same tensor of all layers into one, and names the precision keys against a cause.
+The library (``numerics.xray``) reports files, lines and rows of scans. This module translates a row of a scan and a layer of
+its block into the model's layer, merges the same tensor of all layers into one, and names the precision keys for a cause.
 """
 
 import dataclasses
@@ -34,27 +34,27 @@ from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import UNKNOWN, Batch, State
 
 _LOOPS = ("scan", "while")
-# Where products are computed: whoever asked for it is the line to name.
+# Files that compute products for all layers: the caller's line is the one to report.
 _HELPERS = tuple("/".join(Path(str(module.__file__)).parts[-2:]) for module in (precision, weight))
-_RESIDUAL = r"(^|/)residual \S* (add|mul)$"  # what adds to the stream or scales it, by its named scope
+_RESIDUAL = r"(^|/)residual \S* (add|mul)$"  # adds to the residual stream or scales it, by its named scope
 _PRODUCTS = ("dot_general", "ragged_dot_general")
 _INPUT = re.compile(r"(state|batch)((?:\[[^\]]+\]|\.\w+)+)")
 
 
 def xray_step(program: TrainProgram, state: State, batch: Batch, *, everything: bool = False) -> Report:
-  """Looks through one training step: loss, gradients, optimizer update. Neither state nor batch is changed.
+  """Examine one training step: loss, gradients, optimizer update. Neither state nor batch is changed.
 
   Args:
-    program: of the run, on its mesh, in its face, dtypes and remat policy.
+    program: program of the run, with its mesh, module wrapper, dtypes and remat policy.
     state: before the step.
     batch: global arrays (``TrainProgram.place``).
-    everything: measure every tensor, not only the key ones: compiles ten times as long.
+    everything: measure every tensor, not only the key ones; compilation takes ten times as long.
 
   Returns:
-    The report in the model's names: layers are those of the model, parameters ``layers.7.mlp.down``.
+    The report in the model's names: layers are the model's layers, parameters are named as ``layers.7.mlp.down``.
 
   Raises:
-    DoesNotFitError: the program needs more memory than there is.
+    DoesNotFitError: the program needs more memory than available.
   """
   with use_mesh(program.model.mesh):
     try:
@@ -67,9 +67,9 @@ def xray_step(program: TrainProgram, state: State, batch: Batch, *, everything: 
 
 
 def step_xray(program: TrainProgram, *, everything: bool = False) -> XRay:
-  """The library's x-ray of (state, batch) -> the step's float metrics, to be called under the program's mesh.
+  """Return the library's x-ray of (state, batch) -> the step's float metrics. Call it under the program's mesh.
 
-  The norms are left out: that of finite numbers can be infinite, and what measures the step is not the cause.
+  Norms are not measured: the norm of finite numbers can be infinite, and a metric of the step is not a cause.
   """
   step = dataclasses.replace(program.step, watch=_tagged, probed_stacks=None)
 
@@ -84,7 +84,7 @@ def step_xray(program: TrainProgram, *, everything: bool = False) -> XRay:
 
 
 def _tagged(kind: str, tree: Any) -> Any:
-  """Asks x-ray for every array of a tree shaped like the parameters, stacked ones row by row."""
+  """Tag every array of a tree with the parameters' structure for x-ray, stacked arrays row by row."""
 
   def leaf(path, x):
     keys = path_keys(path)
@@ -94,7 +94,7 @@ def _tagged(kind: str, tree: Any) -> Any:
 
 
 def _require_fit(program: TrainProgram, compiled: Any) -> None:
-  """Of several processes the one with the least room decides: all have to run the program, or none."""
+  """Raise DoesNotFitError in all processes if one of them has too little memory, so that all or none run the program."""
   problems = processes.everyone(_does_not_fit(program, compiled), program.config.watchdog.watchdog_peers_seconds)
   if problem := next(filter(None, problems), None):
     raise DoesNotFitError(problem)
@@ -106,11 +106,13 @@ def _does_not_fit(program: TrainProgram, compiled: Any) -> str:
   limit = memory.device_limit(here[0], len(here))
   if needed is None or limit is None:
     return ""
-  # What a CPU has left is counted without the arguments, which are there already; a GPU's limit is that of the whole.
+  # A CPU's limit is its free memory, and the arguments are already allocated. A GPU's limit is its total memory.
   more = needed.temp_size_in_bytes + (0 if here[0].platform == "cpu" else needed.argument_size_in_bytes)
   if more <= limit.bytes:
     return ""
-  return f"x-ray: needs {more / memory.GB:.1f} GB on each device, {limit.bytes / memory.GB:.1f} GB are there ({limit.source})"
+  return (
+    f"x-ray: needs {more / memory.GB:.1f} GB on each device, {limit.bytes / memory.GB:.1f} GB are available ({limit.source})"
+  )
 
 
 # Names.
@@ -118,12 +120,12 @@ def _does_not_fit(program: TrainProgram, compiled: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """Where in the model a tensor of one equation is.
+  """Where in the model a tensor of an equation is.
 
   Attributes:
-    scopes: names of the model's parts, as ("mlp",).
-    layers: the model's layer for each row of the stack's scan; a single one where the stack is unrolled.
-    axis: which of the loops around is the stack's scan; None: none is.
+    scopes: names of the model's parts, such as ("mlp",).
+    layers: the model's layer for each row of the stack's scan; a single one if the stack is unrolled.
+    axis: which of the surrounding loops is the stack's scan; None if there is none.
   """
 
   scopes: tuple[str, ...]
@@ -132,7 +134,7 @@ class Place:
 
 
 def place_of(decoder: Decoder, path: str) -> Place:
-  """Reads the scopes that ``Decoder`` leaves in a path: ``scan/stack_0/layer_2/mlp``, or ``row_1/stack_0/layer_2/mlp``."""
+  """Parse the scopes that ``Decoder`` leaves in a path: ``scan/stack_0/layer_2/mlp``, or ``row_1/stack_0/layer_2/mlp``."""
   parts = path.split("/")
   stacks = {s.name: s for s in decoder.stacks}
   where = next((i for i, part in enumerate(parts) if part in stacks), None)
@@ -150,40 +152,41 @@ def place_of(decoder: Decoder, path: str) -> Place:
     at, first = rows[-1]
     if not any(p in _LOOPS for p in parts[at:where]):
       return Place(scopes, (layer(first),))
-    # Rows of one precision have a scan of their own.
+    # Rows with the same precision have a separate scan.
     length, starts = 0, 0
     for length, _ in s.split(decoder.layers):
       if starts == first:
         break
       starts += length
   axis = sum(p in _LOOPS for p in parts[:where]) - 1
-  if axis < 0:  # what is the same in every layer, jax computes once, before the scan
+  if axis < 0:  # jax computes values that are the same in every layer once, before the scan
     return Place(scopes)
   return Place(scopes, tuple(layer(first + row) for row in range(length)), axis)
 
 
 def line_of(frames: Sequence[str]) -> str:
-  """The frame to name: the innermost one that is no helper of all layers."""
+  """Return the frame to report: the innermost one outside the shared helpers."""
   return next((f for f in frames if not f.rsplit(":", 1)[0].endswith(_HELPERS)), frames[0] if frames else "")
 
 
 def _parameter(tensor: Tensor, *, in_layer: bool) -> str:
-  """The one parameter that an equation reads, "mlp.down", with its stack outside of layers; or ""."""
+  """Return the only parameter that an equation reads, "mlp.down", with its stack outside of layers; "" if there is not exactly
+  one."""
   names = {_input_keys(name) for name in tensor.reads if name.startswith("state['params']")}
   keys = names.pop() if len(names) == 1 else ()
   return ".".join(keys[2:] if in_layer else keys)
 
 
 def _call(t: Tensor, place: Place) -> tuple:
-  """What the equations of one product have in common."""
+  """Return a key that is the same for all equations of one product."""
   asked = [f for f in t.frames if not f.rsplit(":", 1)[0].endswith(_HELPERS)]
-  return place, tuple(asked[:2]) if t.op in _PRODUCTS else id(t)  # several products may have their line in one method
+  return place, tuple(asked[:2]) if t.op in _PRODUCTS else id(t)  # several products can have the same line in one method
 
 
 def _labels(tensors: Sequence[Tensor], places: Sequence[Place]) -> list[str]:
-  """Tensors as people call them: by the parameter that the equation reads, else by the innermost named scopes.
+  """Return readable names of tensors: the parameter that the equation reads, or the innermost named scopes.
 
-  A product's cotangent for the parameter does not read it: it is named as the product.
+  The equation of a product's cotangent for the parameter does not read the parameter; it is named like the product.
   """
   read = [_parameter(t, in_layer=bool(p.layers)) for t, p in zip(tensors, places, strict=True)]
   calls = [_call(t, p) for t, p in zip(tensors, places, strict=True)]
@@ -194,20 +197,22 @@ def _labels(tensors: Sequence[Tensor], places: Sequence[Place]) -> list[str]:
   for t, place, name, call in zip(tensors, places, read, calls, strict=True):
     if not name and len(known[call]) == 1:
       (name,) = known[call]
-    scopes = place.scopes[:-1] if "".join(place.scopes[-2:]).endswith("normnorm") else place.scopes  # it has a name of its own
+    # the norm already has its own name
+    scopes = place.scopes[:-1] if "".join(place.scopes[-2:]).endswith("normnorm") else place.scopes
     name = name or ".".join(scopes[-2:]) or Path(line_of(t.frames)).name
     labels.append(" ".join(filter(None, [name, "" if t.op in _PRODUCTS else t.op])))
   return labels
 
 
 def translate(report: Report, decoder: Decoder, state: State) -> Report:
-  """A report of the training step in the names of the model."""
+  """Translate a report of the training step to the model's names."""
   groups: dict[tuple, list[tuple[tuple[int, ...], int | None, Tensor]]] = {}
   rest: list[Tensor] = []
   seen: dict[tuple, int] = {}
   inside = [t for t in report.tensors if t.op not in ("input", "tag")]
   places = {id(t): place_of(decoder, t.path) for t in inside}
   labels = {id(t): label for t, label in zip(inside, _labels(inside, [places[id(t)] for t in inside]), strict=True)}
+  # Group the tensors by name and dtype; each group has the same tensor of several layers.
   for t in report.tensors:
     if t.op in ("input", "tag"):
       keys = tuple(t.path.split(".")) if t.op == "tag" else _input_keys(t.path)
@@ -224,13 +229,15 @@ def translate(report: Report, decoder: Decoder, state: State) -> Report:
     seen[same] = seen.get(same, 0) + 1
     label += f" #{seen[same]}" if seen[same] > 1 else ""
     t = dataclasses.replace(t, label=label, source=source)
-    # What jax has moved out of the layers' scan may still be in that of the microbatches, of another length.
+    # A tensor that jax moved out of the layers' scan may still be inside the scan of the microbatches, which has another
+    # length.
     in_scan = place.axis is None or t.stats.max.shape[place.axis : place.axis + 1] == (len(place.layers),)
     if place.layers and in_scan:
       loops = tuple(k for i, k in enumerate(t.loops) if i != place.axis)
       groups.setdefault((label, t.direction, t.dtype, loops), []).append((place.layers, place.axis, t))
     else:
       rest.append(t)
+  # Merge each group over its layers, and translate the faults.
   tensors = [*rest, *(_gathered(parts, label, len(decoder.layers)) for (label, *_), parts in groups.items())]
   faults = tuple(_translated(f, decoder, state) for f in report.faults)
   first = None if report.first_cause is None else _translated(report.first_cause, decoder, state)
@@ -239,13 +246,14 @@ def translate(report: Report, decoder: Decoder, state: State) -> Report:
 
 
 def _ranked(t: Tensor) -> Tensor:
-  """What was looked at only so that nothing is missed, and single numbers, are for xray.json, not for the table."""
+  """Mark tensors as minor (in xray.json, not in the table) if they are single numbers or were measured only for
+  completeness."""
   spoilt_input = t.op == "input" and t.nonfinite > 0
   return dataclasses.replace(t, minor=not spoilt_input and (t.level != "full" or int(np.max(t.stats.count)) <= 1))
 
 
 def _gathered(parts: list[tuple[tuple[int, ...], int | None, Tensor]], label: str, layers: int) -> Tensor:
-  """The same tensor of several layers as one, whose first axis is the model's layers."""
+  """Merge the same tensor of several layers into one whose first axis is the model's layers."""
   first = parts[0][2]
 
   def whole(read) -> np.ndarray:
@@ -271,9 +279,10 @@ def _gathered(parts: list[tuple[tuple[int, ...], int | None, Tensor]], label: st
 
 
 def _input_keys(path: str) -> tuple[str, ...]:
-  """``state['params']['stack_0']['layer_1']['mlp']['down']`` as the keys into the parameters, ``batch['tokens']`` as it is.
+  """Convert ``state['params']['stack_0']['layer_1']['mlp']['down']`` to the keys of the parameters, and ``batch['tokens']``
+  likewise.
 
-  A moment of the optimizer, ``state['opt_state'][0].mu['head']['kernel']``, has its name before those of its parameter.
+  For a moment of the optimizer, ``state['opt_state'][0].mu['head']['kernel']``, its name precedes the keys of its parameter.
   """
   found = _INPUT.fullmatch(path)
   keys = tuple(k.strip("'\"") for pair in re.findall(r"\[([^\]]+)\]|\.(\w+)", found[2]) for k in pair if k) if found else ()
@@ -299,7 +308,7 @@ def _translated(cause: Cause, decoder: Decoder, state: State) -> Cause:
 
 
 def _translated_input(cause: Cause, decoder: Decoder, state: State) -> Cause:
-  """A parameter, or a number of the optimizer, that is not finite already is named with its layers."""
+  """Name a parameter, or an element of the optimizer state, that is not finite before the step, with its layers."""
   keys = _input_keys(cause.path)
   name = ".".join(keys)
   of_parameter = cause.path.startswith("state['params']")
@@ -321,7 +330,7 @@ def _translated_input(cause: Cause, decoder: Decoder, state: State) -> Cause:
 
 
 def remedies(config: Config, cause: Cause) -> list[str]:
-  """What keeps this cause from happening, by the named scopes around it; [] for an input that holds it already."""
+  """Return the settings that prevent this cause, by the named scopes around it; [] for an input that is already not finite."""
   if cause.op == "input":
     return []
   spot = Spot(frozenset(cause.path.split("/")), cause.direction, cause.dtype)
@@ -329,7 +338,7 @@ def remedies(config: Config, cause: Cause) -> list[str]:
 
 
 def cause_lines(config: Config, report: Report) -> str:
-  """The first cause and what to try, one line each."""
+  """Return the first cause and the settings to try, one line each."""
   cause = report.first_cause
   if cause is None:
     return "every number is finite"

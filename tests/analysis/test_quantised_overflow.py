@@ -58,5 +58,5 @@ def test_audit_reads_the_program(model):
   found = maxtext_like.audit(model, *ADAPTED, "dtype=bfloat16", "max_target_length=12", platform="cpu")
   (weights,) = [key for key in found.keys if key.key == "weight_dtype"]
   assert weights.verdict == "honoured"
-  assert "hold codes" in weights.evidence
+  assert "quantised" in weights.evidence
   assert found.honoured

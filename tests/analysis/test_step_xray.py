@@ -214,7 +214,7 @@ def test_keys_against_overflows_outside_the_layers():
 def test_no_room_is_said_in_one_line(monkeypatch):
   monkeypatch.setattr(step_xray.memory, "device_limit", lambda *_: step_xray.memory.Limit(100, "this test"))
   program, state = toy_program(toy_config("opt_type=sgd"), Scanned())
-  with pytest.raises(step_xray.DoesNotFitError, match=r"^x-ray: needs .* GB are there \(this test\)$"):
+  with pytest.raises(step_xray.DoesNotFitError, match=r"^x-ray: needs .* GB are available \(this test\)$"):
     xray_step(program, state, toy_batch())
 
 

@@ -1,7 +1,6 @@
-"""The sizes of every risky quantity of a decoder, from its weights: walks the model and bounds what each product can become.
+"""Finds the sizes of every risky quantity of a decoder from its weights: walks through the model and bounds each product.
 
-The equations are those of ``maxtext_like.layers``; ``risk_bounds`` holds the mathematics, ``risk`` the judgement. What is a
-family's own, its layers and towers, is in ``models/<family>/risk.py``.
+The equations are those of ``maxtext_like.layers``. ``risk_bounds`` has the mathematics and ``overflow_risk`` the verdicts.
 
 D model, N query heads, K key-value heads, H head, F hidden, E experts, P per-layer part.
 """
@@ -30,13 +29,13 @@ from maxtext_like.models.registry import FAMILIES
 
 @dataclass(frozen=True)
 class Site:
-  """One quantity of one place.
+  """One quantity at one place.
 
   Attributes:
-    place: as ``layers.3``, ``layers.3.moe.experts.17``, ``vision.layers.0``; ``model`` outside the layers.
-    quantity: one of ``risk.QUANTITIES``.
-    bound: what no magnitude exceeds, whatever the tokens are.
-    expected: the median of the largest magnitude over the tokens, for random normed inputs.
+    place: such as ``layers.3``, ``layers.3.moe.experts.17``, ``vision.layers.0``; ``model`` outside the layers.
+    quantity: one of ``overflow_risk.QUANTITIES``.
+    bound: largest possible magnitude, for any tokens.
+    expected: the median of the largest magnitude over the tokens, for random normalised inputs.
   """
 
   place: str
@@ -47,13 +46,13 @@ class Site:
 
 @dataclass
 class Sizes:
-  """The walk: what is found, and what later layers need of earlier ones.
+  """State of the walk: the sites found so far, and values of earlier layers that later layers need.
 
   Attributes:
     u, u_residual: unit roundoff of the dtypes of activations and of the residual stream.
-    tokens: draws that an expected maximum is taken over.
-    sites: what was found.
-    donors: scales of the key norm and the values of the layers that share theirs, by name.
+    tokens: number of draws that an expected maximum is taken over.
+    sites: the sites found so far.
+    donors: scales of the key norm and values of the layers that share them, by name.
   """
 
   u: float
@@ -66,12 +65,12 @@ class Sizes:
     self.sites.append(Site(place, quantity, float(bound), float(min(bound, expected))))
 
   def put(self, place: str, quantity: str, signal: Signal) -> Signal:
-    """Notes a signal and hands it back."""
+    """Record a signal and return it."""
     self.add(place, quantity, np.max(signal.bounds()), bounds.expected_peak(signal.std, self.tokens, signal.offset))
     return signal
 
   def put_biased(self, place: str, quantity: str, before: Signal, bias: np.ndarray) -> Signal:
-    """Notes a product and what it is with its bias, whichever is larger; hands back the latter."""
+    """Record the larger of a product before and after its bias is added; return the product with its bias."""
     after = before.plus(bias, self.u)
     expected = max(bounds.expected_peak(s.std, self.tokens, s.offset) for s in (before, after))
     self.add(place, quantity, max(np.max(s.bounds()) for s in (before, after)), expected)
@@ -84,21 +83,21 @@ class Sizes:
   def put_scores(
     self, place: str, bound: float, std: np.ndarray, scale: float, *, heads: int = 1, soft_cap: float | None = None
   ) -> None:
-    """q.k as multiplied, and the scores that the softmax sees."""
+    """Record q.k before scaling, and the scores that the softmax sees."""
     expected = bounds.expected_peak(std, float(heads) * self.tokens**2)
     self.add(place, "q.k", bound, expected)
     self.add(place, "scores", *self.capped(bound * abs(scale) * (1 + self.u), expected * abs(scale), soft_cap))
 
   def capped(self, bound: float, expected: float, cap: float | None) -> tuple[float, float]:
-    """A bound and an expected size under a soft cap, which is rounded three times."""
+    """Return a bound and an expected size after a soft cap, which rounds three times."""
     return (bound, expected) if cap is None else (min(cap * (1 + self.u) ** 3, bound), cap * math.tanh(expected / cap))
 
   def norm(self, place: str, p: Parameters, name: str, c: NormConfig) -> Signal:
-    """A norm of the stream."""
+    """Record a norm of the residual stream."""
     return self.put(f"{place}.{name}", "norm", bounds.normed_by(c, p.scale(name, plus_one=c.scale_plus_one), self.u))
 
   def mlp(self, place: str, p: Parameters, x: Signal, activation: str, lead: tuple[int, ...] = ()) -> Signal:
-    """down(act(gate(x)) * up(x))."""
+    """Record down(act(gate(x)) * up(x))."""
     gate = self.put(place, "gate", bounds.through(x, p.columns("gate", lead=lead), self.u))
     up = self.put(place, "up", bounds.through(x, p.columns("up", lead=lead), self.u))
     hidden = bounds.gated(gate, up, activation, self.u)
@@ -106,7 +105,7 @@ class Sizes:
     return self.put(place, "down", bounds.through(hidden, p.columns("down", lead=lead), self.u))
 
   def moe(self, place: str, p: Parameters, c: MoEConfig, x: Signal) -> Signal:
-    """Router, experts and shared experts; of the experts the worst of each quantity is kept."""
+    """Record router, experts and shared experts. For each quantity only the worst expert is kept."""
     if c.router_norm:
       scale = p.vector("router", "scale") * c.emb_dim**-0.5
       router_in = bounds.normed(scale, self.u, roundings=3)
@@ -129,7 +128,7 @@ class Sizes:
     return self.put(place, "experts output", out)
 
   def _combined(self, c: MoEConfig, outs: list[Signal], per_expert: np.ndarray) -> Signal:
-    """The weighted sum over the chosen experts: weights sum to 1 at most, or each is 1 at most."""
+    """Return the weighted sum over the chosen experts. The weights sum to at most 1, or each is at most 1."""
     k = c.num_experts_per_tok
     sizes = np.stack([out.bounds() for out in outs]) * per_expert[:, None]
     stds = np.sqrt(np.mean(np.square(np.stack([out.std for out in outs]) * per_expert[:, None]), axis=0))
@@ -142,7 +141,8 @@ class Sizes:
   def pre_norm_block(
     self, place: str, p: Parameters, c: BlockConfig, x: Signal, mixer: Callable[[Parameters, Signal], Signal]
   ) -> Signal:
-    """A layer whose parts join the stream as they are: an MLP or experts after ``mixer``, of its parameters and input."""
+    """Record a layer with norms before its parts only. ``mixer`` takes the attention's parameters and input; an MLP or experts
+    follow it."""
     y = self.norm(place, p, "pre_attention_norm", c.norm)
     x = x.added(mixer(p.part("attention"), y), self.u_residual)
     y = self.norm(place, p, "pre_mlp_norm", c.norm)
@@ -153,7 +153,7 @@ class Sizes:
     return self.put(place, "residual", x.added(out, self.u_residual))
 
   def attention(self, place: str, p: Parameters, c: AttentionConfig, x: Signal) -> Signal:
-    """Grouped attention with normed queries and keys."""
+    """Record grouped-query attention with normalised queries and keys."""
     self.put(place, "q", bounds.through(x, p.columns("q"), self.u))
     assert c.norm is not None, "the bound of the scores is that of normed queries and keys"
     q_scale = p.scale("q_norm", plus_one=c.norm.scale_plus_one)
@@ -171,18 +171,18 @@ class Sizes:
     self.put_scores(place, bound, np.array([std]), c.scale, heads=c.num_query_heads, soft_cap=c.soft_cap)
     group = c.num_query_heads // c.num_kv_heads
     index = np.repeat(np.arange(c.num_kv_heads * c.head_dim).reshape(c.num_kv_heads, -1), group, axis=0).reshape(-1)
-    # Probabilities make a value a convex combination of those of the keys, rounded twice.
+    # The attention probabilities form a convex combination of the keys' values, rounded twice.
     spread = Signal(values.scale[index], values.std[index], values.group, values.radius).grown((1 + self.u) ** 3)
     return self.put(place, "attention output", bounds.through(spread, p.columns("o", inputs=2), self.u))
 
 
 @dataclass(frozen=True)
 class Formula:
-  """How a family's numbers grow: the ``RISK`` of ``models/<family>/risk.py``.
+  """How large a family's values become.
 
   Attributes:
     layer: (walk, place, parameters, layer, stream before it, its own input) to the stream after it.
-    tower: (walk, parameters, configuration, precision) to the features as they enter the decoder; None: there is no tower.
+    tower: (walk, parameters, configuration, precision) to the features as they enter the decoder; None without a tower.
   """
 
   layer: Callable[[Sizes, str, Parameters, Block, Signal, Signal | None], Signal]
@@ -190,27 +190,28 @@ class Formula:
 
 
 def measure(model: ModelConfig, decoder: Decoder, read: Reader, tokens: int) -> list[Site]:
-  """Every site of a decoder, in the order of the model.
+  """Return every site of a decoder, in model order.
 
   Args:
-    model: its configuration; the family has the formula.
+    model: the model's configuration, which names the family.
     decoder: the model in its precision; the dtype of activations decides how much rounding adds to a bound.
-    read: its parameters.
-    tokens: that an expected maximum is taken over.
+    read: reads its parameters.
+    tokens: number of tokens that an expected maximum is taken over.
 
   Raises:
-    NonFiniteError: a parameter that is not finite.
-    UserError: nobody has written down the family's formula.
+    NonFiniteError: a parameter is not finite.
+    UserError: there is no formula for the family.
   """
   formula = FAMILIES[model.decoder_block].risk
   if formula is None:
     raise UserError(
-      f"risk: nobody has written down how large numbers become in decoder_block {model.decoder_block}\n"
-      "  fix: look at a step of it: maxtext-like xray (maxtext_like.xray_step in Python) with this checkpoint"
+      f"risk: there is no formula for decoder_block {model.decoder_block}\n"
+      "  fix: examine a step with this checkpoint: maxtext-like xray (maxtext_like.xray_step in Python)"
     )
   u, u_residual = (bounds.UNIT_ROUNDOFF[dtype] for dtype in (decoder.precision.dtype, decoder.precision.residual))
   sizes = Sizes(u, u_residual, tokens)
   p, c = Parameters(decoder, read), decoder.cfg
+  # The input of the first layer: rows of the embedding table, or features of an image.
   peak, rms = p.row_peaks("embedding", "table")
   root = c.embedding.emb_dim**0.5 if c.embedding.scale_by_sqrt_dim else 1.0
   x = Signal(peak * root, rms * root).grown((1 + sizes.u) ** 3)
@@ -220,9 +221,11 @@ def measure(model: ModelConfig, decoder: Decoder, read: Reader, tokens: int) -> 
     image = formula.tower(sizes, p.part("vision"), c.vision, decoder.precision)
     x = Signal(np.maximum(x.bounds(), image.bounds()), np.maximum(x.std, image.std))
   per_layer = _per_layer_inputs(sizes, p.part("ple"), decoder) if c.per_layer_input else None
+  # The layers, each with the family's formula.
   for number, layer in enumerate(decoder.layers):
     own = None if per_layer is None else per_layer.channels(_columns_of(decoder, number))
     x = formula.layer(sizes, f"layers.{number}", p.layer(number), layer, x, own)
+  # The final norm and the logits.
   last = bounds.normed_by(c.norm, p.scale("final_norm", plus_one=c.norm.scale_plus_one), sizes.u)
   sizes.put("model", "norm", last)
   table = (w.T for w in p.rows("embedding", "table")) if c.tied else p.columns("head", "kernel")
@@ -241,13 +244,13 @@ def _columns_of(decoder: Decoder, number: int) -> slice:
 
 
 def _per_layer_inputs(sizes: Sizes, p: Parameters, decoder: Decoder) -> Signal:
-  """The inputs of all layers, [L * P] channels: a normed projection of the embedding plus a row of a table."""
+  """Return the inputs of all layers, [L * P] channels: a normalised projection of the embedding plus a row of a table."""
   c = decoder.cfg.per_layer_input
   assert c is not None
   peak, rms = p.row_peaks("table")
   identity = Signal(peak * c.width**0.5, rms * c.width**0.5).grown((1 + sizes.u) ** 3)
   context = bounds.heads(bounds.normed(p.scale("norm"), bounds.UNIT_ROUNDOFF["float32"]), c.num_layers)
   both = identity.added(context, bounds.UNIT_ROUNDOFF["float32"]).times(2.0**-0.5)
-  # The row alone is held in the dtype of activations too.
+  # The table row alone is also held in the dtype of activations.
   sizes.put("model", "per-layer row", identity)
   return sizes.put("model", "per-layer input", both.grown(1 + sizes.u))

@@ -1,7 +1,7 @@
-"""What a checkpoint risks in a dtype, before any run: sizes of every risky quantity against the limits of the formats.
+"""Judges which quantities of a checkpoint can overflow or lose precision in a dtype, before any run.
 
-``assess`` judges what ``risk_model.measure`` found under the ``precision:`` section of a configuration; ``table`` and
-``records`` show it.
+``assess`` judges the sizes that ``risk_model.measure`` found, for the ``precision:`` section of a configuration. ``table`` and
+``records`` present the result.
 """
 
 import math
@@ -20,10 +20,10 @@ LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.40
 SIGNIFICAND_BITS = {"float16": 11, "bfloat16": 8, "float32": 24}
 
 COARSE = 0.05
-"""Half a spacing of a score beyond which rounding alone changes a probability by 5 %."""
+"""If half the spacing of a score exceeds this, rounding alone changes a probability by 5 %."""
 
 ALWAYS = "always float32"
-"""In place of a key: the layer holds the quantity in float32 whatever the keys are."""
+"""Shown instead of a key if the layer always holds the quantity in float32."""
 
 Verdict = Literal["overflow", "possible", "coarse", "safe"]
 _ORDER: tuple[Verdict, ...] = ("overflow", "possible", "coarse", "safe")
@@ -31,13 +31,14 @@ _ORDER: tuple[Verdict, ...] = ("overflow", "possible", "coarse", "safe")
 
 @dataclass(frozen=True)
 class Quantity:
-  """How a quantity is held.
+  """The precision in which a quantity is held.
 
   Attributes:
-    scopes: named scopes of the layers that make it: the keys that govern any of them hold it in float32 together. None: no
-      key does.
-    always: dtypes of activations with which it is float32 whatever the keys are.
-    use: "exponent": exponentiated, so that absolute spacing counts; "rank": compared, so that ties count; "": neither.
+    scopes: named scopes of the layers that compute it. The keys that govern any of them together hold it in float32. Empty if
+      no key does.
+    always: dtypes of activations with which it is float32 regardless of the keys.
+    use: "exponent" if it is exponentiated, so that absolute spacing matters; "rank" if it is compared, so that ties matter; ""
+      otherwise.
   """
 
   scopes: tuple[str, ...] = ()
@@ -46,11 +47,11 @@ class Quantity:
 
   @property
   def keys(self) -> tuple[PrecisionKey, ...]:
-    """Of the ``precision:`` section."""
+    """The keys of the ``precision:`` section that govern it."""
     return governing(self.scopes)
 
   def held(self, precision: Precision) -> str:
-    """The dtype that a precision holds it in."""
+    """Return the dtype in which it is held."""
     if precision.dtype in self.always or (self.keys and all(key.safe(vars(precision)) for key in self.keys)):
       return "float32"
     return precision.residual if "residual" in self.scopes else precision.dtype
@@ -94,21 +95,22 @@ QUANTITIES: dict[str, Quantity] = {
   "logits": _LOGITS,
   "capped logits": _LOGITS,
 }
-"""Every quantity that ``risk_model`` and the families' formulas note. "hidden": of the ungated MLP of Gemma 3's tower."""
+"""Every quantity that ``risk_model`` and the families' formulas record. "hidden" is that of the ungated MLP in Gemma 3's
+vision tower."""
 
 
 @dataclass(frozen=True)
 class Risk:
-  """A site and its judgement.
+  """A site and its verdict.
 
   Attributes:
     site: place, quantity and sizes.
-    held: dtype that the configuration holds it in.
-    verdict: in that dtype: "overflow": the expected size is beyond the largest number; "possible": only the bound is;
-      "coarse": finite, but its spacing changes probabilities or makes ties; "safe".
-    unprotected: the same in the dtype of activations, as if no key held it in float32.
-    key: what to set (one key or several), where the verdict is not "safe"; what holds it, where it is and ``unprotected``
-      is not; else empty.
+    held: dtype in which the configuration holds it.
+    verdict: in that dtype: "overflow" if the expected size exceeds the largest number; "possible" if only the bound does;
+      "coarse" if it is finite but its spacing changes probabilities or creates ties; "safe".
+    unprotected: the same in the dtype of activations, without any key that holds it in float32.
+    key: the keys to set, if the verdict is not "safe"; the keys that protect it, if only ``unprotected`` is not "safe";
+      otherwise "".
   """
 
   site: Site
@@ -119,7 +121,7 @@ class Risk:
 
 
 def spacing(size: float, dtype: str) -> float:
-  """Distance to the next number of a format at this size; 0 at 0, infinite beyond the largest."""
+  """Return the distance to the next number of a format at this size; 0 at 0, infinite beyond the largest number."""
   if size == 0:
     return 0.0
   if size > LIMITS[dtype]:
@@ -128,7 +130,7 @@ def spacing(size: float, dtype: str) -> float:
 
 
 def judge(site: Site, dtype: str) -> Verdict:
-  """What becomes of a quantity in a dtype."""
+  """Return the verdict on a quantity in a dtype."""
   if site.expected > LIMITS[dtype]:
     return "overflow"
   if site.bound > LIMITS[dtype]:
@@ -142,11 +144,10 @@ def judge(site: Site, dtype: str) -> Verdict:
 
 
 def assess(sites: Sequence[Site], precision: Precision) -> list[Risk]:
-  """Judges every site and puts the worst first.
+  """Judge every site and sort the worst first.
 
-  The order is by what would happen in the dtype of activations; of these, what the configuration does not protect first,
-  and then the larger expected size. Sizes within a factor of two stand in the order of the model: what overflows first
-  spoils all that follows.
+  Sites are sorted by their verdict in the dtype of activations, then by their verdict in the configuration, then by expected
+  size. Sites within a factor of two keep the order of the model, because the first overflow affects everything after it.
   """
   risks = []
   for site in sites:
@@ -174,12 +175,13 @@ def _key(quantity: Quantity, precision: Precision, held: str, verdict: Verdict, 
 
 
 def unprotected_overflows(risks: Sequence[Risk]) -> list[Risk]:
-  """Those whose expected size is beyond what holds it: a run in this configuration will meet them."""
+  """Return the risks whose expected size exceeds the range of the dtype in use. A run with this configuration will overflow
+  there."""
   return [risk for risk in risks if risk.verdict == "overflow"]
 
 
 def records(risks: Sequence[Risk]) -> list[dict[str, Any]]:
-  """Plain dicts for JSON, in the same order; headroom in bits, negative beyond the limit."""
+  """Return plain dicts for JSON, in the same order. Headroom is in bits, negative beyond the limit."""
   out = []
   for risk in risks:
     s = risk.site
@@ -213,7 +215,7 @@ _COLUMNS = ("place", "quantity", "expected", "at most", "float16", "e4m3", "bf16
 
 
 def table(risks: Sequence[Risk], rows: int) -> str:
-  """The first so many risks (0: all) as aligned text."""
+  """Return the first ``rows`` risks (0: all) as aligned text."""
   shown = risks[:rows] if rows else risks
   lines: list[tuple[str, ...]] = [_COLUMNS]
   for risk in shown:
@@ -224,12 +226,12 @@ def table(risks: Sequence[Risk], rows: int) -> str:
   widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
   text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
   if len(shown) < len(risks):
-    text.append(f"... and {len(risks) - len(shown)} more (rows 0: all of them)")
+    text.append(f"... and {len(risks) - len(shown)} more (rows=0 shows all)")
   return "\n".join(text)
 
 
 def _against(site: Site, name: str) -> str:
-  """Headroom in bits of the expected size and, after the slash, of the bound."""
+  """Return the headroom in bits of the expected size and, after a slash, of the bound."""
   parts = []
   for size in (site.expected, site.bound):
     bits = _headroom(size, LIMITS[name])

@@ -1,4 +1,4 @@
-"""A model's parameters one at a time, in slices, as the risk estimate reads them: from a checkpoint, never as a whole tree.
+"""Reads a model's parameters one at a time, in slices, for the risk estimate. The complete tree is never in memory.
 
 C inputs and F outputs of a linear map.
 """
@@ -17,14 +17,14 @@ from maxtext_like.models.naming import row_names
 Path = tuple[str, ...]
 Index = tuple[int | slice, ...]
 
-CHUNK = 1 << 24  # numbers that are held at a time, 64 MiB in float32
+CHUNK = 1 << 24  # elements that are read at a time, 64 MiB in float32
 
 
 class Reader(Protocol):
-  """Reads part of one parameter."""
+  """Reads a part of one parameter."""
 
   def __call__(self, path: Path, index: Index) -> np.ndarray:
-    """params[path][index] of the decoder's tree as float32; basic indexing, one entry for every axis."""
+    """Return params[path][index] of the decoder's tree as float32. The index is basic, with one entry for every axis."""
     ...
 
 
@@ -36,16 +36,16 @@ class Parameters:
     self._spec: Any = decoder.params()
 
   def layer(self, number: int) -> "Parameters":
-    """Those of one layer of the decoder."""
+    """Return the parameters of one layer of the decoder."""
     stack, row, name = self._decoder.locate(number)
     return self._at((stack, name), row)
 
   def part(self, *keys: str) -> "Parameters":
-    """Those below a key."""
+    """Return the parameters below a key."""
     return self._at((*self._prefix, *keys), self._row)
 
   def stacked(self, row: int, *keys: str) -> "Parameters":
-    """Row ``row`` of the stacked parameters below a key (the layers of a vision tower)."""
+    """Return row ``row`` of the stacked parameters below a key (the layers of a vision tower)."""
     return self._at((*self._prefix, *keys), row)
 
   def _at(self, prefix: Path, row: int | None) -> "Parameters":
@@ -58,7 +58,7 @@ class Parameters:
     return key in node
 
   def _find(self, keys: Path) -> tuple[Path, Param, tuple[int, ...]]:
-    """Path, declaration and shape without the axis of rows."""
+    """Return the path, the declaration and the shape without the axis of rows."""
     path = (*self._prefix, *keys)
     node = self._spec
     for name in path:
@@ -66,21 +66,21 @@ class Parameters:
     return path, node, node.shape if self._row is None else node.shape[1:]
 
   def vector(self, *keys: str) -> np.ndarray:
-    """A small parameter as a whole, float64: a norm's scale, a bias, a scalar."""
+    """Return a complete small parameter as float64: a norm's scale, a bias, a scalar."""
     path, _, shape = self._find(keys)
     return self._checked(path, tuple(slice(None) for _ in shape)).astype(np.float64)
 
   def scale(self, *keys: str, plus_one: bool = False) -> np.ndarray:
-    """A norm's scale, float64 [D]."""
+    """Return a norm's scale, float64 [D]."""
     return self.vector(*keys, "scale") + plus_one
 
   def columns(self, *keys: str, inputs: int = 1, lead: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
-    """A linear map [C, F] in chunks along its outputs, float32.
+    """Yield a linear map [C, F] in chunks of outputs, float32.
 
     Args:
-      keys: of the parameter.
-      inputs: of its axes, the first so many are inputs.
-      lead: what leading axes are fixed at (the number of an expert).
+      keys: path of the parameter.
+      inputs: number of its leading axes that are inputs.
+      lead: fixed indices of leading axes, such as the number of an expert.
     """
     path, _, shape = self._find(keys)
     shape = shape[len(lead) :]
@@ -92,7 +92,7 @@ class Parameters:
       yield self._checked(path, index).reshape(size, -1)
 
   def rows(self, *keys: str) -> Iterator[np.ndarray]:
-    """An array in chunks along its first axis, float32 [rows, the rest]."""
+    """Yield an array in chunks of its first axis, float32 [rows, the rest]."""
     path, _, shape = self._find(keys)
     width = math.prod(shape[1:])
     step = max(CHUNK // max(width, 1), 1)
@@ -101,7 +101,7 @@ class Parameters:
       yield self._checked(path, (slice(start, min(start + step, shape[0])), *whole)).reshape(-1, width)
 
   def row_peaks(self, *keys: str) -> tuple[np.ndarray, np.ndarray]:
-    """Over the rows of a table: the largest magnitude and the root mean square of every column, float64."""
+    """Return, over the rows of a table, the largest magnitude and the root mean square of every column, float64."""
     peak, squares, count = np.zeros(1), np.zeros(1), 0
     for chunk in self.rows(*keys):
       peak = np.maximum(peak, np.abs(chunk).max(axis=0))
@@ -114,5 +114,5 @@ class Parameters:
     values = self._read(path, full)
     if not np.isfinite(values).all():
       name = row_names(self._decoder, path)[self._row or 0]
-      raise NonFiniteError(f"{name} holds numbers that are not finite: whatever is computed with it is not finite either")
+      raise NonFiniteError(f"{name} contains numbers that are not finite, so everything computed from it is not finite either")
     return values
