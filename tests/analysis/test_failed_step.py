@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, 
   with pytest.raises(NonFiniteError) as error:
     toy_loop(toy_config(*OVERFLOWING, "finite_check_steps=0", "max_skipped_steps=2"), tmp_path).run(0)
   assert str(error.value).count("what to try") == 1
-  assert str(error.value).splitlines()[-1] .endswith("for replay: [Errno 28] No space left on device")
+  assert str(error.value).splitlines()[-1].endswith("for replay: [Errno 28] No space left on device")
 
 
 @pytest.fixture(params=["", "gs", pytest.param("s3", marks=pytest.mark.slow)])

@@ -1,8 +1,9 @@
 r"""A first moment of low rank: momentum for the directions that most gradients share, at almost no memory cost.
 
 Momentum matters in the few directions in which gradients are large and the loss is curved: without it, steps along them
-overshoot (docs/results/low-memory-training.md has loss curves). This module keeps the moving average of a matrix's updates only within a
-subspace of R dimensions, as two factors. Inside the subspace an update is replaced by the average; outside it is unchanged:
+overshoot (docs/results/low-memory-training.md has loss curves). This module keeps the moving average of a matrix's updates only
+within a subspace of R dimensions, as two factors. Inside the subspace an update is replaced by the average; outside it is
+unchanged:
 
   M = b1 P Q^T + (1 - b1) U          moving average: the kept part and the update U of this step
   P' = orthonormal columns of M Q    one step of subspace iteration that starts from the last one's result
