@@ -1,10 +1,10 @@
-"""The self-test of a fused attention kernel: values and gradients against attention written out, in float32.
+"""Self-test of a fused attention kernel: values and gradients, compared with attention written out in float32.
 
-A kernel is a binary that others built for a machine they had. cuDNN's bfloat16 backward gave NaN gradients with a finite
-loss on rows whose length leaves 64 when divided by 128 (pytorch issue 196678), so a kernel is tried on the device that
-will run it, in the shapes that it will get, before a model trusts it. What is looked at is what masks get wrong: windows,
-documents packed into one row, images, rows that see nothing, scores far below any number that stands for "masked", odd lengths;
-and what only large arguments reach, where a kernel can take small ones in as many parts.
+A fused kernel is a binary that was built and tested on other hardware. cuDNN's bfloat16 backward pass gave NaN gradients with a
+finite loss on rows whose length modulo 128 is 64 (pytorch issue 196678). Therefore a kernel is tested on the device that will
+run it, in the shapes that it will get, before a model uses it. The cases cover common errors of masks: windows, packed
+documents, images, fully masked rows, scores far below any "masked" value, and odd lengths. They also cover code that only runs
+for large arguments, if a kernel can split small ones into as many parts.
 
 B batch, T position, N query heads, K key-value heads, H head.
 """
@@ -26,34 +26,34 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.sharding_rules import RULES
 
 Attention = Callable[..., Any]
-"""(q, k, v, tokens, *, window, scale) -> [B, T, N, H], tokens of one image see each other; as ``splash_attention``."""
+"""(q, k, v, tokens, *, window, scale) -> [B, T, N, H], like ``splash_attention``. Tokens of one image attend to each other."""
 
 LANES = 128
-_LONGEST = 3 * 512  # three of the largest tiles: one of them lies wholly outside the window
-# Relative error of a whole array and of its worst head vector. Rounding alone gives bfloat16 about 3e-3 (values) and 4e-3
-# (gradients) of an array, float16 an eighth (docs/explanation/kernels.md); one key too many in a window of 400 gives 5e-2.
+_LONGEST = 3 * 512  # three of the largest tiles, so that one of them is completely outside the window
+# Largest relative error of a complete array and of its worst head vector. Rounding alone causes about 3e-3 (values) and 4e-3
+# (gradients) of an array with bfloat16, and an eighth of that with float16. One extra key in a window of 400 causes 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
-_CAP = 2.0  # of a class with a soft cap: scores of a test are 1 on average, and a model's own cap would leave them as they are
-_ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 holds a score of -20000 * sqrt(head_dim), before the scale, to 0.03
+_CAP = 2.0  # soft cap of the test: its scores are 1 on average, and a model's own cap would not change them
+_ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 represents a score of -20000 * sqrt(head_dim), before scaling, to within 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeClass:
-  """What decides how a kernel works; sizes that do not are small.
+  """The properties that decide how a kernel works. Sizes that do not matter are small.
 
   Attributes:
-    kernel: of one that is fused.
-    dtype: of q, k and v.
+    kernel: name of a fused kernel.
+    dtype: dtype of q, k and v.
     head_dim: H.
-    value_dim: of values, which latent attention has narrower.
-    kv_heads: K, at most 2: a case in parts has one at a time, as a plan for many heads may.
-    groups: query heads of a key-value head.
-    window: there is a sliding window.
-    segments: rows hold documents and padding.
-    images: batches hold images, whose tokens see each other both ways.
-    causal: a query sees no key behind it; False: all of its document.
-    soft_cap: scores have one.
-    length: T; rows of more than three tiles stand for all with the same remainder.
+    value_dim: width of values, which is smaller in latent attention.
+    kv_heads: K, at most 2. A case in parts processes one at a time, as a plan for many heads may.
+    groups: query heads per key-value head.
+    window: True with a sliding window.
+    segments: True if rows hold documents and padding.
+    images: True if batches hold images, whose tokens attend to each other in both directions.
+    causal: True if a query sees no later key; False if it sees all of its document.
+    soft_cap: True if the scores have a soft cap.
+    length: T. Rows of three tiles represent all longer rows with the same remainder.
   """
 
   kernel: Name
@@ -94,7 +94,7 @@ def shape_class(
   value_dim: int | None = None,
   soft_cap: bool = False,
 ) -> ShapeClass:
-  """The class of a layer: what its test stands for. Without ``value_dim`` values are as wide as keys."""
+  """Return the class of a layer, which its test represents. ``value_dim`` defaults to the width of the keys."""
   if length > _LONGEST:
     length = _LONGEST + length % 512
   return ShapeClass(
@@ -106,15 +106,15 @@ def shape_class(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """One trial.
+  """One case of the test.
 
   Attributes:
-    name: what is tried.
+    name: what is tested.
     length: positions of a row.
-    rows: what they hold.
+    rows: content of the rows.
     negative: visible scores are below -10000.
     images: there are images.
-    in_parts: the kernel works in many small parts, as it does where arguments are large.
+    in_parts: the kernel works in many small parts, as it does for large arguments.
   """
 
   name: str
@@ -126,7 +126,7 @@ class Case:
 
 
 def cases(shape: ShapeClass) -> list[Case]:
-  """The trials of a class; an odd length has one of its own, so that its name says what is wrong."""
+  """Return the cases of a class. An odd length has a separate case, so that its name identifies the problem."""
   rest = shape.length % LANES
   even = max(shape.length - rest, LANES)
   documents: Literal["whole", "packed"] = "packed" if shape.segments else "whole"
@@ -139,7 +139,7 @@ def cases(shape: ShapeClass) -> list[Case]:
   found.append(Case(name="strongly negative scores", length=even, rows=documents, negative=True))
   if kernel(shape.kernel).in_parts is not None:
     found.append(Case(name="in parts", length=even, rows=documents, images=shape.images, in_parts=True))
-    if shape.segments:  # some parts have nothing to do
+    if shape.segments:  # some parts have nothing to compute
       found.append(Case(name="in parts, masked rows", length=even, rows="masked", in_parts=True))
   if rest:
     rows: Literal["whole", "masked"] = "masked" if shape.segments else "whole"
@@ -149,13 +149,13 @@ def cases(shape: ShapeClass) -> list[Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-  """What came out of a trial.
+  """The result of a case.
 
   Attributes:
-    name: of the case.
-    error, gradient_error: relative, of the values and of the worst gradient; None where numbers are not finite.
-    problem: what is wrong; "" is nothing.
-    raised: the kernel did not run, and ``problem`` is what it said.
+    name: name of the case.
+    error, gradient_error: relative errors of the values and of the worst gradient; None if numbers are not finite.
+    problem: description of the problem; "" if there is none.
+    raised: True if the kernel did not run; ``problem`` is then its error message.
   """
 
   name: str
@@ -166,20 +166,20 @@ class CaseResult:
 
 
 def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: Attention | None = None) -> list[CaseResult]:
-  """Tries a kernel on JAX's default device.
+  """Test a kernel on JAX's default device.
 
   Args:
     shape: the class.
-    attention: what to try; None: the kernel of the class.
-    in_parts: what to try in a case in parts; None: the kernel of the class.
+    attention: the function to test; None for the kernel of the class.
+    in_parts: the function to test in a case in parts; None for the kernel of the class.
 
   Returns:
-    A result for each of ``cases``, in order. A kernel that raises has failed, with its words.
+    A result for each of ``cases``, in order. A kernel that raises has failed; its message is the problem.
   """
   tried = {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}
   results = []
   scale = shape.head_dim**-0.5
-  programs: dict[tuple[int, bool], Any] = {}  # cases of one length share what is compiled
+  programs: dict[tuple[int, bool], Any] = {}  # cases of the same length share a compiled program
   for case in cases(shape):
     window = case.length // 4 + 1 if shape.window else None
     how = (case.length, case.in_parts)
@@ -189,7 +189,7 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
     try:
       got = [np.asarray(x, np.float64) for x in jax.device_get(programs[how](*arguments))]
     except Exception as error:
-      # Whatever the kernel's libraries raise, it did not run: that is the finding.
+      # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
       continue
     want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale, shape.causal, _cap(shape))(*arguments))]
@@ -223,7 +223,8 @@ def _kernel_in_parts(shape: ShapeClass) -> Attention | None:
 
 
 def _both_ways(function: Attention, dtype: str, window: int | None, scale: float) -> Any:
-  """Compiled (q, k, v, cotangent, segments, images) -> [values, dq, dk, dv], in float32 after the work is done in ``dtype``."""
+  """Return a compiled (q, k, v, cotangent, segments, images) -> [values, dq, dk, dv], computed in ``dtype`` and returned in
+  float32."""
 
   def run(q, k, v, g, segments, images):
     def forward(q, k, v):
@@ -237,7 +238,7 @@ def _both_ways(function: Attention, dtype: str, window: int | None, scale: float
 
 @functools.cache
 def _reference(window: int | None, scale: float, causal: bool, soft_cap: float | None = None) -> Any:
-  """Attention written out, in float32, with products that no backend may round."""
+  """Return attention written out in float32, with products that no backend may round."""
   exact = Precision(dtype="float32", matmul_precision="highest")
 
   def written_out(q, k, v, tokens, *, window, scale):
@@ -248,7 +249,8 @@ def _reference(window: int | None, scale: float, causal: bool, soft_cap: float |
 
 
 def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
-  """q, k, v and the cotangent as float32 arrays that the dtype holds exactly, segments (None without documents), images."""
+  """Return q, k, v and the cotangent as float32 arrays that the dtype represents exactly, segments (None without documents),
+  and images."""
   rng = np.random.default_rng(0)
   T, K, H, V = case.length, shape.kv_heads, shape.head_dim, shape.value_dim
   N = K * shape.groups
@@ -264,8 +266,8 @@ def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
     segments[0, T - T // 5 :] = 0
     segments[1] = 0
   if case.negative:
-    # One dimension for each document: within it scores lie between -20000 and -10000, across documents near 0, so that a
-    # mask which lowers scores by less, or replaces them by more, lets the other document or the future through.
+    # One dimension per document: within a document the scores are between -20000 and -10000, across documents near 0. A mask
+    # that lowers scores by less than that, or replaces them by larger values, lets the other document or the future through.
     power = math.floor(math.log2(2e4 * H**0.5))
     for document in range(1, segments.max() + 1):
       inside = (segments == document)[:, :, None]
@@ -276,13 +278,13 @@ def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
   if case.images:
     for row, begin, end in _images(T):
       images[row, begin:end] = images[row].max() + 1
-  # Without images in a row a batch that may have some still says so: that is another program than one of text alone.
+  # A batch that may contain images passes them even if there are none: that is another program than text alone.
   return *arrays, jnp.asarray(segments) if shape.segments else None, jnp.asarray(images) if shape.images else None
 
 
 def _images(T: int) -> list[tuple[int, int, int]]:
-  """(row, begin, end) of a case's images, none in two documents of "packed" rows: side by side, to the end of a document and
-  from its beginning, from one tile into others, longer than the window, and at both ends of a row."""
+  """Return (row, begin, end) of a case's images, none across two documents of "packed" rows. They are side by side, at the end
+  and the beginning of a document, across tiles, longer than the window, and at both ends of a row."""
   first = [
     (0, T // 16, T // 5 + 1),
     (0, T // 5 + 1, T // 3 + 1),
@@ -293,29 +295,29 @@ def _images(T: int) -> list[tuple[int, int, int]]:
 
 
 def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarray], tolerance: Sequence[float]) -> CaseResult:
-  """Compares values, dq, dk and dv, all [B, T, heads, H]."""
+  """Compare values, dq, dk and dv, all [B, T, heads, H]."""
   errors, problems = [], []
   padding = np.zeros(got[0].shape[:2], bool) if segments is None else np.asarray(segments) == 0
   for name, x, y in zip(("values", "dq", "dk", "dv"), got, want, strict=True):
     if case.negative and name in ("dq", "dk"):
-      # Along these dimensions the exact gradient is a difference of large equal terms, and rounding is all that is left.
+      # In these dimensions the exact gradient is a difference of large equal terms, so only rounding remains.
       x, y = x[..., 3:], y[..., 3:]
     if bad := int(np.sum(~np.isfinite(x))):
       errors.append(None)
       problems.append(f"{name}: {bad} of {x.size} numbers are not finite")
       continue
     sizes, difference = np.linalg.norm(y, axis=-1), np.linalg.norm(x - y, axis=-1)
-    if case.negative and not sizes.any():  # all scores are at their soft cap, which gives them no gradient
+    if case.negative and not sizes.any():  # all scores are at their soft cap, which has no gradient
       sizes = np.ones_like(sizes)
     whole = np.linalg.norm(difference) / max(np.linalg.norm(sizes), 1e-30)
     worst = np.max(difference / np.maximum(sizes, max(np.mean(sizes), 1e-30)))
     errors.append(float(whole))
     if (blind := np.any(x[padding] != 0, axis=(1, 2))).any():
-      problems.append(f"{name}: not zero at {int(blind.sum())} of {blind.size} positions of padding")
+      problems.append(f"{name}: not zero at {int(blind.sum())} of {blind.size} padding positions")
     elif whole > tolerance[0]:
-      problems.append(f"{name}: relative error {whole:.2g}, at most {tolerance[0]:g} is rounding")
+      problems.append(f"{name}: relative error {whole:.2g}, above the tolerance {tolerance[0]:g}")
     elif worst > tolerance[1]:
-      problems.append(f"{name}: relative error {worst:.2g} in one head, at most {tolerance[1]:g} is rounding")
+      problems.append(f"{name}: relative error {worst:.2g} in one head, above the tolerance {tolerance[1]:g}")
   gradients = errors[1:]
   return CaseResult(
     name=case.name,
@@ -326,6 +328,6 @@ def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarr
 
 
 def words_of_error(error: Exception) -> str:
-  """What a kernel that did not run said, in a line."""
+  """Return the error message of a kernel that did not run, in one line."""
   lines = [line.strip() for line in str(error).splitlines() if line.strip()]
   return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

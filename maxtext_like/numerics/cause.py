@@ -1,16 +1,17 @@
-"""X-ray's cause search: replays on the host, equation by equation, where non-finite numbers arose and where they went.
+"""X-ray's cause search: replays a program on the host, equation by equation, to find where non-finite numbers first appeared.
 
-The device has said for each output of each equation, in each iteration, whether it holds NaN, +inf or -inf. Following the
-dataflow in execution order then tells a cause from a symptom:
+For each output of each equation, in each iteration, the device has recorded whether it contains NaN, +inf or -inf. Following
+the dataflow in execution order distinguishes causes from consequences:
 
-- an output without non-finite numbers is clean, whatever its operands were (the operation masked them);
-- an output whose operands carry a fault carries the same fault, the earliest of them;
-- infinities from literals and constants are intentional (masks, initial values of maxima) and stay so through operations
-  that pass them on: an infinity of a sign that the intentional ones cannot have become is a fault;
-- NaN is a fault as soon as an operation that computes or selects produces it (moving a NaN constant about is not yet one);
-- any other non-finite output is a fault, born in that equation.
+- an output without non-finite numbers is clean, regardless of its operands (the operation masked them);
+- an output whose operands carry a fault carries the earliest of their faults;
+- infinities from literals and constants are intentional (masks, initial values of maxima) and remain so through operations that
+  pass them on. An infinity with a sign that the intentional ones cannot have produced is a fault;
+- NaN is a fault once an operation that computes or selects produces it; moving a NaN constant is not a fault;
+- any other non-finite output is a fault that originates in that equation.
 
-A stacked result of a scan carries one taint for each iteration into the next scan, so layers do not blame each other.
+A stacked result of a scan carries a separate fault for each iteration into the next scan, so one layer is not blamed for
+another.
 """
 
 import dataclasses
@@ -26,19 +27,20 @@ from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Plan, Site
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()
 _BOTH: Signs = frozenset("+-")
-_CARRIED = 128  # faults remembered for each value: beyond, the earliest ones
+_CARRIED = 128  # faults recorded for each value; of more, the earliest are kept
 _FLIP = {"+": "-", "-": "+", "nan": "nan"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-  """One loop around an equation. `index`: the row of xs in a scan, the iteration (from 0) in a while."""
+  """One loop around an equation. `index` is the row of xs in a scan, or the iteration (from 0) in a while loop."""
 
   kind: str
   index: int
   length: int
   reverse: bool = False
-  approximate: bool = False  # a while beyond its kept history: first iteration at which this equation was non-finite
+  # a while loop beyond its recorded history: the first iteration at which this equation was non-finite
+  approximate: bool = False
 
   def __str__(self) -> str:
     name = "layer" if self.kind == "scan" else "iteration"
@@ -47,7 +49,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """A non-finite number born in one equation (or handed in by an input), in one iteration."""
+  """A non-finite number that originates in one equation (or in an input of the program), in one iteration."""
 
   order: int
   site: Site
@@ -59,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-  """What an equation read: a literal's value, or the row of a measured tensor, or neither (not a float)."""
+  """What an equation read: the value of a literal, or the row of a measured tensor, or neither (not a float)."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -71,8 +73,8 @@ class Operand:
 
 @dataclasses.dataclass
 class Value:
-  """What the replay knows of a value: its earliest fault and the order of all it carries, its intentional infinities, its
-  statistics, its slices along axis 0."""
+  """What the replay knows about a value: its earliest fault, the order of all faults that it carries, its intentional
+  infinities, its statistics, and its slices along axis 0."""
 
   fault: Fault | None = None
   signs: Signs = _NONE
@@ -80,7 +82,8 @@ class Value:
   full: bool = False
   slices: list["Value"] | None = None
   carried: frozenset[int] = frozenset()
-  sure: frozenset[int] = frozenset()  # those of `carried` whose way here was measured all along; all of them in a full plan
+  # those of `carried` that were measured on the complete way here; in a full plan all of them
+  sure: frozenset[int] = frozenset()
 
   @property
   def tainted(self) -> bool:
@@ -96,12 +99,13 @@ class Findings:
 
   faults: list[Fault]
   reached: list[tuple[int, frozenset[int]]]  # (output index, orders of the faults it carries)
-  unsure: tuple[int, ...] = ()  # thin plans: orders of sites that may have masked a fault, first met first
-  sure: frozenset[int] = frozenset()  # orders of the faults that reached an output for certain
+  unsure: tuple[int, ...] = ()  # thin plans: orders of sites that may have masked a fault, in the order they were met
+  sure: frozenset[int] = frozenset()  # orders of the faults that certainly reached an output
 
 
 def search(plan: Plan, data, n_outputs: int) -> Findings:
-  """Replay a program's data (host arrays); see the module. Costs nothing when every number is finite."""
+  """Replay a program's data (host arrays); the rules are described at the top of the module. Returns at once if every number is
+  finite."""
   if not _any_bad(data):
     return Findings([], [])
   replay = _Replay()
@@ -131,7 +135,8 @@ class _Replay:
     return fault
 
   def input(self, site: Site | None, rows, *, constant: bool) -> Value:
-    """An input of the program: NaN or infinities in an argument are a fault, infinities in a constant are intentional."""
+    """Return the value of an input of the program. NaN or infinities in an argument are a fault; infinities in a constant are
+    intentional."""
     if site is None:
       return _CLEAN
     row = rows[site.row]
@@ -161,10 +166,10 @@ class _Replay:
     return [read(v) for v in body.jaxpr.outvars]
 
   def replay_leaf(self, node: Node, data, operands, loops) -> list[Value]:
-    if not node.sites:  # exact: outputs hold what the operands hold
+    if not node.sites:  # exact: the outputs contain the values of the operands
       floats = [v for v, a in zip(operands, node.eqn.invars, strict=True) if jaxprs.is_float(a.aval)]
       if len(node.eqn.outvars) == len(operands) and len(operands) > 1:
-        return operands  # optimization_barrier and collectives of several values: one to one
+        return operands  # optimization_barrier and collectives of several values map one to one
       if len(floats) == 1:
         v = floats[0]
         signs = _signs_out(node.eqn.primitive.name, operands) if node.eqn.primitive.name in ("neg", "abs") else v.signs
@@ -181,7 +186,7 @@ class _Replay:
     return outs
 
   def judge(self, node: Node, site: Site, row, operands: Sequence[Value], loops) -> Value:
-    """The rules of the module, for one output."""
+    """Apply the rules of the module to one output."""
     value = Value(row=row, full=site.full)
     signs = _signs(row)
     if not signs:
@@ -198,7 +203,8 @@ class _Replay:
     return value
 
   def guess(self, node: Node, site: Site, operands: Sequence[Value]) -> Value:
-    """An output that a thin plan left out: what its operands carry, for certain only where the equation hands it on."""
+    """Return the value of an output that a thin plan did not measure: it carries the faults of its operands, with certainty
+    only if the equation propagates them."""
     derived = _union([v for v in operands if v.fault is not None])
     handed = [v.sure for i, v in enumerate(operands) if hands_on(node.eqn, i)]
     sure = frozenset().union(*handed)
@@ -220,7 +226,8 @@ class _Replay:
     steps = range(length - 1, -1, -1) if reverse else range(length)
     for step, i in enumerate(steps):
       here = [v.slices[i] if v.slices is not None else v for v in xs]
-      soon = any(flagged[j] for j in steps[step : step + 2])  # the iteration before gives the operands' ranges
+      soon = any(flagged[j] for j in steps[step : step + 2])  # the previous iteration has the operands' ranges
+      # Iterations without any non-finite number are skipped.
       if not soon and not any(v.tainted for v in (*consts, *carry, *here)):
         continue
       loop = Loop("scan", i, length, reverse)
@@ -251,18 +258,19 @@ class _Replay:
 
   def replay_cond(self, node: Node, data, operands, loops) -> list[Value]:
     data = data["children"][node.child]
-    taken = np.unique(data["branch"])  # several only when shards of a shard_map took different branches
+    taken = np.unique(data["branch"])  # several only if shards of a shard_map took different branches
     results = [self.frame(node.frames[b], data["branches"][b], operands[1:], loops) for b in taken]
     return results[0] if len(results) == 1 else [_union(values) for values in zip(*results, strict=True)]
 
   def replay_shard_map(self, node: Node, data, operands, loops) -> list[Value]:
     shards = data["children"][node.child]
-    drop = lambda v: dataclasses.replace(v, slices=None)  # an array's slices are not the shards' slices
+    drop = lambda v: dataclasses.replace(v, slices=None)  # slices of the array are not slices of the shards
     return self.frame(node.frames[0], over_shards(shards), [drop(v) for v in operands], loops)
 
 
 def over_shards(data, axis: int = 0):
-  """Data of a shard_map's body without its shard axis: rows merged, counters the largest, branches kept apart."""
+  """Return the data of a shard_map's body without its shard axis: rows are merged, the largest counter is kept, branches stay
+  separate."""
 
   def walk(tree, key):
     if isinstance(tree, dict):
@@ -285,7 +293,7 @@ def _take(data, i: int):
 
 
 def _bad_iterations(data, length: int) -> np.ndarray:
-  """Which iterations hold a non-finite number anywhere inside, inner loops included."""
+  """Return which iterations contain a non-finite number anywhere inside, including inner loops."""
   found = np.zeros(length, bool)
 
   def walk(tree):
@@ -311,7 +319,7 @@ def _signs(row) -> Signs:
 
 
 def _signs_out(op: str, operands: Sequence[Value]) -> Signs:
-  """The signs of infinity (and NaN) that an operation can pass on from the intentional ones of its operands."""
+  """Return the signs of infinity (and NaN) that an operation can pass on from intentional ones in its operands."""
   signs = [v.signs for v in operands]
   every = frozenset().union(*signs) if signs else _NONE
   if not every:
@@ -334,7 +342,7 @@ def _signs_out(op: str, operands: Sequence[Value]) -> Signs:
 
 
 def _constant(value) -> Value:
-  """A literal or a constant of an inner jaxpr."""
+  """Return the value of a literal or of a constant of an inner jaxpr."""
   if not hasattr(value, "dtype") and not isinstance(value, float | complex):
     return _CLEAN
   if hasattr(value, "dtype") and not jaxprs.is_float(value):
@@ -370,7 +378,7 @@ def _union(values: Sequence[Value]) -> Value:
 
 
 def _beside(values: Sequence[Value]) -> Value:
-  """What holds the numbers of all of them, as arrays side by side: the range is that of all whose range is known."""
+  """Return a value that stands for several arrays together; its range covers those of all arrays with a known range."""
   whole, known = _union(values), [(v.row, v.full) for v in values if v.row is not None]
   if len(known) < 2:
     return whole

@@ -1,4 +1,4 @@
-"""A fault in words: `src/layers/mlp.py:41 mul, layer 0, forward: 1.8e3 x 1.3e3 -> 9.8e5 > 65504`."""
+"""Describes a fault in words: `src/layers/mlp.py:41 mul, layer 0, forward: 1.8e3 x 1.3e3 -> 9.8e5 > 65504`."""
 
 import dataclasses
 import math
@@ -11,22 +11,13 @@ from maxtext_like.numerics.cause import Fault, Loop, Operand
 from maxtext_like.numerics.tensor_statistics import Stats, decode
 
 _INFIX = {"mul": "x", "add": "+", "add_any": "+", "sub": "-", "div": "/", "dot_general": "@", "ragged_dot_general": "@"}
-_NEAR_ZERO = (
-  "div",
-  "log",
-  "rsqrt",
-  "integer_pow",
-  "pow",
-  "log2",
-  "sqrt",
-  "atan2",
-  "rem",
-)  # what matters is the smallest
+# Operations whose smallest operand explains the fault.
+_NEAR_ZERO = ("div", "log", "rsqrt", "integer_pow", "pow", "log2", "sqrt", "atan2", "rem")
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """What an operand held. `low`: smallest |x| (0 when there are zeros); NaN where it was not measured."""
+  """The values of an operand. `low` is the smallest |x| (0 if there are zeros), NaN if it was not measured."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -44,11 +35,17 @@ class Cause:
 
   Attributes:
     op, source, frames: the primitive; `file:line` of the innermost frame outside jax; up to eight frames, innermost first.
-    path: name stack and the calls and loops around.      direction: forward, backward, recomputed, update or input.
-    loops: the loops around, outermost first.      layer: index in the outermost scan, or None.
-    dtype, shape: of the result.      operands: what the equation read.      result: "nan", "inf" or "-inf".
-    nan, inf: how many of each the result holds.      masked: the outputs are finite, a later operation hid it.
-    outputs: names of the outputs that it reached (empty when masked).
+    path: name stack with the surrounding calls and loops.
+    direction: "forward", "backward", "recomputed", "update" or "input".
+    loops: the surrounding loops, outermost first.
+    layer: index in the outermost scan, or None.
+    dtype, shape: dtype and shape of the result.
+    operands: ranges of the values that the equation read.
+    result: "nan", "inf" or "-inf".
+    nan, inf: number of NaN and of infinities in the result.
+    explanation: the fault in words.
+    masked: True if the outputs are finite because a later operation removed the fault.
+    outputs: names of the outputs that the fault reached (empty if masked).
   """
 
   op: str
@@ -70,7 +67,7 @@ class Cause:
 
   def __str__(self) -> str:
     if self.op == "input":
-      text = f"{self.path} (an input) holds {self.explanation}"
+      text = f"{self.path} (an input) contains {self.explanation}"
     else:
       loops = "".join(f", {loop}" for loop in self.loops)
       place = f"{self.source} {self.op}" if self.source else self.op
@@ -79,7 +76,7 @@ class Cause:
 
 
 def explain(fault: Fault, *, masked: bool, outputs: tuple[str, ...] = ()) -> Cause:
-  """A Cause from a fault of the replay."""
+  """Turn a fault of the replay into a Cause."""
   site, stats = fault.site, decode(fault.row, full=fault.site.full, dtype=fault.site.dtype)
   nan, inf = int(stats.nan), int(stats.inf)
   result = "nan" if nan else "-inf" if stats.neg_inf == inf else "inf"
@@ -128,7 +125,7 @@ def _range(operand: Operand) -> Range:
 
 
 def number(x: float) -> str:
-  """Two significant digits: 1.8e3, 0, 65504 stays 65504."""
+  """Format a number with two significant digits: 1.8e3, 0. Limits of formats such as 65504 are kept."""
   if not math.isfinite(x):
     return "?" if math.isnan(x) else str(x)
   if x == 0 or (abs(x) < 1e5 and x == int(x) and (abs(x) < 1e3 or x in tensor_statistics.LIMITS.values())):
@@ -156,7 +153,7 @@ def _words(op, raw, operands: tuple[Range, ...], result: str, stats: Stats, dtyp
   floats = [(i, r) for i, (r, o) in enumerate(zip(operands, raw, strict=True)) if o.float]
   terms = [_term(op, i, r) for i, r in floats]
   limit = tensor_statistics.limit(dtype)
-  # What float32 would have held, when that is the whole story: finite there, beyond the limit here.
+  # The value in float32, if it explains the fault: finite there, and beyond the limit of the dtype.
   wide = float(stats.wide)
   if op == "convert_element_type":
     shown = f"{number(max(wide, _high(floats)))} to {np.dtype(dtype)}" if floats else f"integer to {np.dtype(dtype)}"

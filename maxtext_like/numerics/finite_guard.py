@@ -1,9 +1,8 @@
-"""An optimizer that applies no update which is not finite: around any optax transformation, in anybody's training step.
+"""FiniteGuard wraps any optax transformation so that non-finite updates are not applied. It works in any training loop.
 
-``optax.apply_if_finite`` looks at gradients only, and applies what it was made to keep away once it has come too often. Here
-a step counts as sound when its gradients, the parameters after it and the optimizer's new state are finite; any other leaves
-parameters and state as they were, bit for bit, whatever the number of steps before it. ``check`` ends a run on the host,
-with the arrays by name.
+``optax.apply_if_finite`` only checks gradients, and applies a non-finite update after too many in a row. Here a step is
+accepted if its gradients, the parameters after it and the optimizer's new state are finite. A rejected step leaves parameters
+and state unchanged, bit for bit, however many were rejected before. ``check`` ends a run on the host and names the arrays.
 """
 
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ class FiniteGuardState(NamedTuple):
   """State of the guarded optimizer.
 
   Attributes:
-    inner: of the optimizer that is guarded.
-    skipped: int32, updates left out since the start.
-    skipped_in_row: int32, updates left out since the last one that was applied.
-    gradients, parameters: bool by leaf, in the order of ``jax.tree.leaves``: which of them the last step left finite.
-    optimizer: bool: its new state was finite.
+    inner: state of the wrapped optimizer.
+    skipped: int32, updates rejected since the start.
+    skipped_in_row: int32, updates rejected since the last one that was applied.
+    gradients, parameters: bool for each leaf, in the order of ``jax.tree.leaves``: True if it was finite in the last step.
+    optimizer: bool, True if the optimizer's new state was finite.
   """
 
   inner: Any
@@ -40,13 +39,13 @@ class FiniteGuardState(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-  """The last step as the host sees it.
+  """The result of the last step, on the host.
 
   Attributes:
-    applied: parameters and optimizer were changed.
-    skipped, skipped_in_row: updates left out, ever and since the last one that was applied.
+    applied: True if parameters and optimizer were changed.
+    skipped, skipped_in_row: updates rejected since the start, and since the last one that was applied.
     gradients, parameters: names of the arrays that were, or would have become, non-finite.
-    optimizer: the optimizer's new state was finite.
+    optimizer: True if the optimizer's new state was finite.
   """
 
   applied: bool
@@ -58,22 +57,22 @@ class Verdict:
 
   def __str__(self) -> str:
     if self.applied:
-      return f"applied; {self.skipped} left out so far"
+      return f"applied; {self.skipped} skipped so far"
     found = [(kind, names) for kind, names in (("gradients", self.gradients), ("parameters", self.parameters)) if names]
     if found:
-      kind, names = found[0]  # what the others follow from
+      kind, names = found[0]  # the first kind is the cause of the others
       shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
       what = f"non-finite {kind} of {shown}"
     else:
-      what = "a non-finite state of the optimizer"
-    return f"left out ({self.skipped_in_row} in a row): {what}"
+      what = "non-finite optimizer state"
+    return f"skipped ({self.skipped_in_row} in a row): {what}"
 
 
 class FiniteGuard(optax.GradientTransformationExtraArgs):
-  """A transformation around another, to be used in its place: ``FiniteGuard(optax.adamw(1e-3))``.
+  """Wraps another transformation and is used in its place: ``FiniteGuard(optax.adamw(1e-3))``.
 
-  ``update`` returns zeros in the place of an update that is left out. It is given ``params``, as optimizers with weight decay
-  are; without them the updates are looked at instead of the parameters after them.
+  ``update`` returns zeros for a rejected update. Pass ``params``, as for optimizers with weight decay. Without them the updates
+  are checked instead of the parameters after the update.
 
   Args:
     inner: any optax transformation whose updates are added to the parameters.
@@ -81,7 +80,7 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
 
   def __new__(cls, inner: optax.GradientTransformation) -> "FiniteGuard":
     if not callable(getattr(inner, "init", None)) or not callable(getattr(inner, "update", None)):
-      raise TypeError(f"FiniteGuard({inner!r:.60}): no transformation of optax\n  fix: as in FiniteGuard(optax.adamw(1e-3))")
+      raise TypeError(f"FiniteGuard({inner!r:.60}): not an optax transformation\n  fix: FiniteGuard(optax.adamw(1e-3))")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Any) -> FiniteGuardState:
@@ -109,23 +108,23 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
 
   @staticmethod
   def verdict(state: Any, params: Any) -> Verdict:
-    """What became of the last step. Waits for it.
+    """Return the result of the last step. Blocks until the step is finished.
 
     Args:
-      state: of the optimizer; also as ``nnx.Optimizer.opt_state`` has it.
-      params: the tree that was trained; its paths are the names.
+      state: state of the optimizer, also in the form of ``nnx.Optimizer.opt_state``.
+      params: the trained tree; its paths are the names.
 
     Raises:
-      ValueError: the state is not this class's, or of another tree.
+      ValueError: the state is not this class's, or belongs to another tree.
     """
     if not all(hasattr(state, field) for field in FiniteGuardState._fields):
       inside = hasattr(state, "opt_state")
       raise ValueError(
         f"{type(state).__name__} is not the state of a FiniteGuard\n  fix: "
         + (
-          "give its opt_state"
+          "pass its opt_state"
           if inside
-          else "let it be the outermost, FiniteGuard(optax.chain(...)), or take its part of the state"
+          else "make FiniteGuard the outermost transformation, FiniteGuard(optax.chain(...)), or pass its part of the state"
         )
       )
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
@@ -134,8 +133,8 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
     flags = read(state.gradients)
     if len(flags) != len(names):
       raise ValueError(
-        f"params has {len(names)} arrays, the guard {len(flags)}\n"
-        "  fix: give the tree that was trained; of a Flax module, nnx.state(model, nnx.Param)"
+        f"params has {len(names)} arrays, but the guard's state has {len(flags)}\n"
+        "  fix: pass the trained tree; for a Flax module, nnx.state(model, nnx.Param)"
       )
     bad = lambda flags: tuple(name for name, sound in zip(names, read(flags), strict=True) if not sound)
     in_row = int(read(state.skipped_in_row))
@@ -150,19 +149,20 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
 
   @classmethod
   def check(cls, state: Any, params: Any, *, max_skipped: int = 1) -> Verdict:
-    """``verdict``, which must not show ``max_skipped`` updates left out in a row. Call it as often as waiting is worth it.
+    """Return ``verdict`` and raise if ``max_skipped`` updates in a row were rejected. It blocks, so call it only as often as
+    needed.
 
     Raises:
-      NonFiniteError: it does; the parameters are those before the first of them.
+      NonFiniteError: too many updates were rejected. The parameters are those before the first rejected update.
     """
     found = cls.verdict(state, params)
     if found.skipped_in_row >= max_skipped:
-      raise NonFiniteError(f"update {found}; nothing of it was applied. `maxtext_like.xray` of the step tells the cause")
+      raise NonFiniteError(f"update {found}; it was not applied. To find the cause, use `maxtext_like.xray` on the step")
     return found
 
 
 def _sound(tree: Any) -> jax.Array:
-  """bool by leaf: no NaN and no infinity in it; leaves of whole numbers are."""
+  """Return a bool for each leaf: True if it has no NaN and no infinity. Leaves of integers are always True."""
   inexact = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
   flags = [jnp.all(jnp.isfinite(x)) if inexact(x) else jnp.ones((), bool) for x in jax.tree.leaves(tree)]
   return jnp.stack(flags) if flags else jnp.ones((0,), bool)

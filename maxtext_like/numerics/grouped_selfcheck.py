@@ -1,7 +1,8 @@
-"""The self-test of a grouped kernel: values and both gradients against products of whole groups in float32.
+"""Self-test of a grouped kernel: values and both gradients, compared with products of complete groups in float32.
 
-As for attention (``kernel_test``): a kernel is tried on the device that will run it, in the shapes that it will get. What is
-looked at is what tiles get wrong: groups that end inside one, groups without rows, one that takes all, rows that are no one's.
+As for attention (``attention_selfcheck``), a kernel is tested on the device that will run it, in the shapes that it will get.
+The cases cover common errors of tiled kernels: groups that end inside a tile, groups without rows, one group with all rows, and
+rows that belong to no group.
 
 M rows, D summed, F columns, G groups.
 """
@@ -17,22 +18,23 @@ from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
 from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
 
 _GROUPS, _SUMMED, _ROWS = 6, 512, 700
-# Relative error of a whole array and of its worst row; float32 products of "default" round as bfloat16 ones do.
+# Largest relative error of a complete array and of its worst row. float32 products with precision "default" round like bfloat16
+# products.
 _TOLERANCE = {"bfloat16": (1e-2, 0.1), "float16": (2e-3, 2e-2), "rounded": (1e-2, 0.1), "float32": (1e-4, 1e-3)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedShape:
-  """What decides how a kernel works; sizes that do not are small.
+  """The properties that decide how a kernel works. Sizes that do not matter are small.
 
   Attributes:
     kernel: its name.
-    dtype: of rows and matrices.
-    sums: float32 sums are handed on, and rows and cotangents have float32's range.
+    dtype: dtype of rows and matrices.
+    sums: the float32 sums are returned, and rows and cotangents have float32's range.
     precision: ``matmul_precision``.
     summed, columns: D and F, the same modulo 256.
     groups: G.
-    rows: M, of which a group has a mean share.
+    rows: M, of which each group has the mean share.
   """
 
   kernel: Name
@@ -52,7 +54,7 @@ class GroupedShape:
 def grouped_shape(
   name: Name, *, dtype: str, sums: bool, precision: str, summed: int, columns: int, groups: int, rows: int
 ) -> GroupedShape:
-  """What the test of a product stands for."""
+  """Return the shape whose test represents a product."""
   small = lambda n: n if n <= _SUMMED else _SUMMED + n % 256
   few = min(groups, _GROUPS)
   mean = max(1, min(rows // groups, _ROWS))
@@ -63,7 +65,7 @@ def grouped_shape(
 
 
 def cases(shape: GroupedShape) -> dict[str, np.ndarray]:
-  """int32 [G] sizes by the name of the trial."""
+  """Return the group sizes, int32 [G], by the name of the case."""
   G, M = shape.groups, shape.rows
   rng = np.random.default_rng(0)
   share = lambda total, groups: rng.multinomial(total, np.full(groups, 1 / groups))
@@ -77,14 +79,15 @@ def cases(shape: GroupedShape) -> dict[str, np.ndarray]:
 
 
 def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
-  """Tries a kernel on JAX's default device.
+  """Test a kernel on JAX's default device.
 
   Args:
     shape: of the product.
-    product: what to try, as ``GroupedKernel.run``, or with sums as ``GroupedKernel.sums``; None: the kernel of the shape.
+    product: the function to test, with the signature of ``GroupedKernel.run``, or of ``GroupedKernel.sums`` with sums; None for
+      the kernel of the shape.
 
   Returns:
-    A result for each of ``cases``, in order. A kernel that raises has failed, with its words.
+    A result for each of ``cases``, in order. A kernel that raises has failed; its message is the problem.
   """
   if product is None:
     product = kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run
@@ -93,17 +96,17 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   exact = _both_ways(_written_out)
   rounded = shape.dtype == "float32" and shape.precision == "default"
   tolerances = [_TOLERANCE["rounded" if rounded else shape.dtype]] * 3
-  if shape.sums:  # what is multiplied is exact, and only the gradient of the matrices is rounded
+  if shape.sums:  # the operands are exact, and only the gradient of the matrices is rounded
     tolerances[:2] = [_TOLERANCE["float32"]] * 2
   powers = np.asarray(_powers(shape), np.float64)
-  units = 1 / powers, powers, 1.0  # so that every row counts
+  units = 1 / powers, powers, 1.0  # undo the powers, so that every row counts equally
   results = []
   for name, sizes in cases(shape).items():
     given = _arguments(shape, sizes)
     try:
       got = [np.asarray(x, np.float64) * unit for x, unit in zip(jax.device_get(tried(*given)), units, strict=True)]
     except Exception as error:
-      # Whatever the kernel's libraries raise, it did not run: that is the finding.
+      # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
       continue
     want = [np.asarray(x, np.float64) * unit for x, unit in zip(jax.device_get(exact(*given)), units, strict=True)]
@@ -112,7 +115,7 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
 
 
 def _both_ways(function: Any) -> Any:
-  """Compiled (x, w, sizes, cotangent) -> [values, dx, dw], in float32."""
+  """Return a compiled (x, w, sizes, cotangent) -> [values, dx, dw], in float32."""
 
   def run(x, w, sizes, g):
     out, backward = jax.vjp(lambda x, w: function(x, w, sizes).astype(jnp.float32), x, w)
@@ -122,7 +125,7 @@ def _both_ways(function: Any) -> Any:
 
 
 def _written_out(x, w, sizes):
-  """Every row times every matrix, of which its own counts."""
+  """Multiply every row by every matrix and select the row's own group."""
   group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right")
   every = jnp.einsum("MD,GDF->GMF", x, w, precision="highest")
   own = (group == jnp.arange(w.shape[0])[:, None])[..., None]
@@ -130,7 +133,8 @@ def _written_out(x, w, sizes):
 
 
 def _arguments(shape: GroupedShape, sizes: np.ndarray) -> tuple[Any, ...]:
-  """x, w, sizes and the cotangent, float32 numbers that the dtype holds exactly. No one's rows have no cotangent, as in MoE."""
+  """Return x, w, sizes and the cotangent: float32 numbers that the dtype represents exactly. Rows of no group have no
+  cotangent, as in an MoE layer."""
   rng = np.random.default_rng(1)
   M, G, D, F = shape.rows, shape.groups, shape.summed, shape.columns
   x, w, g = (rng.normal(size=size).astype(np.float32) for size in ((M, D), (G, D, F), (M, F)))
@@ -140,8 +144,8 @@ def _arguments(shape: GroupedShape, sizes: np.ndarray) -> tuple[Any, ...]:
 
 
 def _powers(shape: GroupedShape) -> jax.Array:
-  """float32 [M, 1], what rows are multiplied with and their cotangents divided by, which leaves the matrices their gradient: of
-  sums powers of two that take both beyond float16, up and down; else 1."""
+  """Return float32 [M, 1]: factors of the rows, by which their cotangents are divided, so that the gradient of the matrices is
+  unchanged. With sums they are powers of two that leave the range of float16 in both directions; otherwise 1."""
   return jnp.ldexp(jnp.float32(1), 20 * (jnp.arange(shape.rows) % 3 - 1) * shape.sums)[:, None]
 
 
@@ -150,7 +154,7 @@ def _judge(
 ) -> CaseResult:
   errors, problems = [], []
   for what, x, y, tolerance in zip(("values", "dx", "dw"), got, want, tolerances, strict=True):
-    if what == "values":  # no one's are no one's
+    if what == "values":  # rows of no group are not compared
       x, y = x[:used], y[:used]
     if bad := int(np.sum(~np.isfinite(x))):
       errors.append(None)

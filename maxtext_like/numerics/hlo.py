@@ -1,8 +1,8 @@
-"""A lowered or compiled program as a flat list of its instructions: what each computes, in which dtypes, and for which layer.
+"""Reads a lowered or compiled program as a flat list of instructions, with dtypes and the scope names of layers.
 
-Two texts are read: StableHLO, what JAX asks of the compiler, and HLO, what a compiler made of it. In both every instruction
-carries the path of the code that asked for it, ``jit(step)/transpose(jvp(attention))/qk_product/dot_general``: transforms,
-loops and the names that the layers give to their parts (``jax.named_scope``).
+Two formats are supported: StableHLO, the input of the compiler, and HLO, its output. In both, every instruction has the path of
+the code that requested it, ``jit(step)/transpose(jvp(attention))/qk_product/dot_general``: transformations, loops and the scope
+names of the layers (``jax.named_scope``).
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any, Literal
 Pass = Literal["forward", "recomputed", "backward"]
 
 FLOATS = ("f64", "f32", "bf16", "f16")
-"""Dtypes that this project computes in, as programs spell them; float8 ones begin with f8."""
+"""Dtypes that this project computes in, as programs spell them. float8 dtypes begin with f8."""
 
 _WRAPPED = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint)\((.*)\)$")
 _NAME = re.compile(r'^loc\("((?:[^"\\]|\\.)*)"')
@@ -24,17 +24,17 @@ _SHAPE = re.compile(r"^tensor<((?:\d+x)*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-  """One instruction of a program; a loop's body counts once, a function's once for each place it is called from.
+  """One instruction of a program. The body of a loop counts once; a function counts once for each call.
 
   Attributes:
-    kind: "dot", "exponential", "multiply", ...: StableHLO's word; dot_general, ragged_dot and convolution are "dot".
-    path: of the code that asked for it.
-    operands, results: dtypes, as "bf16".
-    precision: of a dot: "default", "high", "highest"; "" elsewhere.
-    target: what a custom call calls.
-    reducer: of a reduction: what it does, as "add".
-    placed: of a sum between devices in a compiled program, for each array: every device adds its own part of it, put into
-      zeros, so that it is a gather, which loses nothing in any dtype.
+    kind: StableHLO's name, such as "exponential" or "multiply". dot_general, ragged_dot and convolution are "dot".
+    path: path of the code that requested it.
+    operands, results: dtypes, such as "bf16".
+    precision: of a dot: "default", "high" or "highest"; otherwise "".
+    target: the target of a custom call.
+    reducer: the operation of a reduction, such as "add".
+    placed: for a sum between devices in a compiled program, one bool per array: True if every device adds its part of the array
+      into zeros, so that the sum is a gather and exact in every dtype.
   """
 
   kind: str
@@ -48,14 +48,14 @@ class Instruction:
 
   @property
   def stage(self) -> Pass:
-    """Which pass it belongs to: what the backward pass computes again of the forward pass is "recomputed"."""
+    """The pass that it belongs to. Parts of the forward pass that the backward pass recomputes are "recomputed"."""
     if "rematted_computation" in self.path:
       return "recomputed"
     return "backward" if "transpose(" in self.path else "forward"
 
   @property
   def scopes(self) -> tuple[str, ...]:
-    """The names along the path, outermost first, without the transforms around them and without the operation's own."""
+    """The names in the path, outermost first, without transformations and without the operation's own name."""
     return _scopes(self.path)
 
 
@@ -75,9 +75,9 @@ class Reading:
   """A program.
 
   Attributes:
-    instructions: all of them, those of called functions included.
-    arguments: dtype of every argument by its name, as ``state['params']['embedding']['table']``.
-    gradients: dtypes of the gradients that are scaled for clipping; empty where the text does not show them.
+    instructions: all instructions, including those of called functions.
+    arguments: dtype of every argument by name, such as ``state['params']['embedding']['table']``.
+    gradients: dtypes of the gradients that are scaled for clipping; empty if the text does not show them.
   """
 
   instructions: list[Instruction]
@@ -86,7 +86,7 @@ class Reading:
 
 
 def read_stablehlo(module: Any) -> Reading:
-  """Reads an MLIR module, as ``lowered.compiler_ir("stablehlo")`` returns it."""
+  """Read an MLIR module, as ``lowered.compiler_ir("stablehlo")`` returns it."""
   functions = {}
   for op in module.body.operations:
     if op.operation.name == "func.func":
@@ -114,9 +114,9 @@ def _walk(op: Any, prefix: str, functions: dict[str, Any]) -> Iterator[Instructi
         dialect, _, name = o.name.partition(".")
         if dialect in ("stablehlo", "chlo") and o.results:
           yield _instruction(o, name, path)
-        # The body of a reduction is one scalar operation, told with the reduction.
+        # The body of a reduction is one scalar operation, which is recorded with the reduction.
         if name not in ("reduce", "reduce_window", "scatter", "sort", "all_reduce", "reduce_scatter", "select_and_scatter"):
-          # Inside a shard_map names begin anew; inside a loop they go on.
+          # Names inside a shard_map start from scratch; names inside a loop continue the outer path.
           yield from _walk(o, path if o.name == "sdy.manual_computation" else prefix, functions)
 
 
@@ -139,7 +139,7 @@ def _instruction(o: Any, name: str, path: str) -> Instruction:
 
 
 def _joined(prefix: str, name: str) -> str:
-  # JAX lowers a function once and names what is inside relative to the call.
+  # JAX lowers a function once, with names relative to the call.
   return f"{prefix}/{name}" if prefix and name else prefix or name
 
 
@@ -163,12 +163,13 @@ def _shape(kind: Any) -> str:
 
 
 def _gradient_dtypes(body: Any, shapes: set[str]) -> set[str]:
-  """Dtypes of what is multiplied by the clipping factor: arrays of a parameter's shape, outside every named part.
+  """Return the dtypes of the arrays that are multiplied by the clipping factor: arrays of a parameter's shape, outside every
+  named scope.
 
-  The step widens a gradient to float32 there. A conversion that nothing else reads is that widening, and tells the dtype
-  of the gradient; where there is none, or where the finiteness check reads the same array, the gradient is what it is.
-  The factor is the one scalar that most of these arrays are multiplied by; of several factors in a row (a norm beyond
-  float32 is gone down to in halves) the first.
+  The step converts a gradient to float32 there. A conversion with no other reader is that conversion, and its input has the
+  gradient's dtype. Without a conversion, or if the finiteness check reads the same array, the array is the gradient. The
+  clipping factor is the scalar that most of these arrays are multiplied by. With several factors in a row (a norm beyond
+  float32 is applied in two halves) it is the first.
   """
   found: dict[Any, list[str]] = {}
   scaled = set()
@@ -195,7 +196,7 @@ def _gradient_dtypes(body: Any, shapes: set[str]) -> set[str]:
 
 
 def _source(value: Any) -> Any:
-  """The operation that makes a value; None for an argument of the body."""
+  """Return the operation that produces a value; None for an argument of the body."""
   owner = getattr(value.owner, "operation", value.owner)
   return owner if hasattr(owner, "name") and hasattr(owner, "operands") else None
 
@@ -215,12 +216,12 @@ _HLO_KINDS = {
 
 
 def hlo_lines(text: str) -> list[str]:
-  """The lines of HLO text, an instruction in each.
+  """Return the lines of HLO text, one instruction per line.
 
-  Newer compilers write an element of a tuple, where it is read, as ``%while.3#14``. Here that is an instruction's name:
-  ``%while.3#14 = f32[8]{0} get-tuple-element(%while.3), index=14``.
+  Newer compilers write an element of a tuple, at the place where it is read, as ``%while.3#14``. This function adds an
+  instruction with that name: ``%while.3#14 = f32[8]{0} get-tuple-element(%while.3), index=14``.
   """
-  # A kernel's own description, JSON inside an instruction, is broken over several lines.
+  # The description of a kernel, JSON inside an instruction, spans several lines.
   lines = re.sub(r'\n(?="|\}\})', " ", text).splitlines()
   if not any(map(_BY_NUMBER.search, lines)):
     return lines
@@ -236,7 +237,7 @@ def hlo_lines(text: str) -> list[str]:
 
 
 def _element_type(tuple_type: str, index: int) -> str:
-  """Of "(f32[8,2]{1,0:T(8,128)}, (s32[], u32[]))" and 1 "(s32[], u32[])"."""
+  """Return an element of a tuple type: for "(f32[8,2]{1,0:T(8,128)}, (s32[], u32[]))" and 1 it is "(s32[], u32[])"."""
   depth, begin, elements = 0, 1, []
   for i, c in enumerate(tuple_type):
     depth += (c in "([{") - (c in ")]}")
@@ -247,11 +248,11 @@ def _element_type(tuple_type: str, index: int) -> str:
 
 
 def read_hlo(text: str) -> Reading:
-  """Reads the HLO text of a compiled program, what is inside fusions included."""
+  """Read the HLO text of a compiled program, including the instructions inside fusions."""
   types: dict[str, tuple[str, ...]] = {}
-  made: dict[str, tuple[str, str]] = {}  # opcode and what follows it, by the name of an instruction
-  roots: dict[str, str] = {}  # the instruction that a computation ends with, by its name
-  parameters: dict[str, dict[int, str]] = {}  # of a computation
+  made: dict[str, tuple[str, str]] = {}  # opcode and the text after it, by the name of an instruction
+  roots: dict[str, str] = {}  # the last instruction of each computation
+  parameters: dict[str, dict[int, str]] = {}  # parameters of each computation, by number
   instructions, arguments = [], {}
   lines = hlo_lines(text)
   computation = ""
@@ -300,7 +301,7 @@ def read_hlo(text: str) -> Reading:
 
 
 def _operands(rest: str) -> str:
-  """The text up to the bracket that closes the operands."""
+  """Return the text up to the bracket that closes the operands."""
   depth = 1
   for i, c in enumerate(rest):
     depth += (c == "(") - (c == ")")
@@ -325,12 +326,12 @@ def _hlo_reducer(rest: str, roots: dict[str, str], made: _Made) -> str:
 
 @dataclass(frozen=True)
 class _Sources:
-  """Where arrays come from in HLO text.
+  """Finds where arrays come from in HLO text.
 
   Attributes:
-    made: opcode and what follows it, by the name of an instruction.
-    roots: the instruction that a computation ends with.
-    given: what a fusion reads, by the name of its parameter inside.
+    made: opcode and the text after it, by the name of an instruction.
+    roots: the last instruction of each computation.
+    given: the operand of a fusion, by the name of the matching parameter inside.
   """
 
   made: _Made
@@ -339,7 +340,7 @@ class _Sources:
 
   @classmethod
   def of(cls, made: _Made, roots: dict[str, str], parameters: dict[str, dict[int, str]]) -> "_Sources":
-    """parameters: of each computation, by number."""
+    """Build it from the instructions. ``parameters`` are those of each computation, by number."""
     given = {}
     for opcode, rest in made.values():
       if opcode == "fusion" and (called := _CALLED.search(rest)):
@@ -348,7 +349,8 @@ class _Sources:
     return cls(made, roots, given)
 
   def before(self, name: str) -> list[str]:
-    """What an instruction reads; of a fusion its result inside, of a parameter inside what the fusion reads."""
+    """Return what an instruction reads. For a fusion it is the fusion's result inside; for a parameter inside it is the
+    fusion's operand."""
     opcode, rest = self.made.get(name, ("", ""))
     if opcode == "fusion" and (called := _CALLED.search(rest)):
       return [self.roots[called[1]]] if called[1] in self.roots else []
@@ -357,7 +359,7 @@ class _Sources:
     return _names(rest)
 
   def maker(self, name: str) -> str:
-    """The instruction that made an array, before copies."""
+    """Return the instruction that produced an array, ignoring copies."""
     while self.made.get(name, ("", ""))[0] in _SAME_ARRAY and (before := self.before(name)):
       name = before[0]
     return name
@@ -366,7 +368,7 @@ class _Sources:
     return self.made.get(name, ("", ""))[0]
 
   def by_device(self, name: str) -> bool:
-    """Whether a number comes of the device's own."""
+    """Return True if a number depends on the device's own number."""
     seen, todo = set(), [name]
     while todo:
       if (name := todo.pop()) not in seen:
@@ -377,8 +379,9 @@ class _Sources:
     return False
 
   def placed(self, name: str) -> bool:
-    """Whether an array is zeros but for a part, whose place a device computes of its own number. So a compiler gathers parts
-    of uneven sizes. The gradient of a slice is zeros but for a part too, in the same place on all devices."""
+    """Return True if an array is zero except for a part at an offset that depends on the device's number. Compilers gather
+    parts of uneven sizes this way. The gradient of a slice is also zero except for a part, but at the same offset on all
+    devices."""
     update = self.maker(name)
     if self.opcode(update) != "dynamic-update-slice":
       return False

@@ -1,7 +1,7 @@
-"""X-ray's report as one HTML file: heat maps of headroom, tensors x layers, without script or network.
+"""X-ray's report as one HTML file with heat maps of headroom (tensors x layers), without scripts or network access.
 
-Colours follow cividis (monotone in lightness, made for readers without colour vision); every cell also carries its number
-of bits, and what is wrong carries a symbol, so nothing is said by colour alone.
+The colours follow cividis, which has monotone lightness and suits colour-blind readers. Every cell also shows its number of
+bits, and faults have a symbol, so nothing depends on colour alone.
 """
 
 import html
@@ -14,7 +14,7 @@ from maxtext_like.numerics.xray_report import Report, Tensor, severity, worst_in
 
 # Nine points of matplotlib's cividis (Nuñez, Anderton, Renslow 2018), dark to light.
 _CIVIDIS = ("00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "fee838")
-_MOST_BITS = 16.0  # headroom at which a cell has the darkest colour
+_MOST_BITS = 16.0  # headroom with the darkest colour
 _ROWS = 120
 
 _STYLE = """
@@ -34,7 +34,7 @@ summary { cursor: pointer; font-weight: 600; margin: .6rem 0; }
 
 
 def page(report: Report, title: str) -> str:
-  """The whole page. Heat maps are grouped by loop length: tensors of the same scanned stack share a map."""
+  """Return the complete page. Heat maps are grouped by loop length: tensors of the same scanned stack share a map."""
   text = [
     f"<!DOCTYPE html><html lang=en><head><meta charset=utf-8><title>{html.escape(title)}</title>",
     f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>",
@@ -52,7 +52,7 @@ def page(report: Report, title: str) -> str:
 
 
 def colour(bits: float) -> tuple[str, str]:
-  """(background, text colour) for a headroom in bits: light is little headroom, dark is much."""
+  """Return (background, text colour) for a headroom in bits: light means little headroom, dark means much."""
   if math.isnan(bits):
     return "#ffffff", "#555555"
   where = (1 - min(max(bits / _MOST_BITS, 0.0), 1.0)) * (len(_CIVIDIS) - 1)
@@ -65,7 +65,7 @@ def colour(bits: float) -> tuple[str, str]:
 
 
 def symbol(bits: float, bad: int) -> str:
-  """A cell's text: non-finite, does not fit, or the whole bits of headroom."""
+  """Return a cell's text: a symbol for non-finite or out-of-range numbers, or the integer number of bits of headroom."""
   if bad:
     return "✕"
   if math.isnan(bits):
@@ -76,7 +76,7 @@ def symbol(bits: float, bad: int) -> str:
 
 
 def _groups(report: Report) -> dict[tuple[str, int], list[Tensor]]:
-  """Tensors by their outermost loop (kind, length); ("", 1) is what lies outside loops. Longest stack first."""
+  """Group tensors by their outermost loop (kind, length), the longest stack first; ("", 1) holds tensors outside loops."""
   found: dict[tuple[str, int], list[Tensor]] = {}
   for t in report.tensors:
     if t.minor:
@@ -91,7 +91,7 @@ def _heat_map(tensors: list[Tensor], kind: str, length: int, fmt: str) -> str:
   chosen = sorted(worst, key=lambda t: t.order)
   label = {"scan": "layer", "layer": "layer", "while": "iteration", "rows": "row"}.get(kind, "")
   heads = "".join(f"<th>{i}</th>" for i in range(length)) if kind else "<th></th>"
-  left_out = f", the {_ROWS} with least headroom of {len(tensors)}" if len(tensors) > _ROWS else ""
+  left_out = f", the {_ROWS} of {len(tensors)} tensors with the least headroom" if len(tensors) > _ROWS else ""
   title = f"{label} 0 to {length - 1}{left_out}" if kind else f"outside loops{left_out}"
   rows = [
     f"<h2>{title}</h2><div class=scroll><table class=heat><thead><tr>"

@@ -1,10 +1,10 @@
-"""X-ray's interpreter: evaluates a jaxpr as the plain program does, and returns the statistics as extra outputs.
+r"""X-ray's interpreter: evaluates a jaxpr like the original program and returns statistics as extra outputs.
 
-Everything happens while jit traces; no callback is left in the program. Data of a frame:
+Everything happens during tracing; the program contains no callback. The data of a frame is:
   {"rows": int32 [sites, COLUMNS], "children": [data of each loop in the frame, in plan order]}
-where a scan adds its iteration as a leading axis (in the order of its xs), a shard_map its shards, a cond is
-{"branch": int32, "branches": [data]}, and a while is {"steps": int32, "first_bad": int32 [sites...], "history": data}
-with its first `while_history` iterations as a leading axis, the last entry merging all later ones.
+A scan adds its iteration as a leading axis (in the order of its xs), and a shard_map its shards. A cond is {"branch": int32,
+"branches": [data]}. A while loop is {"steps": int32, "first_bad": int32 [sites...], "history": data} with its first
+`while_history` iterations as a leading axis; the last entry merges all later iterations.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ _HISTORY_BYTES = 4 << 20
 
 
 class Interpreter:
-  """Runs a plan. `while_history`: iterations of a while loop whose statistics are kept apart."""
+  """Runs a plan. `while_history` is the number of iterations of a while loop whose statistics are kept separately."""
 
   def __init__(self, plan: Plan, while_history: int):
     self.plan, self.while_history = plan, while_history
 
   def program(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Outputs of the planned program, and its data (see the module)."""
+    """Return the outputs of the planned program, and its data (see the module)."""
     frame = self.plan.frame
     assert frame.body is not None
     rows: list[Any] = [None] * len(frame.sites)
@@ -41,7 +41,7 @@ class Interpreter:
     return self.frame(frame, args, (), rows)
 
   def frame(self, frame: Frame, args: Sequence[Any], axes: tuple[str, ...], rows: list[Any] | None = None):
-    """Outputs and data of one frame. `axes`: the manual mesh axes of the shard_maps around it."""
+    """Return the outputs and data of one frame. `axes` are the manual mesh axes of the surrounding shard_maps."""
     rows = [None] * len(frame.sites) if rows is None else rows
     children: list[Any] = [None] * len(frame.children)
     assert frame.body is not None
@@ -63,7 +63,7 @@ class Interpreter:
       env.update(zip(node.eqn.outvars, outs, strict=True))
       for v in {v for v in node.eqn.invars if not jaxprs.is_literal(v)}:
         if last[v] == i and v not in keep:
-          del env[v]  # the tracer is not needed again: lets large programs be traced in less memory
+          del env[v]  # frees the tracer, so that large programs can be traced in less memory
     return [read(v) for v in body.jaxpr.outvars]
 
   def run_leaf(self, node: Node, operands, axes, rows, children):
@@ -171,7 +171,7 @@ class Interpreter:
 
 
 def _widened(node: Node, operands):
-  """The equation evaluated in float32 on its rounded operands: what the result would be without the narrow range."""
+  """Evaluate an equation in float32 on its rounded operands, which gives the result without the narrow range."""
   wide = [x.astype(jnp.float32) if jaxprs.is_float(jax.typeof(x)) else x for x in map(jnp.asarray, operands)]
   if node.eqn.primitive.name == "convert_element_type":
     return wide[0].astype(jnp.float32)
@@ -179,7 +179,7 @@ def _widened(node: Node, operands):
 
 
 def _constrain(values, shardings):
-  """Keep what an inner jit asked of the placement of its operands and results, although it is inlined."""
+  """Apply the shardings that an inner jit requested for its operands and results, although it is inlined."""
   if shardings is None:
     return values
   fixed = lambda x, s: lax.with_sharding_constraint(x, s) if isinstance(s, jax.sharding.NamedSharding) else x
@@ -187,7 +187,7 @@ def _constrain(values, shardings):
 
 
 def _map(on_rows, on_other, *trees):
-  """Map over data, rows apart from counters and branches."""
+  """Map over data, with separate functions for rows and for counters and branches."""
 
   def leaf(path, *leaves):
     is_rows = isinstance(path[-1], jax.tree_util.DictKey) and path[-1].key == "rows"
@@ -197,13 +197,13 @@ def _map(on_rows, on_other, *trees):
 
 
 def _blank(shape, axes):
-  """Data in which nothing has happened."""
+  """Return the data of a frame that has not run."""
   blank = _map(lambda s: jnp.broadcast_to(tensor_statistics.neutral(), s.shape), lambda s: jnp.zeros(s.shape, s.dtype), shape)
   return jax.tree.map(lambda x: vary(x, axes), blank)
 
 
 def _rows_of(data) -> list[Any]:
-  """The arrays of rows in data, in a fixed order; the first is the frame's own."""
+  """Return the arrays of rows in data, in a fixed order; the first is that of the frame itself."""
   found: list[Any] = [data["rows"]]
   _map(lambda r: found.append(r), lambda _: None, data["children"])
   return found
@@ -214,5 +214,6 @@ def _bad(rows):
 
 
 def _merge(old, new):
-  """Data of an earlier and a later run of the same frame: rows merge, loop counters and branches are the later ones."""
+  """Merge the data of an earlier and a later run of the same frame: rows are merged, counters and branches are those of the
+  later run."""
   return _map(tensor_statistics.merge, lambda _, b: b, old, new)

@@ -1,7 +1,7 @@
-"""What x-ray needs to know of a jaxpr, and the only file that knows how jax 0.10 and 0.12 differ there.
+"""Access to jaxprs for x-ray. This is the only file that handles the differences between jax 0.10 and 0.12.
 
-Between the two releases closed jaxprs merged into jaxprs, a scan's operand counts moved from `num_consts`/`num_carry` into
-trees (`ft_in`), and the axes a value varies over moved from `vma` to `manual_axis_type`.
+Between the two releases closed jaxprs were merged into jaxprs, a scan's operand counts moved from `num_consts`/`num_carry` into
+trees (`ft_in`), and the axes that a value varies over moved from `vma` to `manual_axis_type`.
 """
 
 import functools
@@ -15,20 +15,20 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.extend.core import primitives as prims
 
-# Primitives that contain jaxprs for a reason that is not control flow: the jaxpr is the (scalar) reducer.
+# Primitives whose jaxpr is only a scalar reducer, not control flow.
 _REDUCERS = ("reduce", "scatter", "select_and_scatter", "argm", "sort")
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _JAX = os.path.dirname(os.path.abspath(jax.__file__))
 
 
 def open_jaxpr(jaxpr) -> tuple[Any, Sequence[Any]]:
-  """A jaxpr, closed or not, as (something with .invars .constvars .eqns .outvars, values of its constvars)."""
+  """Return a jaxpr, closed or not, as (object with .invars .constvars .eqns .outvars, values of its constvars)."""
   inner = getattr(jaxpr, "jaxpr", jaxpr)
   return inner, getattr(jaxpr, "consts", ())
 
 
 def call_jaxpr(eqn):
-  """The one jaxpr that an equation runs exactly once on exactly its operands, or None when it is no such call."""
+  """Return the jaxpr that an equation runs exactly once on exactly its operands, or None if it is not such a call."""
   if eqn.primitive in (prims.jit_p, prims.remat_p):
     return eqn.params["jaxpr"]
   if eqn.primitive in (prims.custom_jvp_call_p, prims.custom_vjp_call_p, prims.closed_call_p, prims.call_p):
@@ -41,7 +41,7 @@ def is_remat(eqn) -> bool:
 
 
 def remat_barrier(eqn) -> list[bool]:
-  """For each operand of a remat equation, whether its lowering hides it from common subexpression elimination."""
+  """Return, for each operand of a remat equation, whether its lowering hides it from common subexpression elimination."""
   prevent = eqn.params["prevent_cse"] if eqn.params["differentiated"] else False
   return [prevent] * len(eqn.invars) if isinstance(prevent, bool) else list(prevent)
 
@@ -71,12 +71,12 @@ def is_shard_map(eqn) -> bool:
 
 
 def touches_ref(eqn) -> bool:
-  """Whether an operand is a mutable reference: such loops cannot be rebuilt from values."""
+  """Return True if an operand is a mutable reference. Such loops cannot be rebuilt from values."""
   return any("Ref" in type(v.aval).__name__ for v in eqn.invars if not is_literal(v))
 
 
 def hides_jaxpr(eqn) -> bool:
-  """Whether an equation that x-ray does not enter contains work (not only a scalar reducer)."""
+  """Return True if an equation that x-ray does not enter contains work other than a scalar reducer."""
   return not eqn.primitive.name.startswith(_REDUCERS) and any(True for _ in jex_core.jaxprs_in_params(eqn.params))
 
 
@@ -85,7 +85,7 @@ def is_literal(atom) -> bool:
 
 
 def bind(eqn, operands):
-  """Evaluate one equation with its own name stack, source line and context (mesh, precision); returns a list."""
+  """Evaluate one equation with its own name stack, source line and context (mesh, precision). Returns a list."""
   params = eqn.primitive.get_bind_params(eqn.params)
   extra, params = params if isinstance(params, tuple) else ((), params)
   name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -95,9 +95,9 @@ def bind(eqn, operands):
 
 
 def frames(eqn, limit: int = 8) -> tuple[str, ...]:
-  """The equation's source as 'file:line', innermost first: frames of jax and of x-ray itself are left out.
+  """Return the equation's source as 'file:line', innermost first, without frames of jax and of x-ray itself.
 
-  A line that calls itself, as a comprehension does up to Python 3.11, stands once.
+  A line that appears twice in a row, such as a comprehension up to Python 3.11, is listed once.
   """
   traceback = eqn.source_info.traceback
   found: list[str] = []
@@ -114,20 +114,21 @@ def frames(eqn, limit: int = 8) -> tuple[str, ...]:
 
 @functools.cache
 def _told(file: str, directory: str) -> str:
-  """How a source file is called, from a working directory; "" for those that are left out."""
+  """Return the displayed name of a source file, relative to a working directory; "" for files that are not shown."""
   path = os.path.realpath(file)
   if path.startswith((_JAX + os.sep, _HERE + os.sep)) or file.startswith("<"):
     return ""
   if "contextlib.py" in path or "functools.py" in path:
     return ""
   relative = os.path.relpath(path, directory)
-  if relative.count(".." + os.sep) > 1:  # outside the project: the part from site-packages on says enough
+  if relative.count(".." + os.sep) > 1:  # outside the project, the part after site-packages is enough
     return path.rsplit("site-packages" + os.sep, 1)[-1]
   return relative
 
 
 def is_float(aval) -> bool:
-  """Whether an abstract value holds floating-point (or complex) numbers; keys, integers, booleans and references do not."""
+  """Return True if an abstract value holds floating-point or complex numbers, and not keys, integers, booleans or
+  references."""
   dtype = getattr(aval, "dtype", None)
   if dtype is None or "Ref" in type(aval).__name__ or jnp.issubdtype(dtype, jax.dtypes.extended):
     return False

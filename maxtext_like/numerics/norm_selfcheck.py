@@ -1,4 +1,4 @@
-"""The self-test of the kernel that makes gradients of norms: against the same sums in float64, on the device that will run it.
+"""Self-test of the kernel for gradients of norms: compared with the same sums in float64, on the device that will run it.
 
 R rows, D normalised dimension.
 """
@@ -12,15 +12,15 @@ import numpy as np
 
 from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
 
-_ROWS = 1003  # several for each program, and one more for some of them
-# Relative error of dx, which is rounded to the dtype, and of its worst row; the sums over rows are float32.
+_ROWS = 1003  # several rows for each program, and one more for some of them
+# Largest relative error of dx, which is rounded to the dtype, and of its worst row. Sums over rows are float32.
 _TOLERANCE = {"bfloat16": (4e-3, 1e-2), "float16": (5e-4, 2e-3), "float32": (1e-5, 1e-4)}
 _SUMS = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormShape:
-  """What decides how the kernel works: the dtypes of what is normed and of the gradient, and D."""
+  """The properties that decide how the kernel works: the dtypes of the input and of the gradient, and D."""
 
   dtype: str
   gradient: str
@@ -31,15 +31,15 @@ class NormShape:
 
 
 def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
-  """Tries the kernel on JAX's default device.
+  """Test the kernel on JAX's default device.
 
   Args:
     shape: of the norm.
-    gradients: what to try, as ``pallas_gpu.gradients``; None: that.
+    gradients: the function to test, with the signature of ``pallas_gpu.gradients``; None for that function.
 
   Returns:
-    A result of a norm alone, of one beside a stream, and of one with rows that are zeroed. A kernel that raises has failed,
-    with its words.
+    One result each for a norm alone, a norm with the gradient of a residual stream, and a norm with rows set to zero. A kernel
+    that raises has failed; its message is the problem.
   """
   if gradients is None:
     from maxtext_like.layers.kernels.norm.pallas_gpu import gradients
@@ -50,11 +50,11 @@ def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
   real = jnp.asarray(rng.random(_ROWS) > 0.3)
   inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
   results = []
-  for name, more in {"alone": (None, None), "beside a stream": (stream, None), "with zeroed rows": (None, real)}.items():
+  for name, more in {"alone": (None, None), "with a stream": (stream, None), "with zeroed rows": (None, real)}.items():
     try:
       got = [np.asarray(a, np.float64) for a in jax.device_get(gradients(x, inverse, factor, g, *more))]
     except Exception as error:
-      # Whatever the kernel's libraries raise, it did not run: that is the finding.
+      # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
       continue
     results.append(_judge(name, shape, got, _written_out(x, inverse, factor, g, *more)))

@@ -1,8 +1,8 @@
-"""X-ray's plan: which tensors of a jaxpr are measured, and where each statistic will lie in the program's extra output.
+"""X-ray's plan: which tensors of a jaxpr are measured, and where each statistic is in the program's extra output.
 
-The plan is static: it is built once from the jaxpr, the interpreter follows it on the device and the cause search follows
-it again on the host. A Frame is what runs as one unit (the program, the body of a loop, a branch, the body of a shard_map)
-and owns one array of rows; calls (jit, remat, custom derivatives) are inlined into the frame around them.
+The plan is static: it is built once from the jaxpr. The interpreter follows it on the device and the cause search follows it on
+the host. A Frame is a unit of execution (the program, the body of a loop, a branch, the body of a shard_map) and has one array
+of rows. Calls (jit, remat, custom derivatives) are inlined into the surrounding frame.
 """
 
 import dataclasses
@@ -15,19 +15,19 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.numerics import jaxprs, tensor_statistics
 
-# The output holds exactly the values of the operands: measuring it again tells nothing, taint passes through unchanged.
+# The output has exactly the values of the operands: measuring it adds no information, and faults pass through unchanged.
 EXACT = frozenset(
   """reshape transpose broadcast_in_dim squeeze expand_dims rev copy copy_p neg abs optimization_barrier sharding_constraint
   pvary pcast reshard mesh_cast concatenate device_put name layout_constraint all_gather all_to_all ppermute pbroadcast
   all_gather_invariant stack stop_gradient real imag complex reduce_precision_identity""".split()
 )
-# The output holds some values of the operands: only non-finite numbers and the maximum are measured.
+# The output has some values of the operands: only non-finite numbers and the maximum are measured.
 SUBSET = frozenset("slice dynamic_slice split unstack dynamic_update_slice pad select_and_gather_add".split())
-# The output says little that the operand's statistics have not said: measured like SUBSET. The arithmetic ones only when
+# The statistics of the output follow from those of the operand: measured like SUBSET. The arithmetic ones are included only if
 # all operands but one are scalars (x * 0.5, x + eps).
 _BOUNDED = frozenset("tanh logistic erf sin cos sign floor ceil round clamp select_n integer_pow square".split())
 _SCALED = frozenset("mul add sub div max min add_any".split())
-TAG = "xray:"  # a `checkpoint_name` that begins so asks for full statistics, see `tag`
+TAG = "xray:"  # a `checkpoint_name` with this prefix requests full statistics, see `tag`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,13 +45,13 @@ class Site:
   wide: bool = False
   order: int = 0
   derived: bool = False
-  rows: int = 0  # of a tag: the leading axis is kept apart, in so many consecutive rows
-  flag: bool = False  # only the maximum, and whether it is finite
-  reads: tuple[str, ...] = ()  # inputs of the program that the equation reads, or rows of them; cast, scaled or shifted too
+  rows: int = 0  # for a tag: the leading axis is kept separate, in this many consecutive rows
+  flag: bool = False  # only the maximum and a non-finite flag are measured
+  reads: tuple[str, ...] = ()  # inputs of the program that the equation reads, or rows of them; also cast, scaled or shifted
 
   @property
   def measured(self) -> bool:
-    """Whether it has a row; thin plans leave most out."""
+    """True if it has a row; most sites of a thin plan do not."""
     return self.row >= 0
 
   @property
@@ -61,7 +61,7 @@ class Site:
 
 @dataclasses.dataclass(eq=False)
 class Body:
-  """A jaxpr inside a frame, with its constants' values and one Node for each equation."""
+  """A jaxpr inside a frame, with the values of its constants and one Node for each equation."""
 
   jaxpr: Any
   consts: Sequence[Any]
@@ -78,14 +78,14 @@ class Node:
   direction: str
   sites: list[Site | None] = dataclasses.field(default_factory=list)
   body: Body | None = None  # call
-  frames: list["Frame"] = dataclasses.field(default_factory=list)  # scan, while, shard_map: one; cond: one a branch
+  frames: list["Frame"] = dataclasses.field(default_factory=list)  # scan, while, shard_map: one; cond: one per branch
   child: int = -1  # position in the enclosing frame's children
   tag: Site | None = None  # leaf
 
 
 @dataclasses.dataclass(eq=False)
 class Frame:
-  """A unit of execution: its sites own the rows of one array, its children are the data of the loops inside."""
+  """A unit of execution: its sites own the rows of one array, its children are the data of the inner loops."""
 
   body: Body | None = None
   sites: list[Site] = dataclasses.field(default_factory=list)
@@ -94,7 +94,7 @@ class Frame:
 
 @dataclasses.dataclass(eq=False)
 class Plan:
-  """The whole program: the top frame, the sites of its inputs and constants, and what was not looked into."""
+  """The complete program: the top frame, the sites of its inputs and constants, and the primitives that were not entered."""
 
   frame: Frame
   inputs: list[Site | None]
@@ -103,7 +103,8 @@ class Plan:
 
 
 def build(closed, input_names: Sequence[str], *, light: bool, only: str | None) -> Plan:
-  """Plan for a closed jaxpr. `only` is a regular expression on "path source op": what it misses is measured lightly."""
+  """Build the plan of a closed jaxpr. `only` is a regular expression for "path source op"; tensors that do not match are
+  measured lightly."""
   return _Builder(light, re.compile(only) if only else None).program(closed, input_names)
 
 
@@ -113,7 +114,7 @@ class _Builder:
     self.opaque: dict[str, int] = {}
     self.order = 0
     self.backward_seen = False
-    self.held: dict[Any, str] = {}  # variable -> the input that it holds, see Site.reads
+    self.held: dict[Any, str] = {}  # variable -> the input whose value it has, see Site.reads
 
   def program(self, closed, names) -> Plan:
     jaxpr, consts = jaxprs.open_jaxpr(closed)
@@ -152,18 +153,19 @@ class _Builder:
     return frame
 
   def hold(self, variables, names: Sequence[str | None]) -> None:
-    """Takes note of what variables hold; a jaxpr that is called twice has the same ones again."""
+    """Record which inputs variables hold. A jaxpr that is called twice has the same variables again."""
     for variable, name in zip(variables, names, strict=True):
       self.held.pop(variable, None)
       if name is not None:
         self.held[variable] = name
 
   def names_of(self, atoms) -> list[str | None]:
-    """The inputs that variables hold."""
+    """Return the inputs that variables hold."""
     return [None if jaxprs.is_literal(v) else self.held.get(v) for v in atoms]
 
   def direction(self, stack: str) -> str:
-    """From the transformations in the name stack; 'update' is what runs after a backward pass and belongs to none."""
+    """Return the direction from the transformations in the name stack; 'update' is code that runs after a backward pass and
+    belongs to neither pass."""
     if "rematted_computation" in stack:
       return "recomputed"
     if "transpose(" in stack:
@@ -195,7 +197,7 @@ class _Builder:
         frame.children.append(node)
         inside = held[1:] if kind == "cond" else _not_carried(eqn, held) if kind in ("scan", "while") else held
         node.frames = [self.make_frame(body, inside, _join(path, label), stack) for body, label in bodies()]
-        if kind in ("scan", "shard_map"):  # what a scan stacks of rows that it reads, it reads again in the backward pass
+        if kind in ("scan", "shard_map"):  # rows that a scan reads and stacks are read again in the backward pass
           _, carried = jaxprs.scan_counts(eqn) if kind == "scan" else (0, 0)
           out = self.names_of(jaxprs.open_jaxpr(bodies()[0][0])[0].outvars)
           self.hold(eqn.outvars, [*[None] * carried, *out[carried:]])
@@ -228,7 +230,8 @@ class _Builder:
 
 
 def tag(x, kind: str, name: str, *, by_row: bool = False):
-  """x unchanged; x-ray gives its statistics as the tensor `name` of direction `kind`, by row of the leading axis if asked."""
+  """Return x unchanged, and request its statistics as the tensor `name` of direction `kind`, by row of the leading axis with
+  `by_row`."""
   return checkpoint_name(x, f"{TAG}{kind}:{int(by_row)}:{name}")
 
 
@@ -241,7 +244,8 @@ def _tag_of(eqn) -> tuple[str, str, bool] | None:
 
 
 def _not_carried(eqn, held: list[str | None]) -> list[str | None]:
-  """What a loop's body is handed of ``held``: what it carries holds something else from the second time on."""
+  """Return the part of ``held`` that a loop's body receives in every iteration. Carried values hold something else from the
+  second iteration on."""
   if jaxprs.is_scan(eqn):
     consts, carried = jaxprs.scan_counts(eqn)
     return [*held[:consts], *[None] * carried, *held[consts + carried :]]
@@ -250,14 +254,14 @@ def _not_carried(eqn, held: list[str | None]) -> list[str | None]:
 
 
 def _says_little(eqn) -> bool:
-  """Whether the operands' statistics tell those of the result well enough."""
+  """Return True if the operands' statistics describe the result well enough."""
   op = eqn.primitive.name
   arrays = sum(bool(v.aval.shape) for v in eqn.invars) if op in _SCALED else 0
   return op in SUBSET or op in _BOUNDED or (op in _SCALED and arrays == 1)
 
 
 def is_exact(eqn) -> bool:
-  """Whether the outputs hold exactly the operands' values (up to sign): layout changes and widening conversions."""
+  """Return True if the outputs have exactly the operands' values (up to sign): layout changes and widening conversions."""
   if eqn.primitive.name == "convert_element_type":
     return _widens(eqn.invars[0].aval, eqn.outvars[0].aval)
   return eqn.primitive.name in EXACT
@@ -277,6 +281,6 @@ def _join(a: str, b: str) -> str:
 
 
 def _readable(names: str) -> str:
-  """A name stack without the transformations around the names: transpose(jvp(mlp)) is mlp."""
+  """Return a name stack without the transformations around the names: transpose(jvp(mlp)) is mlp."""
   words = [w for part in names.split("/") for w in re.split(r"[()]", part)]
   return "/".join(w for w in words if w not in ("", "jvp", "transpose", "vmap", "rematted_computation", "checkpoint"))

@@ -1,7 +1,7 @@
-"""Light statistics of training steps (``numerics_every``): per-layer maxima and non-finite counts, forward and backward.
+"""Light statistics of training steps (``numerics_every``): maxima and non-finite counts per layer, forward and backward.
 
-The probes themselves sit in the layers (``maxtext_like.layers.probe``); here their results, and those of parameter
-gradients, become metrics.
+The probes themselves are in the layers (``maxtext_like.layers.probe``). This module turns their results, and those of parameter
+gradients, into metrics.
 """
 
 import re
@@ -16,7 +16,7 @@ from maxtext_like.numerics import jaxprs
 
 
 def tree(values: Any) -> jax.Array:
-  """float32 [2] over all floating leaves of a tree: for gradients, updates or parameters."""
+  """Return float32 [2] over all floating leaves of a tree of gradients, updates or parameters."""
   parts = [summary(x) for x in jax.tree.leaves(values) if jaxprs.is_float(jax.typeof(x))]
   if not parts:
     return jnp.zeros(WIDTH, jnp.float32)
@@ -25,7 +25,8 @@ def tree(values: Any) -> jax.Array:
 
 
 def rows(values: Any, count: int) -> jax.Array:
-  """float32 [count, 2] over all floating leaves of a tree whose leaves are stacked by layer, count layers; zeros of none."""
+  """Return float32 [count, 2] over all floating leaves of a tree whose leaves are stacked by layer, with ``count`` layers;
+  zeros without leaves."""
   leaves = [x for x in jax.tree.leaves(values) if jaxprs.is_float(jax.typeof(x))]
   if not leaves:
     return jnp.zeros((count, WIDTH), jnp.float32)
@@ -34,17 +35,18 @@ def rows(values: Any, count: int) -> jax.Array:
 
 
 def joined(a: jax.Array, b: jax.Array) -> jax.Array:
-  """Summaries [..., 2] of two arrays as if they were one: of microbatches, for instance."""
+  """Merge summaries [..., 2] of two arrays, for instance of two microbatches."""
   return jnp.stack([jnp.maximum(a[..., MAX], b[..., MAX]), a[..., NONFINITE] + b[..., NONFINITE]], axis=-1)
 
 
 def joined_over(a: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-  """The same of what the devices along mesh axes have, inside shard_map."""
+  """Merge summaries over the devices along mesh axes, inside shard_map."""
   return jnp.stack([jax.lax.pmax(a[..., MAX], axes), jax.lax.psum(a[..., NONFINITE], axes)], axis=-1)
 
 
 def metrics(sides: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array]:
-  """Flat metrics from {side: {name: [..., 2]}}: "numerics/SIDE/NAME/max" and ".../nonfinite", each with the leading axes."""
+  """Return flat metrics of {side: {name: [..., 2]}}: "numerics/SIDE/NAME/max" and ".../nonfinite", each with the leading
+  axes."""
   found = {}
   for side, values in sides.items():
     for name, value in values.items():
@@ -54,11 +56,11 @@ def metrics(sides: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, jax.Array
 
 
 def by_layer(params: Mapping[str, Any], stacks: Mapping[str, tuple[int, int]]) -> jax.Array:
-  """float32 [L, 2] of a decoder's parameter-shaped tree, layer by layer in the model's order.
+  """Return float32 [L, 2] of a tree with the structure of a decoder's parameters, layer by layer in model order.
 
   Args:
-    params: {stack: {layer_j: tree of arrays [repeats, ...]}}, as ``Decoder.params``; other entries are left out.
-    stacks: {stack: (repeats, layers of a row)} in the model's order.
+    params: {stack: {layer_j: tree of arrays [repeats, ...]}}, as ``Decoder.params``; other entries are ignored.
+    stacks: {stack: (repeats, layers of a row)} in model order.
   """
   found = []
   for stack, (repeats, period) in stacks.items():

@@ -1,9 +1,9 @@
 """X-ray's statistics: one integer reduction per tensor on the device, decoded to numbers on the host.
 
-A row of COLUMNS int32 numbers describes one tensor. Working on the bits of |x| as float32 (which order like the numbers)
-makes every statistic but the sum of squares an integer max, min or sum, so a single variadic reduction vectorises:
-0.3 ns an element on one CPU core, where the same statistics as separate float reductions take 16 ns.
-Narrow floats convert to float32 exactly. float64 is clipped to float32's range first; its own overflow is still seen.
+A row of COLUMNS int32 numbers describes one tensor. The bits of |x| as float32 sort like the numbers, so every statistic except
+the sum of squares is an integer max, min or sum. A single variadic reduction then vectorises: 0.3 ns per element on one CPU
+core, compared with 16 ns for separate float reductions. Narrow floats convert to float32 exactly. float64 is clipped to
+float32's range first; its own overflow is still detected.
 """
 
 import dataclasses
@@ -26,28 +26,28 @@ def _bits_of(x: float) -> int:
 
 _INF_BITS = _bits_of(np.inf)
 
-# Largest finite number, and largest number that a conversion rounds to zero (half the smallest subnormal; bf16 and float32
-# subnormals count as zero because accelerators flush them).
+# The largest finite number, and the largest number that a conversion rounds to zero (half the smallest subnormal; bf16 and
+# float32 subnormals count as zero because accelerators flush them).
 LIMITS = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _FLUSHED = {SUB_F16: 2.0**-25, SUB_E5M2: 2.0**-17, SUB_E4M3: 2.0**-10}
 FORMATS = tuple(LIMITS)
 
-# Equations whose exact result in float32 is worth knowing when a narrow dtype overflows: "1.8e3 x 1.3e3 -> 9.8e5 > 65504".
+# Equations whose result in float32 helps to explain an overflow of a narrow dtype: "1.8e3 x 1.3e3 -> 9.8e5 > 65504".
 WIDENED = frozenset(["mul", "add", "sub", "div", "add_any", "square", "integer_pow", "exp", "exp2", "convert_element_type"])
 
 
 def limit(dtype) -> float:
-  """Largest finite number of a floating dtype."""
+  """Return the largest finite number of a floating dtype."""
   return float(jnp.finfo(dtype).max)
 
 
 def overflows_early(dtype) -> bool:
-  """Whether the dtype has a smaller range than float32."""
+  """Return True if the dtype has a smaller range than float32."""
   return limit(dtype) < 3.0e38
 
 
 def neutral() -> np.ndarray:
-  """The row of no tensor at all: merging it changes nothing."""
+  """Return the row of an empty tensor: merging it changes nothing."""
   row = np.zeros(COLUMNS, np.int32)
   row[MIN] = _INF_BITS
   return row
@@ -65,17 +65,18 @@ def _bits(x):
 
 
 def _magnitude(x):
-  """Bits of |x|. The sign is cleared as an integer: XLA drops abs() where it knows x >= 0, but exp(-nan) is -nan."""
+  """Return the bits of |x|. The sign is cleared on the integer, because XLA removes abs() if it knows x >= 0, but exp(-nan) is
+  -nan."""
   return _bits(x) & jnp.int32(0x7FFFFFFF)
 
 
-# Up to this size the sum of squares joins the reduction (one kernel less to compile); above it, it is a library call.
+# Up to this size the sum of squares is part of the reduction (one kernel less to compile); above it, it is a library call.
 _SMALL = 2048
 
 
 @dataclasses.dataclass
 class Scalar:
-  """A tensor of one element, to be measured together with the others of its frame: one kernel instead of many."""
+  """A tensor of one element, which is measured together with the others of its frame: one kernel instead of many."""
 
   x: Any
   full: bool
@@ -84,7 +85,7 @@ class Scalar:
 
 @dataclasses.dataclass
 class Flag:
-  """The largest |x| of a tensor, NaN or infinite when any element is; and the tensor's size."""
+  """The largest |x| of a tensor, NaN or infinite if any element is, and the tensor's size."""
 
   largest: Any
   size: int
@@ -98,10 +99,11 @@ class Rows:
 
 
 def row(x, *, full: bool = True, wide=None, flag: bool = False) -> "Scalar | Flag | list[Any]":
-  """Statistics of one array, for `stack`: int32 scalars, one for each of COLUMNS (SQUARES: float32), or what stands for them.
+  """Return the statistics of one array, for `stack`: int32 scalars, one for each of COLUMNS (SQUARES: float32), or an object
+  that represents them.
 
-  full=False leaves out all but max, NaN and infinities; flag=True counts and signs too: an eighth of the code to compile.
-  `wide` is the same result computed in float32.
+  full=False leaves out everything but max, NaN and infinities. flag=True also leaves out counts and signs, an eighth of the
+  code to compile. `wide` is the same result computed in float32.
   """
   if x.size == 1:
     return Scalar(x, full, wide)
@@ -111,7 +113,7 @@ def row(x, *, full: bool = True, wide=None, flag: bool = False) -> "Scalar | Fla
 
 
 def rows_of(x) -> Rows:
-  """Full statistics of every slice of the leading axis."""
+  """Return full statistics of every slice of the leading axis."""
   columns = _reduced(x, True, None, axes=tuple(range(1, x.ndim)))
   columns[SQUARES] = _bits(jnp.asarray(columns[SQUARES], jnp.float32))
   return Rows(jnp.stack([jnp.broadcast_to(jnp.asarray(c, jnp.int32), x.shape[:1]) for c in columns], axis=-1))
@@ -137,10 +139,11 @@ def _reduced(x, full: bool, wide, axes: tuple[int, ...] | None = None) -> list[A
 
 
 def _elements(x, full: bool, wide, tiny) -> tuple[dict[int, Any], Any]:
-  """Each element's contribution to each column, and its square. `tiny`: smallest normal number of the tensor's dtype."""
+  """Return each element's contribution to each column, and its square. `tiny` is the smallest normal number of the tensor's
+  dtype."""
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     re, im = _float32(x.real), _float32(x.imag)
-    bits = lax.max(_magnitude(re), _magnitude(im))  # the larger component stands for the number
+    bits = lax.max(_magnitude(re), _magnitude(im))  # the larger component represents the number
     signed, squares = bits, re * re + im * im
   else:
     x32 = _float32(x)
@@ -157,7 +160,7 @@ def _elements(x, full: bool, wide, tiny) -> tuple[dict[int, Any], Any]:
     wide_bits = _magnitude(_float32(wide))
     parts[WIDE] = jnp.where(wide_bits < _INF_BITS, wide_bits, 0)
   if full:
-    # float64's smallest normal number is zero in float32, whose bits are then 0: zeros count, as they should.
+    # float64's smallest normal number is zero in float32, whose bits are then 0, so zeros count.
     tiny_bits = np.maximum(np.asarray(tiny, np.float32).view(np.int32), 1)
     parts[MIN] = jnp.where(bits > 0, bits, _INF_BITS)
     parts[ZERO] = flag(bits == 0)
@@ -167,7 +170,7 @@ def _elements(x, full: bool, wide, tiny) -> tuple[dict[int, Any], Any]:
 
 
 def _scalars(found: list[Scalar]) -> Any:
-  """Rows of scalars, int32 [len(found), COLUMNS]: real ones in one vector operation."""
+  """Return the rows of scalars, int32 [len(found), COLUMNS]; real ones in one vector operation."""
   as32 = lambda x: jnp.abs(x).astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.complexfloating) else _float32(x)
   x = jnp.stack([as32(s.x).reshape(()) for s in found])
   wide = jnp.stack([jnp.float32(0) if s.wide is None else _float32(s.wide).reshape(()) for s in found])
@@ -184,7 +187,7 @@ def _merge_column(column, a, b):
 
 
 def merge(a, b):
-  """Two rows (int32 [..., COLUMNS], on the device) as if their tensors were one."""
+  """Merge two rows (int32 [..., COLUMNS], on the device) as if their tensors were one."""
   out = []
   for c in range(COLUMNS):
     p, q = a[..., c], b[..., c]
@@ -196,7 +199,7 @@ def merge(a, b):
 
 
 def merge_axis(rows: np.ndarray, axis: int = 0) -> np.ndarray:
-  """Rows (host) merged along one axis, for instance over the shards of a shard_map."""
+  """Merge rows (host) along one axis, for instance over the shards of a shard_map."""
   rows = np.moveaxis(rows, axis, 0)
   out = np.add.reduce(rows, axis=0, dtype=np.int32)
   out[..., MAX], out[..., WIDE] = rows[..., MAX].max(0), rows[..., WIDE].max(0)
@@ -208,25 +211,29 @@ def merge_axis(rows: np.ndarray, axis: int = 0) -> np.ndarray:
 
 
 def bad(rows: np.ndarray) -> np.ndarray:
-  """Whether each row's tensor holds a NaN or an infinity."""
+  """Return whether each row's tensor contains a NaN or an infinity."""
   return (rows[..., NAN] != 0) | (rows[..., INF] != 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-  """Statistics of one tensor, each an array with one entry for each iteration of the loops around it (shape () outside loops).
+  """Statistics of one tensor. Each is an array with one entry per iteration of the surrounding loops (shape () outside loops).
 
-  An entry that was never computed (a branch not taken) is NaN, with count 0.
+  An entry that was never computed (a branch not taken) is NaN, with count 0. In light mode only count, max, wide, nan, inf,
+  neg_inf, negative and headroom exist; the others are NaN.
 
   Attributes:
-    count: elements measured.      wide: as max, before rounding to a narrow dtype, or 0.
-    max: largest finite |x|; NaN where elements are not finite and no other is above 0.
-    rms: root mean square; NaN beside non-finite elements and where float32 squares under- or overflow (< 1e-19 or > 1e19).
-    min_nonzero: smallest |x| > 0.      nan, inf, neg_inf: number of NaN, of +-inf, of -inf.      negative: elements < 0.
-    zero: share of exact zeros.      subnormal: share of zeros and of subnormals of the tensor's own dtype.
-    flushed: for each format, the share that is zero there although it is not zero here.
-    headroom: for each format, log2(largest finite number / max) in bits; negative where max does not fit, NaN with it.
-  Only count, max, wide, nan, inf, neg_inf, negative and headroom exist in light mode; the others are NaN.
+    count: elements measured.
+    max: largest finite |x|; NaN if there are non-finite elements and no other element is above 0.
+    wide: like max, before rounding to a narrow dtype, or 0.
+    rms: root mean square; NaN with non-finite elements, and if float32 squares under- or overflow (< 1e-19 or > 1e19).
+    min_nonzero: smallest |x| > 0.
+    nan, inf, neg_inf: number of NaN, of +-inf, of -inf.
+    negative: number of elements < 0.
+    zero: fraction of exact zeros.
+    subnormal: fraction of zeros and of subnormals of the tensor's own dtype.
+    flushed: for each format, the fraction that would become zero there and is not zero here.
+    headroom: for each format, log2(largest finite number / max) in bits; negative if max does not fit, NaN if max is NaN.
   """
 
   count: np.ndarray
@@ -249,7 +256,7 @@ class Stats:
 
 
 def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
-  """Rows (int32 [..., COLUMNS]) as numbers."""
+  """Decode rows (int32 [..., COLUMNS]) to numbers."""
   rows = np.asarray(rows)
   real = lambda c: rows[..., c].copy().view(np.float32).astype(np.float64)
   whole = lambda c: rows[..., c].copy().view(np.uint32).astype(np.int64)
@@ -288,7 +295,7 @@ def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
 
 
 def _flags(found: list[Flag]) -> Any:
-  """Rows of flags, int32 [len(found), COLUMNS]. The sign of an infinity is not known; it is entered as +."""
+  """Return the rows of flags, int32 [len(found), COLUMNS]. The sign of an infinity is unknown; it is recorded as +."""
   bits = _magnitude(jnp.stack([f.largest for f in found]))
   infinite = (bits == _INF_BITS).astype(jnp.int32)
   count = np.asarray([f.size for f in found], np.uint32).view(np.int32)
@@ -299,7 +306,7 @@ def _flags(found: list[Flag]) -> Any:
 
 
 def stack(rows: Sequence[Any]) -> jax.Array:
-  """Results of `row` as int32 [len(rows), COLUMNS]. The n - 1 entries after a `Rows` of n are None."""
+  """Return results of `row` as int32 [len(rows), COLUMNS]. The n - 1 entries after a `Rows` of n are None."""
   kinds = {kind: [i for i, r in enumerate(rows) if isinstance(r, kind)] for kind in (list, Scalar, Flag, Rows)}
   parts = [jnp.zeros((0, COLUMNS), jnp.int32)]
   order = [i for kind in (list, Scalar, Flag) for i in kinds[kind]]

@@ -1,4 +1,5 @@
-"""`report = xray(fn)(*args)`: one run of any JAX function with statistics of every tensor and the first cause of a fault."""
+"""`report = xray(fn)(*args)`: runs any JAX function once with statistics of every tensor, and finds the first cause of a
+fault."""
 
 import inspect
 import sys
@@ -15,8 +16,8 @@ from maxtext_like.numerics.interpreter import Interpreter
 from maxtext_like.numerics.measured_tensors import MeasuredTensors
 from maxtext_like.numerics.xray_report import Report
 
-_ROUNDS = 5  # programs that one look at a thin plan may take: the fault's region, what may mask it, ...
-_FAULTS, _UNSURE = 8, 64  # the first ones that are looked at in detail
+_ROUNDS = 5  # programs that one call may run with a thin plan: the fault's region, sites that may mask it, ...
+_FAULTS, _UNSURE = 8, 64  # the first ones, which are measured in detail
 
 
 def xray(
@@ -31,22 +32,22 @@ def xray(
 ) -> "XRay":
   """Wrap a function so that calling it returns a Report instead of its outputs (they are in report.outputs).
 
-  The function is traced, its jaxpr rebuilt with statistics as extra outputs, and compiled as one program; no host callback
-  is used. Calls with the same shapes reuse the program. To look through gradients, xray a function that takes them
+  The function is traced, its jaxpr rebuilt with statistics as extra outputs, and compiled as one program. It uses no host
+  callback. Calls with the same shapes reuse the program. To examine gradients, wrap a function that computes them
   (xray(jax.value_and_grad(loss))).
 
   Args:
-    fn: any function of arrays (pytrees), a module of Flax NNX, or a method of one; the module stays as it is. What is no
-      array is passed on as it is, Python's own bools and whole numbers too, and its other numbers where the function branches
-      on one: it is another program for each value.
-    light: measure the maximum and the non-finite counts only.
-    only: regular expression, searched in "path file:line op": tensors that it misses are measured lightly. The first cause
-      is found whatever `only` says.
-    while_history: iterations of each while loop (and within 4 MiB) that are told apart; later ones are merged.
-    key_tensors_only: measure no others, compiled in a fraction of the time, and the origin of a fault in a second program when
-      there is one (see measured_tensors.py). The first cause is the same.
-    key: with key_tensors_only, a regular expression as `only`: what it finds is measured fully too.
-    before_run: called with each program (jax.stages.Compiled) before it runs, to look at the memory it needs.
+    fn: any function of arrays (pytrees), a Flax NNX module, or a method of one. The module is not changed. Arguments that are
+      not arrays are passed on unchanged, including Python bools and integers. Python floats are passed on unchanged if the
+      function branches on one. Each value of such an argument needs a separate program.
+    light: measure only the maximum and the non-finite counts.
+    only: regular expression, searched in "path file:line op". Tensors that do not match are measured lightly. The first cause
+      is found regardless of `only`.
+    while_history: number of iterations of each while loop (within 4 MiB) that are kept separate; later ones are merged.
+    key_tensors_only: measure only key tensors, which compiles in a fraction of the time. If there is a fault, a second program
+      finds its origin (see measured_tensors.py). The first cause is the same.
+    key: with key_tensors_only, a regular expression like `only`: matching tensors are also measured in full.
+    before_run: called with each program (jax.stages.Compiled) before it runs, for instance to check its memory.
 
   Raises:
     ValueError: while_history is below 2.
@@ -61,9 +62,9 @@ class XRay:
 
   def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int, key_tensors_only: bool, key, before_run):
     self.fn, self.light, self.only, self.while_history = fn, light, only, while_history
-    self._bound: tuple[Any, ...] = ()  # what the function is called with before the arguments of a call
+    self._bound: tuple[Any, ...] = ()  # arguments that precede those of a call
     if (module := _nnx_module(fn)) is not None:
-      # What the call changes in it, as BatchNorm's averages, may only change where it is an argument.
+      # State that a call changes, such as BatchNorm's averages, may only change if the module is an argument.
       self.fn, self._bound = _call if module is fn else fn.__func__, (module,)
     self.key_tensors_only, self.key, self.before_run = key_tensors_only, key, before_run
     self._programs: dict[Any, tuple] = {}
@@ -80,7 +81,7 @@ class XRay:
       outs, data = run(arrays)
       data = on_host(data)
       findings = cause.search(plan, data, len(output_names))
-      seen = seen or (plan, data)  # later programs measure the origin of the fault, and little else
+      seen = seen or (plan, data)  # later programs measure the origin of the fault and little else
       wanted = _wanted(measured, findings, first=not detail) - detail if measured is not None else frozenset()
       if not wanted:
         break
@@ -89,12 +90,12 @@ class XRay:
     return xray_report.build(*seen, findings, jax.tree.unflatten(out_tree, outs), output_names)
 
   def lower(self, *args, **kwargs):
-    """The instrumented program, lowered for these arguments (jax.stages.Lowered)."""
+    """Return the instrumented program, lowered for these arguments (jax.stages.Lowered)."""
     arrays, (_, run, *_) = self._prepare(args, kwargs)
     return run.lower(arrays)
 
   def run(self, *args, **kwargs):
-    """The instrumented program's raw results (outputs, data on the device): for timing; no report is built."""
+    """Return the instrumented program's raw results (outputs, data on the device), for timing. No report is built."""
     arrays, (_, run, *_) = self._prepare(args, kwargs)
     return run(arrays)
 
@@ -107,7 +108,7 @@ class XRay:
     key = (tree, tuple(map(_signature, arrays)), tuple(map(_identity, fixed)), detail)
     if key not in self._programs:
       names = [n for n, d in zip(_names(self.fn, with_paths), dynamic, strict=True) if d]
-      # `fixed` is kept beside the program: an id is only a name while its object lives.
+      # `fixed` is stored with the program: an id only identifies an object while the object exists.
       try:
         self._programs[key] = (self._build(tree, fixed, dynamic, arrays, names, detail), fixed)
       except jax.errors.ConcretizationTypeError:
@@ -133,7 +134,8 @@ class XRay:
 
 
 def on_host(tree: Any) -> Any:
-  """Arrays as numpy's. Of several processes each holds a part of them: all have to call this, and all get the whole."""
+  """Return arrays as numpy arrays. With several processes each has a part of them: all must call this, and all get the complete
+  arrays."""
 
   def read(x):
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
@@ -144,7 +146,8 @@ def on_host(tree: Any) -> Any:
 
 
 def _wanted(measured: MeasuredTensors, findings: cause.Findings, *, first: bool) -> frozenset[int]:
-  """Orders of the sites to measure in detail next: where the first faults come from, what they read, what may mask them."""
+  """Return the orders of the sites to measure in detail next: the origins of the first faults, what they read, and what may
+  mask them."""
   reached = {order for _, orders in findings.reached for order in orders}
   unmasked = [f for f in findings.faults if f.order in reached][:1]
   sites = dict.fromkeys(f.site.order for f in [*unmasked, *findings.faults[: _FAULTS if first else 1]])
@@ -160,12 +163,12 @@ def _is_array(leaf) -> bool:
 
 
 def _identity(fixed):
-  """What distinguishes constants: numbers by value, anything else by being the same object."""
+  """Return what distinguishes constants: numbers by value, anything else by identity."""
   return (type(fixed), repr(fixed)) if isinstance(fixed, bool | int | float | complex | str) else id(fixed)
 
 
 def _nnx_module(fn: Callable) -> Any:
-  """The module of Flax NNX that a function is, or is a method of; None: of none."""
+  """Return the Flax NNX module that a function is, or is a method of; None otherwise."""
   nnx = sys.modules.get("flax.nnx")
   owner = fn if not inspect.ismethod(fn) else fn.__self__
   return owner if nnx is not None and isinstance(owner, nnx.Module) else None
@@ -176,17 +179,17 @@ def _call(module, *args, **kwargs):
 
 
 def _signature(x):
-  """What distinguishes traces; a sharding changes the compiled program, which jit itself looks after."""
+  """Return what distinguishes traces. A sharding also changes the compiled program, which jit handles itself."""
   if isinstance(x, jax.Array | np.ndarray | np.generic):
     return (x.shape, x.dtype, getattr(x, "weak_type", False))
   return type(x)
 
 
 def _names(fn: Callable, with_paths) -> list[str]:
-  """Argument paths as a reader of the function would write them: params['mlp']['up'], not args[0]['mlp']['up']."""
+  """Return argument paths as a reader of the function would write them: params['mlp']['up'], not args[0]['mlp']['up']."""
   try:
     parameters = list(inspect.signature(fn).parameters.values())
-  except (TypeError, ValueError):  # builtins and some callables have no signature: positions must do
+  except (TypeError, ValueError):  # builtins and some callables have no signature, so positions are used
     parameters = []
   positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
   names = []

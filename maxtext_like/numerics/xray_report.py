@@ -1,4 +1,4 @@
-"""X-ray's report: the first cause, one record for each measured tensor, as a table, JSON or one HTML file."""
+"""X-ray's report: the first cause and one record per measured tensor, as a table, JSON or one HTML file."""
 
 import dataclasses
 import json
@@ -19,13 +19,15 @@ class Tensor:
   """One measured tensor of the program.
 
   Attributes:
-    path: argument path of an input; name stack and the calls and loops around the equation otherwise.
+    path: argument path of an input; otherwise the name stack with the calls and loops around the equation.
     op, source, direction, dtype, shape: as in Cause; shape is that of one iteration (and of one shard in a shard_map).
-    loops: kinds of the loops around, outermost first; they are the axes of every array in stats.
-    frames: as in Cause.      label: a name for people that somebody else gave it; see name.
-    minor: left out of the table and the heat maps.      reads: the inputs of the program that the equation reads.
-    stats: Stats.      level: "full", "light" (maximum and non-finite counts only), or "flag"
-      (maximum; 1 for "some" as the count).
+    loops: kinds of the surrounding loops, outermost first; they are the axes of every array in stats.
+    stats: Stats.
+    level: "full", "light" (maximum and non-finite counts only), or "flag" (maximum; a count of 1 means "some").
+    frames: as in Cause.
+    label: a readable name set by the caller; see name.
+    minor: True if it is left out of the table and the heat maps.
+    reads: the inputs of the program that the equation reads.
   """
 
   path: str
@@ -45,7 +47,7 @@ class Tensor:
 
   @property
   def name(self) -> str:
-    """The label, if somebody gave one. Else the last named scope, the file and line, and the operation."""
+    """The label if there is one; otherwise the last named scope, the file and line, and the operation."""
     if self.label:
       return self.label
     if self.op in ("input", "tag"):
@@ -61,15 +63,15 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What x-ray saw.
+  """The result of x-ray.
 
   Attributes:
     outputs: the function's outputs.
-    first_cause: why outputs are non-finite; or the earliest masked fault; or None. See Cause.
-    faults: every fault in execution order, each marked masked or not.
-    finite: whether no fault reached an output (infinities that constants put there on purpose are not faults).
-    tensors: every measured tensor, in the order of the program.
-    opaque: primitives with inner programs that were evaluated whole, not looked into, with their number.
+    first_cause: why outputs are non-finite; if they are finite, the earliest masked fault or None. See Cause.
+    faults: every fault in execution order, each marked as masked or not.
+    finite: True if no fault reached an output (infinities that come from constants are not faults).
+    tensors: every measured tensor, in program order.
+    opaque: primitives with inner programs that were not entered, with their number.
   """
 
   outputs: Any
@@ -80,7 +82,7 @@ class Report:
   opaque: dict[str, int]
 
   def table(self, n: int = 20, fmt: str = "float16") -> str:
-    """The n tensors nearest to (or beyond) the limit of `fmt`, worst first, below the cause."""
+    """Return the summary and the n tensors closest to (or beyond) the limit of `fmt`, worst first."""
     rows = [["tensor", "dtype", "shape", "direction", "max|x|", "rms", "min>0", "bad", "zero", f"bits to {fmt}", "at"]]
     for t in sorted((t for t in self.tensors if not t.minor), key=lambda t: severity(t, fmt))[:n]:
       s = t.stats
@@ -105,21 +107,21 @@ class Report:
     return "\n".join([self.summary(), "", *lines])
 
   def summary(self) -> str:
-    """One to three lines: the cause, further faults, what was not looked into."""
+    """Return one to three lines: the cause, further faults, and the primitives that were not entered."""
     if self.first_cause is None:
-      lines = [f"every number of {len(self.tensors)} tensors is finite, or infinite on purpose"]
+      lines = [f"all numbers in {len(self.tensors)} tensors are finite or intentionally infinite"]
     else:
       lines = [f"first cause: {self.first_cause}"]
       if len(self.faults) > 1:
         masked = sum(f.masked for f in self.faults)
-        lines.append(f"{len(self.faults)} faults in all, {masked} of them masked")
+        lines.append(f"{len(self.faults)} faults in total, {masked} of them masked")
     if self.opaque:
       inside = ", ".join(f"{name} ({count})" for name, count in sorted(self.opaque.items()))
-      lines.append(f"evaluated whole, not looked into: {inside}")
+      lines.append(f"not examined inside: {inside}")
     return "\n".join(lines)
 
   def to_json(self) -> str:
-    """Everything but the outputs; numbers that were not measured, or do not exist, are null."""
+    """Return everything except the outputs. Numbers that were not measured, or do not exist, are null."""
     document = {
       "finite": self.finite,
       "first_cause": _plain(self.first_cause),
@@ -131,7 +133,8 @@ class Report:
     return json.dumps(document, allow_nan=False)
 
   def html(self, title: str = "x-ray") -> str:
-    """One self-contained page: cause, layers x tensors heat maps of headroom, table. No script, no network."""
+    """Return one self-contained page: cause, heat maps of headroom (tensors x layers), and a table. No script, no network
+    access."""
     from maxtext_like.numerics.html import page
 
     return page(self, title)
@@ -144,14 +147,14 @@ def severity(t: Tensor, fmt: str) -> tuple[bool, float]:
 
 
 def sizeless(t: Tensor, infinite: str) -> str:
-  """What stands for the size of a tensor without a finite number (but zeros): "NaN" or ``infinite``; "" of all others."""
+  """Return "NaN" or ``infinite`` for a tensor whose only finite numbers are zeros; "" for all others."""
   if t.nonfinite == 0 or not np.isnan(t.stats.max).all():
     return ""
   return "NaN" if t.stats.nan.any() else infinite
 
 
 def worst_index(t: Tensor) -> tuple[int, ...]:
-  """The iteration with the first non-finite number, else with the largest maximum; () outside loops."""
+  """Return the iteration with the first non-finite number, or else with the largest maximum; () outside loops."""
   if not t.loops:
     return ()
   bad = t.stats.nonfinite > 0
@@ -160,7 +163,7 @@ def worst_index(t: Tensor) -> tuple[int, ...]:
 
 
 def build(plan: Plan, data, findings: cause_search.Findings, outputs: Any, output_names: Sequence[str]) -> Report:
-  """A report from a program's data (host arrays) and what the cause search found in them."""
+  """Build a report from a program's data (host arrays) and the findings of the cause search."""
   reached: dict[int, list[str]] = {}
   for index, orders in findings.reached:
     for order in orders:
@@ -200,7 +203,7 @@ def _tensor(site: Site, rows: np.ndarray, loops: tuple[str, ...]) -> Tensor:
 
 
 def _first(data, n: int, axis: int):
-  """The first n entries along an axis of every array: the iterations of a while that happened."""
+  """Return the first n entries along an axis of every array: the iterations of a while loop that ran."""
   if isinstance(data, dict):
     return {k: _first(v, n, axis) for k, v in data.items()}
   if isinstance(data, list | tuple):
@@ -217,7 +220,7 @@ def _bits(x: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-  """JSON's own types; NaN and infinities as null."""
+  """Convert to JSON types; NaN and infinities become null."""
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
   if isinstance(value, np.ndarray | np.generic):

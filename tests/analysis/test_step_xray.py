@@ -158,7 +158,7 @@ def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   assert np.isfinite(report.outputs["loss"])
   state["params"]["stack_0"]["layer_0"] |= {"scale": scale, "kernel": kernel.at[1, 0, 0].set(jnp.nan)}
   report = xray_step(program, state, toy_batch())
-  assert str(report.first_cause).startswith("parameter layers.1.kernel (an input) holds 1 NaN of ")
+  assert str(report.first_cause).startswith("parameter layers.1.kernel (an input) contains 1 NaN of ")
   assert remedies(config, report.first_cause) == []  # type: ignore[arg-type]
 
 
@@ -272,7 +272,7 @@ def test_a_float16_product_in_a_stack_that_is_scanned_in_parts():
 @pytest.mark.slow
 def test_a_parameter_that_is_nan():
   _, report = planted("nan", "module_api=nnx")
-  assert str(report.first_cause).startswith("parameter layers.3.attention.q (an input) holds 1 NaN")
+  assert str(report.first_cause).startswith("parameter layers.3.attention.q (an input) contains 1 NaN")
 
 
 EIGHT = """

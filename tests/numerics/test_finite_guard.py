@@ -53,7 +53,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(value, leaf)
   same(updates, jax.tree.map(jnp.zeros_like, PARAMS))
   same(after.inner, before.inner)
   name = "b.w" if leaf == "w" else "a"
-  with pytest.raises(NonFiniteError, match=rf"left out \(1 in a row\): non-finite gradients of {name};"):
+  with pytest.raises(NonFiniteError, match=rf"\(1 in a row\): non-finite gradients of {name};"):
     guard.check(after, PARAMS)
 
 
@@ -69,7 +69,8 @@ def test_it_never_gives_in_and_goes_on_afterwards():
   updates, state = guard.update(GRADS, state, PARAMS)
   same(updates, expected)
   verdict = guard.verdict(state, PARAMS)
-  assert (verdict.applied, verdict.skipped, verdict.skipped_in_row, str(verdict)) == (True, 7, 0, "applied; 7 left out so far")
+  assert (verdict.applied, verdict.skipped, verdict.skipped_in_row) == (True, 7, 0)
+  assert str(verdict).startswith("applied; 7 ")
 
 
 def test_a_parameter_that_would_leave_its_dtype_is_found():
@@ -88,7 +89,7 @@ def test_a_state_that_leaves_float32_is_found():
   _, state = guard.update({"w": jnp.full(2, 1e25)}, guard.init(params), params)  # its square is infinite in nu
   verdict = guard.verdict(state, params)
   assert (verdict.applied, verdict.gradients, verdict.optimizer) == (False, (), False)
-  assert "non-finite state of the optimizer" in str(verdict)
+  assert "non-finite optimizer state" in str(verdict)
   assert np.isfinite(np.asarray(jax.tree.leaves(state.inner)[1])).all()
 
 
@@ -115,21 +116,21 @@ def test_around_the_optimizer_of_an_nnx_model():
 def test_a_state_or_a_tree_that_is_not_its_own_is_told():
   guard: Any = FiniteGuard(ADAM)
   state = guard.init(PARAMS)
-  with pytest.raises(ValueError, match=r"not the state of a FiniteGuard\n  fix: let it be the outermost"):
+  with pytest.raises(ValueError, match=r"not the state of a FiniteGuard\n  fix: .*FiniteGuard\(optax.chain"):
     guard.verdict((state, ()), PARAMS)
-  with pytest.raises(ValueError, match=r"params has 1 arrays, the guard 2\n  fix: give the tree that was trained"):
+  with pytest.raises(ValueError, match=r"params has 1 arrays, .* 2\n  fix: .*trained tree"):
     guard.verdict(state, {"a": PARAMS["a"]})
 
 
 def test_what_is_no_transformation_is_told():
   wrong: Any
   for wrong in (1e-3, optax.adamw, None):
-    with pytest.raises(TypeError, match=r"no transformation of optax\n  fix: as in FiniteGuard\(optax.adamw"):
+    with pytest.raises(TypeError, match=r"not an optax transformation\n  fix: FiniteGuard\(optax.adamw"):
       FiniteGuard(wrong)
 
 
 def test_an_optimizer_of_nnx_is_told_to_give_its_state():
   model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, FiniteGuard(optax.sgd(0.1)), wrt=nnx.Param)
-  with pytest.raises(ValueError, match=r"is not the state of a FiniteGuard\n  fix: give its opt_state"):
+  with pytest.raises(ValueError, match=r"is not the state of a FiniteGuard\n  fix: .*opt_state"):
     FiniteGuard.verdict(optimizer, nnx.state(model))

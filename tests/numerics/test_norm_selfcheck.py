@@ -35,7 +35,7 @@ def test_xla_passes(dtype, gradient):
 @pytest.mark.parametrize(
   ("fault", "failed", "words"),
   [
-    ("the stream", "beside a stream", "dx: relative error"),
+    ("the stream", "with a stream", "dx: relative error"),
     ("rows that are zeroed", "with zeroed rows", "dx: relative error"),
     ("the last row's sum", "alone", "dscale: relative error"),
     ("a row", "alone", "dx: 256 of 256768 numbers are not finite"),

@@ -1,6 +1,6 @@
 """Finds the sizes of every risky quantity of a decoder from its weights: walks through the model and bounds each product.
 
-The equations are those of ``maxtext_like.layers``. ``risk_bounds`` has the mathematics and ``overflow_risk`` the verdicts.
+The equations are those of ``maxtext_like.layers``. ``bounds`` has the mathematics and ``overflow_risk`` the verdicts.
 
 D model, N query heads, K key-value heads, H head, F hidden, E experts, P per-layer part.
 """

@@ -1,6 +1,6 @@
 """Judges which quantities of a checkpoint can overflow or lose precision in a dtype, before any run.
 
-``assess`` judges the sizes that ``risk_model.measure`` found, for the ``precision:`` section of a configuration. ``table`` and
+``assess`` judges the sizes that ``model_risk.measure`` found, for the ``precision:`` section of a configuration. ``table`` and
 ``records`` present the result.
 """
 
@@ -95,7 +95,7 @@ QUANTITIES: dict[str, Quantity] = {
   "logits": _LOGITS,
   "capped logits": _LOGITS,
 }
-"""Every quantity that ``risk_model`` and the families' formulas record. "hidden" is that of the ungated MLP in Gemma 3's
+"""Every quantity that ``model_risk`` and the families' formulas record. "hidden" is that of the ungated MLP in Gemma 3's
 vision tower."""
 
 
