@@ -1,7 +1,7 @@
-"""The train step compiled for GPUs that are not there: XLA's compiler for CUDA needs none, and tells the memory.
+"""Compiles the train step for GPUs that are not available: XLA's CUDA compiler needs no GPU, and reports the memory.
 
-JAX's CUDA libraries have to be installed, a driver or a GPU has not. What XLA would try out on the device it guesses: which
-matrix kernels are fastest, and what room they and cuDNN work in.
+JAX's CUDA libraries must be installed; a driver or a GPU is not needed. XLA cannot autotune without a device, so the choice of
+matrix kernels, and the workspace of these and of cuDNN, are guesses.
 """
 
 import importlib.metadata
@@ -23,14 +23,14 @@ INSTALL = "pip install -e '.[cuda]'"
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledForGpus:
-  """What the compiler says about a train step. Bytes are those of one GPU.
+  """The compiler's report on a train step. Bytes are per GPU.
 
   Attributes:
     argument_bytes: the state and the batch.
-    output_bytes: what comes out beside the state that is written over.
-    temporary_bytes: what is allocated besides while it runs.
-    host_bytes: what is allocated in the host's memory meanwhile.
-    seconds: of tracing and compiling.
+    output_bytes: outputs, except the state that is updated in place.
+    temporary_bytes: further allocations while it runs.
+    host_bytes: temporary allocations in host memory.
+    seconds: time of tracing and compiling.
   """
 
   argument_bytes: int
@@ -41,42 +41,44 @@ class CompiledForGpus:
 
   @property
   def total(self) -> int:
-    """All of it, as the device's ``memory_analysis`` adds it up."""
+    """The sum, as the device's ``memory_analysis`` calculates it."""
     return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
 
 def installed() -> str | None:
-  """JAX's CUDA plugin and its version; None: it is not installed."""
+  """Return JAX's CUDA plugin and its version, or None if it is not installed."""
   name = next((name for name in _PLUGINS if importlib.util.find_spec(name) is not None), None)
   return None if name is None else f"{name.replace('_', '-')} {importlib.metadata.version(name.replace('_', '-'))}"
 
 
 def why_not(config: Config, host: GpuHost) -> str | None:
-  """Why nothing can be compiled for a configuration and GPUs here; None: it can."""
+  """Return why a configuration cannot be compiled for these GPUs here; None if it can."""
   if host.key not in _DESIGNS:
-    return f"XLA's description of this card is not in the table ({', '.join(_DESIGNS)} are)"
+    return f"there is no XLA description of this card (there is one of {', '.join(_DESIGNS)})"
   if config.training.optimizer_memory_host_offload:
-    return f"{on_host.KEY} = true: in JAX the GPUs of a topology have no host's memory"
+    return f"{on_host.KEY} = true: in JAX the GPUs of a topology have no host memory"
   if installed() is None:
-    return f"JAX's CUDA libraries are not here ({INSTALL}; needs no GPU)"
+    return f"JAX's CUDA libraries are not installed ({INSTALL}; no GPU is needed)"
   return None
 
 
 def compile_step(config: Config, host: GpuHost) -> CompiledForGpus:
-  """Compiles the train step of a configuration for the GPUs of a host.
+  """Compile the train step of a configuration for the GPUs of a host.
 
   Args:
-    config: of the run; its mesh is laid over the GPUs.
+    config: configuration of the run; its mesh is placed on the GPUs.
     host: the GPUs.
 
   Raises:
-    UserError: as ``why_not``; a mesh that does not fit the host.
+    UserError: as ``why_not``, or the mesh does not fit the host.
   """
   from maxtext_like.sharding.mesh import make_mesh
   from maxtext_like.training.step.program import make_program
 
   if why := why_not(config, host):
-    raise UserError(f"topology={host.name}: {why}\n  fix: machine_code=false, or plan, which estimate")
+    raise UserError(
+      f"topology={host.name}: {why}\n  fix: machine_code=false, or `maxtext-like plan`; both estimate without compiling"
+    )
   start = time.monotonic()
   try:
     mesh = make_mesh(config.mesh, _devices(host))
@@ -103,13 +105,13 @@ def _devices(host: GpuHost) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Design:
-  """What XLA has to know of a card beside its memory. Sizes in bytes.
+  """The properties of a card that XLA needs in addition to its memory. Sizes in bytes.
 
   Attributes:
-    multiprocessors: number of them.
-    float32_units: of one.
-    shared_memory: of one.
-    second_level: of the cache.
+    multiprocessors: number of multiprocessors.
+    float32_units: float32 units per multiprocessor.
+    shared_memory: shared memory per multiprocessor.
+    second_level: size of the L2 cache.
     clock: GHz.
   """
 
@@ -120,8 +122,8 @@ class _Design:
   clock: float
 
 
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; clocks and caches as the cards' white papers
-# and CUDA's own deviceQuery have them.
+# Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; clocks and caches from the cards'
+# white papers and CUDA's deviceQuery.
 _DESIGNS = {
   "a100": _Design(multiprocessors=108, float32_units=64, shared_memory=164 << 10, second_level=40 << 20, clock=1.41),
   "a100-40gb": _Design(multiprocessors=108, float32_units=64, shared_memory=164 << 10, second_level=40 << 20, clock=1.41),
@@ -132,13 +134,13 @@ _DESIGNS = {
 }
 
 
-# Beyond it XLA computes again what it could keep, without being asked. On a card it goes by what JAX lets it use; of a card
-# that is not there by this share of its memory.
+# Above this share of the memory XLA rematerialises on its own. On a real card the limit is the memory that JAX may use; for a
+# card that is not available it is this share of its total memory.
 _XLA_SHARE = 0.8
 
 
 def _target(host: GpuHost) -> str:
-  """The card as XLA's ``GpuTargetConfigProto`` in text."""
+  """Return the card as XLA's ``GpuTargetConfigProto`` in text format."""
   design = _DESIGNS[host.key]
   chip = find_chip(host.card)
   assert chip is not None
@@ -166,7 +168,7 @@ def _target(host: GpuHost) -> str:
 
 
 def _version(prefix: str) -> tuple[int, int, int]:
-  """Of an installed library of NVIDIA, whose package is called so, perhaps with CUDA's version behind it."""
+  """Return the version of an installed NVIDIA library whose package has this name, optionally followed by CUDA's version."""
   for found in importlib.metadata.distributions():
     if re.fullmatch(rf"{prefix}(-cu)?\d*", found.metadata["Name"] or ""):
       major, minor, patch, *_ = (*map(int, re.findall(r"\d+", found.version)), 0, 0)

@@ -1,8 +1,9 @@
-"""The train step compiled for a TPU slice that is not there: libtpu compiles on any x86 machine, and tells the memory.
+"""Compiles the train step for a TPU slice that is not available: libtpu compiles on any x86 machine and reports the memory.
 
-Nothing runs and no array is made, so a step of a 31B model compiles on a laptop. Machine code is nine tenths of the compiler's
-work, and of that nearly all is its optimisation. So unless all of it is asked for, the compiler is stopped once it has laid out
-memory, and what it makes of the same step with little optimisation says whether it comes to an end.
+Nothing runs and no array is allocated, so a step of a 31B model compiles on a laptop. Generating machine code is nine tenths of
+the compiler's work, and most of that is optimisation. Therefore, unless complete compilation is requested, the compiler is
+stopped after it has laid out memory. Compiling the same step with little optimisation then shows whether the compilation
+succeeds.
 """
 
 import importlib.metadata
@@ -33,23 +34,24 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 
 FLAG_GROUPS = {"base": ("base",), "all": ("base", "overlap")}
-"""What ``xla_flags=`` means: groups of ``tpu/xla_flags.yml``."""
+"""Values of ``xla_flags=``: groups of ``tpu/xla_flags.yml``."""
 
 
 MachineCode = bool | Literal["quick"]
-"""Whether machine code is made; "quick": of the same step with little optimisation, beside the program that a run has."""
+"""Whether to generate machine code. "quick": lay out the memory of the run's program, and compile the same step with little
+optimisation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-  """What a step makes a chip do, and in which time it can.
+  """The work of a step on one chip, and the shortest time for it.
 
   Attributes:
-    flops: of matrix products, loops counted as often as they turn, recomputation too.
-    model_flops: the model's alone (``flops.train_flops``), on a chip's share of the batch.
-    memory_bytes: through main memory.
+    flops: FLOPs of matrix products, with loops counted by iteration, recomputation included.
+    model_flops: FLOPs of the model without recomputation (``flops.train_flops``), for a chip's share of the batch.
+    memory_bytes: bytes through main memory.
     transfers: the collectives.
-    roofline: bounds of the time; None: of a device that is in no table.
+    roofline: bounds of the time; None if the device is not in the table.
   """
 
   flops: float
@@ -61,25 +63,25 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-  """What the compiler says about a train step. Bytes are those of one chip.
+  """The compiler's report on a train step. Bytes are per chip.
 
   Attributes:
     topology: the slices.
     mesh: size of each mesh axis.
-    parameters: number of them, buffers included.
+    parameters: number of parameters, buffers included.
     argument_bytes: the state and the batch, from their shardings.
-    peak_bytes: the most that is in use at once, as libtpu counts it, or what it has laid out where it was stopped then; with
-      ``out_of_memory`` what the compiler names, which may be less than all; None where it was not compiled because the
+    peak_bytes: the most that is in use at once, as libtpu counts it, or the laid-out bytes if it was stopped then. With
+      ``out_of_memory`` the bytes that the compiler names, which may be incomplete. None if it was not compiled because the
       arguments alone do not fit.
-    layout: how memory is laid out; None where it is not.
-    work: what a step does; None without a program.
-    seconds: of tracing and compiling.
-    machine_code: True: all was compiled; else the compiler was stopped once memory was laid out.
-    quick_peak: with "quick" what ``peak_bytes`` is of all of a program with little optimisation; None: it was not compiled.
-    quick_words: the compiler's, where that program does not fit; empty where it does.
-    kernels: what the attention layers run on.
-    out_of_memory: the compiler's words; empty when it compiled.
-    hlo: the compiled program's text, where there is one.
+    layout: how memory is laid out; None if it is not.
+    work: the work of a step; None without a program.
+    seconds: time of tracing and compiling.
+    machine_code: True if the compilation was complete; otherwise the compiler was stopped after laying out memory.
+    quick_peak: with "quick", the ``peak_bytes`` of the program with little optimisation; None if it was not compiled.
+    quick_words: the compiler's message if that program does not fit; otherwise "".
+    kernels: the kernels of the attention layers.
+    out_of_memory: the compiler's message; "" if it compiled.
+    hlo: the text of the compiled program, if there is one.
     weights: the declared dtype of every parameter by the name of its argument.
   """
 
@@ -101,23 +103,23 @@ class CompiledStep:
 
   @property
   def fits(self) -> bool:
-    """Whether a chip has the memory."""
+    """True if a chip has enough memory."""
     return not self.out_of_memory and self.peak_bytes is not None and self.peak_bytes <= self.topology.hbm_bytes
 
 
 def compile_step(
   config: Config, topology: Topology, flags: dict[str, Any], *, machine_code: MachineCode = "quick"
 ) -> CompiledStep:
-  """Compiles the train step of a configuration for slices.
+  """Compile the train step of a configuration for slices.
 
   Args:
-    config: of the run; its mesh is laid over the slices.
+    config: configuration of the run; its mesh is placed on the slices.
     topology: the slices.
     flags: XLA flags by name.
-    machine_code: False or "quick": the compiler, in a process of its own, is stopped once memory is laid out.
+    machine_code: with False or "quick" the compiler runs in a separate process, which is stopped after laying out memory.
 
   Raises:
-    UserError: no libtpu, a mesh that does not fit the slice, a flag that libtpu does not know.
+    UserError: libtpu is not installed, the mesh does not fit the slice, or libtpu does not know a flag.
   """
   prepare_environment()
   import jax
@@ -137,10 +139,12 @@ def compile_step(
     "kernels": program.model.kernels,
     "machine_code": machine_code,
   }
+  # Stop here if the arguments alone do not fit.
   if arguments > topology.hbm_bytes:
-    # XLA would say so too, minutes later.
-    reason = f"parameters, optimizer and batch alone take {arguments / GIB:.2f} GiB of a chip"
+    # XLA would report the same, but only minutes later.
+    reason = f"parameters, optimizer and batch alone take {arguments / GIB:.2f} GiB per chip"
     return CompiledStep(**known, peak_bytes=None, seconds=time.monotonic() - start, out_of_memory=reason)
+  # Compile completely, or until memory is laid out; then read the compiler's dump.
   with tempfile.TemporaryDirectory(prefix="maxtext-like-compile-") as folder:
     where, peak, words, quick = Path(folder), None, "", (None, "")
     if machine_code is True:
@@ -159,8 +163,8 @@ def compile_step(
     text, compiled_program, layout = memory_layout.read_dump(where)
     if layout.bytes < arguments:
       raise RuntimeError(
-        f"libtpu {version('libtpu')} lays out {layout.bytes:,} bytes, as its text is read here, and parameters, optimizer and "
-        f"batch alone take {arguments:,}: the text means something else"
+        f"libtpu {version('libtpu')} lays out {layout.bytes:,} bytes according to its dump, but parameters, optimizer and "
+        f"batch alone take {arguments:,}: the format of the dump has changed"
       )
     if machine_code == "quick":
       quick = _with_little_optimisation(program, flags)
@@ -200,11 +204,11 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
 
 
 def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> tuple[int, str]:
-  """The peak of the step as libtpu compiles it to the end with little optimisation, a sixth of the work; where it does not fit
-  so what it would need, and the compiler's words.
+  """Compile the step completely with little optimisation, a sixth of the work. Return its peak and "", or, if it does not fit,
+  the bytes that it needs and the compiler's message.
 
   Raises:
-    RuntimeError: it does not compile for another reason, as a kernel that outgrows vector memory.
+    RuntimeError: it does not compile for another reason, such as a kernel that exceeds vector memory.
   """
   import jax
 
@@ -220,16 +224,16 @@ def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> tuple[int,
 
 
 def _peak(compiled: Any) -> int:
-  """Bytes of a chip; libtpu counts arguments in the host's memory too."""
+  """Return the peak in bytes of a chip. libtpu includes arguments in host memory, which are subtracted."""
   said = compiled.memory_analysis()
   return said.peak_memory_in_bytes - said.host_argument_size_in_bytes
 
 
 def _until_laid_out(config: Config, topology: Topology, flags: dict[str, Any], folder: Path) -> str:
-  """Compiles in a process of its own until the memory is laid out, and what is said of it lies in the folder.
+  """Compile in a separate process until memory is laid out. The compiler's dump is in the folder.
 
   Returns:
-    The compiler's error; empty where there is none.
+    The compiler's error; "" if there is none.
   """
   task, errors = folder / "task", folder / "errors"
   task.write_bytes(pickle.dumps((config, topology, flags)))
@@ -244,11 +248,11 @@ def _until_laid_out(config: Config, topology: Topology, flags: dict[str, Any], f
   if memory_layout.written(folder):
     return ""
   said = errors.read_text("utf-8", errors="replace").strip()
-  return said or f"the compiler's process ended with {child.returncode}"
+  return said or f"the compiler's process exited with code {child.returncode}"
 
 
 def _main(folder: str) -> None:
-  """The process of ``_until_laid_out``, which is stopped in the middle of this."""
+  """The process of ``_until_laid_out``, which is stopped in the middle of this function."""
   prepare_environment()
   import jax
 
@@ -263,29 +267,30 @@ def _main(folder: str) -> None:
 
 
 def explained(message: str) -> tuple[int, str]:
-  """An error of the compiler: the bytes it would need, and its line.
+  """Interpret an error of the compiler: return the bytes it would need, and the line that says so.
 
   Raises:
-    UserError: it is no lack of memory.
+    UserError: the error is not about memory and has a known fix.
   """
   if (needed := out_of_memory_bytes(message)) is not None:
     return needed, next(line for line in message.splitlines() if out_of_memory_bytes(line) is not None)
   if (flag := re.search(r"No such compile option: '(\w+)'", message)) is not None:
     raise UserError(
-      f"tpu/xla_flags.yml: libtpu {version('libtpu')} has no flag {flag[1]}\n  fix: take it out, or change libtpu"
+      f"tpu/xla_flags.yml: libtpu {version('libtpu')} has no flag {flag[1]}\n  fix: remove the flag, or install another libtpu"
     )
   if "proto" in message and (wanted := other_libtpu_wanted()) is not None:
     raise UserError(
-      f"compile: libtpu {version('libtpu')} cannot read the program of jax {version('jax')}, which is made for {wanted}\n"
-      f"  it says: {message.strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
+      f"compile: libtpu {version('libtpu')} cannot read the program of jax {version('jax')}, which needs libtpu {wanted}\n"
+      f"  libtpu's message: {message.strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
     )
   raise RuntimeError(f"libtpu: {message.strip()[-2000:]}")
 
 
 def other_libtpu_wanted() -> str | None:
-  """The versions of libtpu that the installed JAX asks for ("==0.0.50.*"), None when the installed one is among them.
+  """Return the libtpu versions that the installed JAX requires ("==0.0.50.*"), or None if the installed one is among them.
 
-  Others often work; when a program of JAX says something that an older libtpu does not know, it fails with a parse error.
+  Other versions often work. If a JAX program contains something that an older libtpu does not know, it fails with a parse
+  error.
   """
   for line in importlib.metadata.requires("jax") or ():
     requirement = Requirement(line)
@@ -295,28 +300,28 @@ def other_libtpu_wanted() -> str | None:
 
 
 def prepare_environment() -> None:
-  """Lets libtpu compile where there is no TPU, beside other processes that do so, and without asking the network.
+  """Let libtpu compile without a TPU, at the same time as other processes, and without network access.
 
-  Has to come before JAX starts a backend: JAX then works on the CPU, and does not take hold of a TPU that is there.
+  Call it before JAX initializes a backend: JAX then runs on the CPU, and does not occupy a TPU of this machine.
 
   Raises:
     UserError: libtpu is not installed.
   """
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
-      "compile: libtpu is not installed, and it is the TPU's compiler (no TPU is needed)\n  fix: pip install -e '.[tpu]'"
+      "compile: libtpu, the compiler for TPUs, is not installed (no TPU is needed)\n  fix: pip install -e '.[tpu]'"
     )
   os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no metadata server to ask about this machine
-  os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else libtpu's lock file keeps a second process out
-  # What the metadata server would have said. libtpu complains when it is missing; the topology decides all the same.
+  os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this machine has no metadata server
+  os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # otherwise libtpu's lock file blocks a second process
+  # Values that the metadata server would return. libtpu warns if they are missing; the topology is used in any case.
   os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
   os.environ.setdefault("TPU_WORKER_ID", "0")
 
 
 def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
-  """The mesh of a configuration over the chips of slices, neighbours in the mesh being neighbours in the torus.
+  """Return the mesh of a configuration on the chips of slices. Neighbours in the mesh are neighbours in the torus.
 
   Raises:
     UserError: the axes do not multiply to the number of chips.
@@ -336,7 +341,8 @@ def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
 
 
 def xla_flags(group: str = "base") -> dict[str, Any]:
-  """The flags of ``tpu/xla_flags.yml``: "base", or "all" with those that put collectives behind computation.
+  """Return the flags of ``tpu/xla_flags.yml``: "base", or "all", which includes those that overlap collectives with
+  computation.
 
   Raises:
     UserError: unknown group.
@@ -346,7 +352,7 @@ def xla_flags(group: str = "base") -> dict[str, Any]:
   if group not in FLAG_GROUPS:
     raise UserError(f"xla_flags={group}: unknown\n  fix: one of {', '.join(FLAG_GROUPS)}")
   groups = yaml.safe_load(_flags_file().read_text("utf-8"))
-  # A bool goes to the compiler as Python's, a number as the text that it parses itself.
+  # The compiler takes a Python bool, and a number as text that it parses itself.
   return {
     name: value if isinstance(value, bool) else str(value)
     for part in FLAG_GROUPS[group]
@@ -355,16 +361,16 @@ def xla_flags(group: str = "base") -> dict[str, Any]:
 
 
 def _flags_file() -> Path:
-  """``tpu/`` of a checkout; a wheel carries the file with the configurations."""
+  """Return the file in ``tpu/`` of a checkout, or the copy in a wheel's configurations."""
   places = (configs_folder().parent / "tpu" / "xla_flags.yml", configs_folder() / "tpu" / "xla_flags.yml")
   for path in places:
     if path.is_file():
       return path
-  raise UserError(f"{places[0]}: missing; install maxtext-like again")
+  raise UserError(f"{places[0]}: missing\n  fix: reinstall maxtext-like")
 
 
 def version(package: str) -> str:
-  """The installed version of a package."""
+  """Return the installed version of a package."""
   return importlib.metadata.version(package)
 
 
@@ -378,7 +384,8 @@ _OUT_OF_MEMORY = (
 
 
 def out_of_memory_bytes(message: str) -> int | None:
-  """Bytes of HBM that XLA says it would need; None for any other error (vector memory, say, which is a kernel's fault)."""
+  """Return the bytes of HBM that XLA would need according to its message; None for any other error (such as vector memory,
+  which is the fault of a kernel)."""
   for pattern in _OUT_OF_MEMORY:
     if found := pattern.search(message):
       return int(float(found[1]) * _UNITS[found[2]])

@@ -9,11 +9,11 @@ import jax
 from maxtext_like.sharding.host_memory import lies_there
 
 Numbers = Callable[[tuple[int, ...]], int]
-"""How many numbers an array of a shape takes the place of."""
+"""Returns the number of elements whose memory an array of this shape takes."""
 
 
 def bytes_of(tree: Any, numbers: Numbers = math.prod) -> int:
-  """Of one device's part of a tree of shapes."""
+  """Return the bytes of one device's part of a tree of shapes."""
   total = 0
   for x in jax.tree.leaves(tree):
     sharding = getattr(x, "sharding", None)
@@ -23,7 +23,7 @@ def bytes_of(tree: Any, numbers: Numbers = math.prod) -> int:
 
 
 def by_place(tree: Any) -> tuple[list[Any], list[Any]]:
-  """The arrays of a tree of shapes: those on the device, and those in its host's memory."""
+  """Return the arrays of a tree of shapes in two lists: those on the device, and those in host memory."""
   found: tuple[list[Any], list[Any]] = ([], [])
   for x in jax.tree.leaves(tree):
     found[lies_there(x)].append(x)
@@ -31,10 +31,10 @@ def by_place(tree: Any) -> tuple[list[Any], list[Any]]:
 
 
 def bytes_as(dtype: Any, tree: Any, numbers: Numbers = math.prod) -> int:
-  """Of one device's part of a tree of shapes, in another dtype."""
+  """Return the bytes of one device's part of a tree of shapes in another dtype."""
   return bytes_of(as_dtype(tree, dtype), numbers)
 
 
 def as_dtype(tree: Any, dtype: Any) -> Any:
-  """The same shapes in another dtype."""
+  """Return the same shapes in another dtype."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), tree)

@@ -1,6 +1,6 @@
-"""The published numbers of devices: memory, dense products per second in each dtype, links. Needs no JAX.
+"""Published numbers of devices: memory, dense FLOP/s for each dtype, and links. Does not import JAX.
 
-A GPU that ``plan`` and ``compile`` know by name is a ``Card``: add one line to ``CHIPS`` to add a card.
+A GPU that ``plan`` and ``compile`` know by name is a ``Card``: to add a card, add one line to ``CHIPS``.
 """
 
 import re
@@ -11,19 +11,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-  """One device. Products are dense, in TFLOP/s, with float32 sums.
+  """One device. FLOP rates are dense, in TFLOP/s, with float32 accumulation.
 
   Attributes:
-    kind: regular expression for a part of JAX's name of it (``Device.device_kind``), lower case.
+    kind: regular expression for a part of JAX's name of the device (``Device.device_kind``), in lower case.
     tflops: bfloat16 products.
-    float16: float16 products; None: as bfloat16.
-    float32: float32 products in the default precision, which is TF32 where the device has it; None: in passes of bfloat16.
+    float16: float16 products; None if the same as bfloat16.
+    float32: float32 products in the default precision, which is TF32 if the device has it; None if it uses passes of bfloat16.
     exact_float32: float32 products with ``matmul_precision=highest``.
-    float8: float8 products; None: the device has none.
-    memory: bytes/s between its memory and its units; None: not needed so far.
-    links: bytes/s that a collective over the devices of a slice or a host moves through one of them.
+    float8: float8 products; None if the device has none.
+    memory: bytes/s of the device's memory; None if not needed so far.
+    links: bytes/s through one device of a collective over the devices of a slice or a host.
     network: bytes/s of a device's share of the network between slices or hosts.
-    host: bytes/s between its memory and its host's, one way.
+    host: bytes/s between device memory and host memory, one way.
   """
 
   kind: str
@@ -38,7 +38,8 @@ class Chip:
   host: float | None = None
 
   def peak(self, dtype: str, precision: str = "default") -> float:
-    """Dense products of a dtype, TFLOP/s. ``precision``: a value of ``matmul_precision``, which matters for float32."""
+    """Return the dense TFLOP/s of products in a dtype. ``precision`` is a value of ``matmul_precision`` and matters for
+    float32."""
     if dtype == "float16":
       return self.float16 or self.tflops
     if dtype != "float32":
@@ -50,13 +51,13 @@ class Chip:
 
 @dataclass(frozen=True, kw_only=True)
 class Card(Chip):
-  """A GPU that ``plan`` and ``compile`` know.
+  """A GPU that ``plan`` and ``compile`` know by name.
 
   Attributes:
-    name: as ``topology=`` takes it.
-    card: the complete name that JAX gives it.
+    name: the value of ``topology=``.
+    card: JAX's complete name of the card.
     capability: CUDA's compute capability.
-    bytes: memory that CUDA gives out.
+    bytes: memory that CUDA makes available.
   """
 
   name: str
@@ -79,7 +80,7 @@ _AMPERE = {"tflops": 312.0, "float32": 156.0, "exact_float32": 19.5, "links": 30
 _HOPPER = {"tflops": 989.0, "float32": 494.5, "exact_float32": 67.0, "float8": 1979.0, "links": 450e9, "network": 50e9}
 _PCIE3, _PCIE4, _PCIE5 = ({"links": rate, "host": rate} for rate in (16e9, 32e9, 64e9))
 
-# The first match counts.
+
 CHIPS: tuple[Chip, ...] = (
   Card(name="t4", card="Tesla T4", kind="t4", capability="7.5", bytes=int(14.56 * GIB), memory=320e9,
        tflops=8.1, float16=65.0, float32=8.1, exact_float32=8.1, **_PCIE3),
@@ -144,14 +145,15 @@ WHOLE_V6E_POD = 256
 
 
 def find_chip(device_kind: str) -> Chip | None:
-  """A device by what JAX calls it; None: not in the table. A Ti, Super or laptop card has another chip than its namesake."""
+  """Return a device by JAX's name of it, or None if it is not in the table. Ti, Super and laptop cards have a different chip
+  than the card of the same name, so they do not match."""
   kind = device_kind.lower()
   whole = r"(?<![a-z0-9]){}(?![a-z0-9])(?!.* (?:ti|super|d|laptop)\b)"
   return next((chip for chip in CHIPS if re.search(whole.format(chip.kind), kind)), None)
 
 
 def links_of(chip: Chip, devices: int) -> float | None:
-  """Bytes/s of a collective over so many devices that are linked (of one slice, of one host)."""
+  """Return the bytes/s of a collective over this many linked devices (of one slice or one host)."""
   if chip.links is None or "v6" not in chip.kind:
     return chip.links
   return chip.links * (2 if devices >= WHOLE_V6E_POD else 1)

@@ -1,7 +1,7 @@
-"""What a compiled TPU program does in a step, read from its text (HLO): how often each instruction runs, FLOPs of products,
-bytes through memory, transfers between devices. Those of one device, since the text is one device's program.
+"""Reads a compiled TPU program (HLO text): how often each instruction runs in a step, FLOPs of products, and transfers between
+devices. The numbers are those of one device, because the text is one device's program.
 
-The compiler's own count (``cost_analysis``) has the body of a loop once; here a body counts as often as its loop turns.
+The compiler's own count (``cost_analysis``) counts the body of a loop once. Here it counts once per iteration.
 """
 
 import collections
@@ -21,9 +21,10 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "coll
 HOST_COPIES = ("to host", "from host")
 """Kinds of transfers between a device's memory and its host's."""
 COPIES = ("copy-start", "dynamic-update-slice-start", "dynamic-slice-start")
-"""Kinds that begin to move an array, or a slice into or out of one; without machine code an "async-start" calls them."""
+"""Kinds of instructions that start to copy an array, or a slice into or out of one. Without machine code an "async-start"
+calls them."""
 HOST = 5
-"""The number of the host's memory in a layout."""
+"""Memory space of the host in a layout."""
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4,
               "u32": 4, "f64": 8, "s64": 8, "u64": 8}  # fmt: skip
 
@@ -35,7 +36,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclass(frozen=True)
 class Array:
-  """An array of the program; ``in_memory``: it lies in the device's main memory, not on the chip; ``on_host``: its host's."""
+  """An array of the program. ``in_memory``: it is in the device's main memory, not on the chip. ``on_host``: it is in host
+  memory."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -56,12 +58,13 @@ class Operation:
   """An instruction.
 
   Attributes:
-    name, kind: as HLO has them.
-    results: arrays that it makes.
-    operands: names of the instructions that it reads.
-    text: what stands behind the operands.
-    path: of the code that asked for it.
-    frame: number of the place in the sources in the program's table; 0: none.
+    name, kind: as in HLO.
+    results: its output arrays.
+    operands: names of the instructions whose results it reads.
+    text: the text after the operands.
+    path: path of the code that requested it.
+    frame: number of its source location in the program's table; 0 if there is none.
+    root: True if it produces the result of its computation.
   """
 
   name: str
@@ -75,20 +78,27 @@ class Operation:
 
   @property
   def called(self) -> list[str]:
-    """The computations that it runs, or that are fused in it."""
+    """The computations that it calls, or that are fused into it."""
     branches = [name.strip().lstrip("%") for found in _BRANCHES.findall(self.text) for name in found.split(",")]
     return [*_CALLED.findall(self.text), *branches]
 
   @property
   def body(self) -> str:
-    """Of a loop: the computation that runs in each turn."""
+    """The computation that a loop runs in each iteration."""
     return _one(r"body=%([\w.\-]+)", self.text)
 
 
 @dataclass(frozen=True)
 class Transfer:
-  """A collective, or copies between a device and its host: kind, bytes that it moves through one device in a step, times it
-  runs, whether it is asynchronous, and whether it leaves a slice."""
+  """A collective, or a copy between a device and its host.
+
+  Attributes:
+    kind: one of ``COLLECTIVES`` or ``HOST_COPIES``.
+    bytes: bytes through one device in a step.
+    times: number of runs in a step.
+    asynchronous: True if it is asynchronous.
+    between_slices: True if it leaves a slice.
+  """
 
   kind: str
   bytes: int
@@ -102,9 +112,9 @@ class CompiledProgram:
   """The program of one device.
 
   Attributes:
-    computations: by name; a fusion's inner one too.
-    entry: name of the one that runs.
-    places: "file.py:12" by the number of a frame, the innermost that is not a library's.
+    computations: by name, including those of fusions.
+    entry: name of the main computation.
+    places: "file.py:12" by the number of a frame: the innermost frame outside libraries.
   """
 
   computations: dict[str, list[Operation]]
@@ -117,8 +127,8 @@ class CompiledProgram:
     return {op.name: op for ops in self.computations.values() for op in ops}
 
   def asked_by(self, name: str) -> tuple[str, str]:
-    """(path of the code that asked for an operation, "file.py:12"), of one that the compiler made itself those of what it
-    computes or reads; empty where nobody did."""
+    """Return (path of the code that requested an operation, "file.py:12"). For an operation that the compiler inserted, use
+    those of an operation that it computes or reads; empty if there is none."""
     for _ in range(8):
       op = self.operations.get(name)
       if op is None:
@@ -135,7 +145,7 @@ class CompiledProgram:
     return "", ""
 
   def running(self) -> Iterator[tuple[Operation, int]]:
-    """(operation, times it runs in a step), without what is inside fusions and asynchronous starts."""
+    """Yield (operation, times it runs in a step), without the contents of fusions and asynchronous starts."""
     pending = [(self.entry, 1)]
     while pending:
       name, times = pending.pop()
@@ -144,20 +154,20 @@ class CompiledProgram:
         if op.kind == "while":
           pending.append((op.body, times * self.turns(op)))
         elif op.kind in ("conditional", "call"):
-          # At most one branch runs; a step's are a look that seldom happens, so that all are counted.
+          # At most one branch runs. All branches are counted, because a step's branches are checks that rarely run.
           pending += [(called, times) for called in op.called]
 
   def turns(self, loop: Operation) -> int:
-    """How often the body of a while loop runs: what the compiler wrote down, or else the constant that its condition compares
-    the counter with, less what the counter begins with (the compiler may have taken the first turn out of the loop); 0 for the
+    """Return the number of iterations of a while loop: the compiler's annotation, or the constant that its condition compares
+    the counter with, minus the counter's initial value (the compiler may have peeled the first iteration). It is 0 for the
     rounds that only an uneven load of experts needs.
 
     Raises:
-      UserError: the condition is no such comparison, which JAX's loops over layers always are.
+      UserError: the condition is not such a comparison. In JAX's loops over layers it always is.
     """
     if MORE in loop.path:
       return 0
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):  # a body may have two rounds of the loop
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):  # a body may contain two iterations
       return int(known[1])
     for op in self.computations[_one(r"condition=%([\w.\-]+)", loop.text)]:
       inside = self.computations[op.called[0]] if op.kind == "fusion" else [op]
@@ -168,10 +178,11 @@ class CompiledProgram:
           bound = self.operations.get(name)
           if bound is not None and (last := _number(bound)) is not None:
             return last - self._first(loop, [*op.operands, *compare.operands])
-    raise UserError(f"compiled program: the loop {loop.name} does not say how often it turns")
+    raise UserError(f"compiled program: the number of iterations of loop {loop.name} is unknown")
 
   def _first(self, loop: Operation, compared: list[str]) -> int:
-    """What a loop's counter begins with, of the names that its condition compares; 0 where that is no constant."""
+    """Return the initial value of a loop's counter, which is one of the names that its condition compares; 0 if it is not a
+    constant."""
     for name in compared:
       counter, (_, numbered, index) = self.operations.get(name), name.partition("#")
       if counter is not None and counter.kind == "get-tuple-element":
@@ -186,10 +197,10 @@ class CompiledProgram:
     return 0
 
   def flops(self, kernel: Callable[[Operation, list[Array]], float]) -> float:
-    """Floating point operations of matrix products in a step.
+    """Return the floating point operations of matrix products in a step.
 
     Args:
-      kernel: (a call of a kernel, its operands) -> its own.
+      kernel: (a call of a kernel, its operands) -> FLOPs of the kernel.
     """
     inside = functools.cache(lambda name: sum(self._product(op) for op in self._all_inside(name)))
     total = 0.0
@@ -222,12 +233,12 @@ class CompiledProgram:
     return 0.0
 
   def transfers(self, chips_per_slice: int) -> list[Transfer]:
-    """The collectives of a step and the copies to and from the host, those of the same kind and manner together."""
+    """Return the collectives of a step and the copies to and from the host, summed by kind, asynchrony and reach."""
     found: collections.Counter[tuple[str, bool, bool]] = collections.Counter()
     times_of: collections.Counter[tuple[str, bool, bool]] = collections.Counter()
     for op, times in self.running():
       if op.kind == "send" and (between := _MEGASCALE.search(op.text)):
-        # Between slices the hosts reduce what their chips hand them.
+        # Between slices, the hosts reduce the data of their chips.
         kind, slices = between[2].lower().replace("_", "-"), between[1].count(",") + 1
         key = (kind, True, True)
         found[key] += int(times * op.results[0].bytes * (slices - 1) / slices * (2 if kind == "all-reduce" else 1))
@@ -255,19 +266,19 @@ class CompiledProgram:
     return [Transfer(k[0], found[k], times_of[k], *k[1:]) for k in sorted(found, key=order)]
 
   def _host_copy(self, op: Operation) -> tuple[str, int] | None:
-    """The kind and bytes of a copy between the device's memory and the host's; None: it is none."""
+    """Return the kind and bytes of a copy between device memory and host memory; None for any other operation."""
     large, kind = [a for a in op.results if a.size > 1], op.kind
     if kind == "async-start":
       kind = next(inner.kind for inner in self.computations[op.called[0]] if inner.root) + "-start"
     if kind not in COPIES or not any(a.on_host for a in large):
       return None
-    # Results of a copy: where it goes, where it comes from. Of a slice: what it is given, and what it makes.
+    # Results of a copy: destination, source. Results of a slice: its input, its output.
     to_host = large[0].on_host if kind == "copy-start" else kind == "dynamic-update-slice-start"
     return HOST_COPIES[0 if to_host else 1], min(a.bytes for a in large)
 
   @functools.cached_property
   def _hidden(self) -> set[str]:
-    """Names of the copies that something is computed beside: between where one begins and where it has to be done."""
+    """Names of the copies that overlap with computation between their start and their end."""
     hidden, works = set(), ("fusion", "convolution", "dot", "custom-call", "while")
     for ops in self.computations.values():
       waiting: set[str] = set()
@@ -286,8 +297,8 @@ class CompiledProgram:
     if op.kind.startswith(COLLECTIVES):
       yield op, op.kind.endswith("-start")
     elif op.kind in ("fusion", "async-start"):
-      # With the flags of a real run a transfer begins in one fusion, goes on beside products in others and ends in one: all
-      # of them hold the instruction, and the first counts.
+      # With the flags of a real run, a transfer starts in one fusion, continues in others next to products, and ends in
+      # another. All of them contain the instruction; only the first counts.
       if op.name.startswith("async-collective-done") or "calls=%async_collective_fusion" in op.text:
         return
       asynchronous = op.kind == "async-start" or op.name.startswith("async-collective-start")
@@ -299,7 +310,8 @@ _MEGASCALE = re.compile(r'_xla_megascale_target="\{([^}]*)\}x.*?_xla_megascale_t
 
 
 def _convolution(op: Operation, lhs: Array, rhs: Array) -> float:
-  """FLOPs of a convolution, which is how a TPU's program has matrix products; what falls on padding or holes is none."""
+  """Return the FLOPs of a convolution, which is how a TPU's program represents matrix products. Padding and holes are not
+  counted."""
   names = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.text)
   assert names is not None, op.name
   lhs_labels, rhs_labels, out_labels = names[1], names[2], names[3]
@@ -332,14 +344,14 @@ _IOTA = r"\[[\d,]+\](?:T\([\d,]+\))?"
 
 
 def _iota(text: str) -> np.ndarray:
-  """ "[2,4]T(1,0)": numbers from 0 in two rows of four, read by columns."""
+  """Parse "[2,4]T(1,0)": numbers from 0 in two rows of four, read by columns."""
   shape, *order = ([int(n) for n in numbers.split(",")] for numbers in re.findall(r"[\d,]+", text))
   numbers = np.arange(math.prod(shape)).reshape(shape)
   return (numbers.transpose(order[0]) if order else numbers).reshape(-1)
 
 
 def _groups(text: str) -> np.ndarray | None:
-  """Devices of each group of a collective, [groups, size]; None: it has none written down."""
+  """Return the devices of each group of a collective, [groups, size]; None if the text has none."""
   if found := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
     return np.array([[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])])
   if found := re.search(rf"replica_groups=\[(\d+),(\d+)\]<=({_IOTA})", text):
@@ -379,7 +391,7 @@ def _one(pattern: str, text: str) -> str:
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-  """The arrays of a type, as "(bf16[8,128]{1,0:T(8,128)S(1)}, u32[])"."""
+  """Parse the arrays of a type, such as "(bf16[8,128]{1,0:T(8,128)S(1)}, u32[])"."""
   found = []
   for dtype, dims, layout in _ARRAY.findall(text):
     elsewhere = re.search(r"S\((\d+)\)", layout)
@@ -389,7 +401,7 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 
 def read_program(text: str) -> CompiledProgram:
-  """Reads HLO text, as ``compiled.as_text()`` has it."""
+  """Read HLO text as returned by ``compiled.as_text()``."""
   computations: dict[str, list[Operation]] = {}
   entry, current = "", ""
   for line in hlo_lines(text):
@@ -431,7 +443,8 @@ def _closing(rest: str) -> int:
 
 
 def _places(text: str) -> dict[int, str]:
-  """ "decoder.py:12" for each frame of the tables above the program: the innermost line of ours, else of anyone's."""
+  """Return "decoder.py:12" for each frame of the tables above the program: the innermost line of this project, or else the
+  innermost line."""
   section = lambda name: re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, flags=re.MULTILINE)
   rows = lambda name: re.findall(r"^(\d+) (.*)$", found[1], flags=re.MULTILINE) if (found := section(name)) else []
   files = {int(n): value.strip('"') for n, value in rows("FileNames")}

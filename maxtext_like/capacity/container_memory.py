@@ -1,4 +1,6 @@
-"""The memory that the control groups (cgroups) of this process leave it: containers, systemd units and Slurm jobs set them."""
+"""The memory that the control groups (cgroups) of this process leave free. Containers, systemd units and Slurm jobs set limits
+on them.
+"""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Model FLOPs of a train step from the shapes alone, and the peak of the chip: tflops_per_device and mfu.
+"""Model FLOPs of a train step, computed from the shapes, and the peak rate of the device: tflops_per_device and mfu.
 
-XLA's own count is no use here: it counts the body of a scan once.
+XLA's own count cannot be used, because it counts the body of a scan once.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,15 @@ from maxtext_like.training.step.trainable import Selection
 
 
 def peak_tflops(device_kind: str, dtype: str = "bfloat16") -> float | None:
-  """Dense TFLOP/s of a device by which mfu is counted: in float16 with that dtype, else in bfloat16. None if not known."""
+  """Return the dense TFLOP/s that mfu is relative to: the float16 rate for float16, otherwise the bfloat16 rate. None if
+  unknown."""
   chip = find_chip(device_kind)
   return None if chip is None else chip.peak("float16" if dtype == "float16" else "bfloat16")
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
-  """(query, key) pairs of one row of ``length`` tokens under a causal mask with a window of W keys, self included."""
+  """Return the (query, key) pairs of one row of ``length`` tokens under a causal mask with a window of W keys, self
+  included."""
   w = length if window is None else min(window, length)
   return w * (w + 1) // 2 + (length - w) * w
 
@@ -31,15 +33,15 @@ def visible_pairs(length: int, window: int | None = None) -> int:
 def train_flops(
   decoder: Decoder, spec: Any, selection: Selection, rows: int, length: int, *, float8_alone: bool = False
 ) -> float:
-  """Floating point operations of one step on ``rows`` rows of ``length`` tokens, recomputation not counted.
+  """Return the floating point operations of one step on ``rows`` rows of ``length`` tokens, without recomputation.
 
-  Products with parameters: 2 a token forward, 4 backward where the parameter is trained (6 N in all), 2 where it is
-  frozen and the gradient only passes through. The head counts once, tied or not; a looked-up table counts nothing, nor does
-  an array in whose place an adapter trains one whole; of routed experts the chosen share. Attention: 12 x heads x head size
-  for each visible pair forward and backward (PaLM, appendix B, with masked pairs left out, as MaxText counts). Documents
-  packed into a row count as one.
+  Products with parameters count 2 per parameter and token in the forward pass and 4 in the backward pass if the parameter is
+  trained (6 N in total), or 2 if it is frozen and the gradient only passes through. The head counts once, tied or not. A table
+  that is only looked up does not count, nor does an array that an adapter replaces completely. Of routed experts the chosen
+  share counts. Attention counts 12 x heads x head size for each visible pair, forward and backward (PaLM, appendix B, without
+  masked pairs, as in MaxText). Packed documents count as one row.
 
-  float8_alone: only of the products that ``matmul_dtype`` makes in float8.
+  float8_alone: count only the products that ``matmul_dtype`` computes in float8.
   """
   indexer_alone = _indexer_alone(decoder, selection)
   trained = dict(zip(_paths(spec), jax.tree.leaves(selection.leaves), strict=True))
@@ -52,9 +54,9 @@ def train_flops(
 
 
 def forward_flops(decoder: Decoder, spec: Any, rows: int, length: int, *, float8_alone: bool = False) -> tuple[float, float]:
-  """Of the layers' forward pass: (of products with parameters, of those of pairs); else as ``train_flops``.
+  """Return the FLOPs of the layers' forward pass: (products with parameters, attention pairs). Otherwise like ``train_flops``.
 
-  It is a third of what training takes where the weights are trained, half where they are frozen.
+  The forward pass is a third of the training FLOPs if the weights are trained, and half if they are frozen.
   """
   products = sum(size for keys, size in _factors(decoder, spec, float8_alone) if _in_layers(keys))
   return 2.0 * rows * length * products, 0.0 if float8_alone else rows * _pairs(decoder, length) / 3
@@ -63,7 +65,7 @@ def forward_flops(decoder: Decoder, spec: Any, rows: int, length: int, *, float8
 def backward_flops(
   decoder: Decoder, spec: Any, selection: Selection, rows: int, length: int, *, float8_alone: bool = False
 ) -> float:
-  """Of the layers' backward pass; else as ``train_flops``."""
+  """Return the FLOPs of the layers' backward pass. Otherwise like ``train_flops``."""
   trained = dict(zip(_paths(spec), jax.tree.leaves(selection.leaves), strict=True))
   products = sum(size * (4 if trained[keys] else 2) for keys, size in _factors(decoder, spec, float8_alone) if _in_layers(keys))
   return rows * (products * length + (0.0 if float8_alone else _pairs(decoder, length) * 2 / 3))
@@ -78,7 +80,7 @@ def _paths(spec: Any) -> list[tuple[str, ...]]:
 
 
 def _factors(decoder: Decoder, spec: Any, float8_alone: bool) -> Iterator[tuple[tuple[str, ...], float]]:
-  """(keys, numbers that a token is multiplied with) of every array that multiplies."""
+  """Yield (keys, elements that a token is multiplied with) of every array that multiplies."""
   leaves = jax.tree_util.tree_leaves_with_path(spec)
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   replaced = {model_path(keys) for keys in (path_keys(path) for path, _ in leaves) if model_path(keys) != keys}
@@ -86,11 +88,11 @@ def _factors(decoder: Decoder, spec: Any, float8_alone: bool) -> Iterator[tuple[
     own = keys = path_keys(path)
     if keys in replaced:
       continue
-    if keys[:-1] in declared:  # a part of what is stored of a quantised weight, which multiplies as the weight
+    if keys[:-1] in declared:  # a stored part of a quantised weight; only its codes multiply
       if keys[-1] != CODES:
         continue
       keys, p = keys[:-1], declared[keys[:-1]]
-    if keys[0] == ADAPTER:  # multiplies as the weight does that it belongs to
+    if keys[0] == ADAPTER:  # multiplies like the weight that it belongs to
       keys = keys[1:-1]
     if not _multiplies(keys, len([a for a in p.axes if a != "layers"]), decoder.cfg.tied):
       continue
@@ -116,7 +118,7 @@ def _multiplies(keys: tuple[str, ...], rank: int, tied: bool) -> bool:
 
 
 def _in_float8(decoder: Decoder, keys: tuple[str, ...]) -> bool:
-  """Whether a weight multiplies in float8: of attention or an MLP, no adapter, indexer or expert."""
+  """Return True if a weight multiplies in float8: weights of attention or an MLP, but not of an adapter, indexer or expert."""
   if not keys[0].startswith("stack_") or _layer_of(decoder, keys).precision.matmul_dtype != "float8":
     return False
   return not {"indexer", "experts", "router"} & {*keys} and bool({"attention", "mla", "mlp", "shared"} & {*keys})
@@ -133,7 +135,7 @@ def _indexer_alone(decoder: Decoder, selection: Selection) -> bool:
 
 
 def _attention(cfg: Any, length: int, indexer_alone: bool) -> float:
-  """FLOPs of one layer's scores and weighted sums on one row."""
+  """Return the FLOPs of one layer's scores and weighted sums on one row."""
   if not hasattr(cfg, "kv_lora_rank"):
     return 12.0 * cfg.num_query_heads * cfg.head_dim * visible_pairs(length, cfg.window)
   pairs = visible_pairs(length)

@@ -1,4 +1,4 @@
-"""The weights that a device fetches from others before it multiplies by them, from shapes and shardings."""
+"""The weights that a device gathers from other devices before it multiplies by them, from shapes and shardings."""
 
 import math
 from dataclasses import dataclass
@@ -14,22 +14,23 @@ from maxtext_like.models.naming import path_keys
 from maxtext_like.training.step.program import TrainProgram
 
 TABLE = "table"
-"""The part of ``Fetched`` that makes logits."""
+"""The part of ``Fetched`` that computes the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-  """A weight that is split over devices which multiply by all of it; of a stacked one, one layer.
+  """A sharded weight that each device gathers completely before it multiplies by it. For a stacked weight, one layer.
 
   Attributes:
-    part: "stack_0/7/layer_3/mlp": of what it is, the row between; or ``TABLE``.
-    axes: mesh axes that it is split over, and fetched from.
-    ways: their devices.
-    numbers: of the whole.
-    bytes: of it in ``dtype``, or as it is stored where that is no floating point.
-    arriving: bytes in which it comes where the parts fill no tiles and are put together once they are here; else 0.
-    trained: it has a gradient.
-    experts: a kernel multiplies it, and makes its gradient.
+    part: "stack_0/7/layer_3/mlp", with the row in the second place; or ``TABLE``.
+    axes: mesh axes that it is sharded over and gathered from.
+    ways: number of devices along these axes.
+    numbers: elements of the complete weight.
+    bytes: bytes of the complete weight in ``dtype``, or as stored if that is not a floating-point dtype.
+    arriving: bytes of a second copy, needed if the shards do not fill complete tiles and are assembled after the transfer;
+      otherwise 0.
+    trained: True if it has a gradient.
+    experts: True if a grouped kernel multiplies it and computes its gradient.
   """
 
   part: str
@@ -43,7 +44,7 @@ class Fetched:
 
 
 def fetched(program: TrainProgram) -> list[Fetched]:
-  """The weights that lie split to save memory alone, or over devices that have rows of their own."""
+  """Return the weights that are sharded only to save memory, or over devices that have rows of their own."""
   mesh, params = program.model.mesh, program.abstract_state["params"]
   item = jnp.dtype(program.config.precision.dtype).itemsize
   head = "embedding" if program.model.decoder.cfg.tied else "head"
@@ -81,7 +82,7 @@ def fetched(program: TrainProgram) -> list[Fetched]:
 
 
 def by_part(weights: list[Fetched]) -> dict[str, int]:
-  """Bytes that each part of each layer fetches, and the table."""
+  """Return the bytes that each part of each layer gathers, and those of the table."""
   found: dict[str, int] = {}
   for weight in weights:
     found[weight.part] = found.get(weight.part, 0) + weight.bytes

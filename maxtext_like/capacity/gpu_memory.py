@@ -1,6 +1,6 @@
-"""What one GPU holds when most is in use, instant by instant, as XLA's buffer assignments show it.
+"""The peak memory of one GPU, phase by phase, following XLA's buffer assignments.
 
-Beside ``memory.estimate``; docs/results/memory.md has the sums beside what XLA laid out and what runs had.
+``memory.estimate`` uses it. docs/results/memory.md compares the results with XLA's layouts and with real runs.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from maxtext_like.training.step.program import TrainProgram
 
 
 class InUse(NamedTuple):
-  """Bytes by what they are, as of ``memory.MemoryEstimate``."""
+  """Bytes by category, as in ``memory.MemoryEstimate``."""
 
   gradients: int
   copies: int
@@ -27,16 +27,17 @@ class InUse(NamedTuple):
 
 
 def in_loss(program: TrainProgram, trained: Any, kept: int, logits: int) -> InUse:
-  """Bytes beside the state in the loss: what the forward pass keeps, the logits in float32 and their gradient as it multiplies.
+  """Return the bytes in use during the loss, in addition to the state: the activations, the float32 logits, and their gradient
+  in ``dtype``.
 
-  Of a loss in chunks the float32 sum of the head's gradients too, the head as it multiplies, where it is stored otherwise, and
-  the gradient of the head that a chunk makes, in the place of its logits, which have gone by then.
+  For a loss in chunks, also the float32 sum of the head's gradients, the head in ``dtype`` if it is stored in another dtype,
+  and the head's gradient of one chunk, which reuses the memory of the chunk's logits.
 
   Args:
-    program: of the run.
+    program: program of the run.
     trained: its trained parameters.
-    kept: what the forward pass keeps for the backward pass, on the device.
-    logits: float32 ones, of a chunk, and as much for their gradient.
+    kept: activations kept for the backward pass, on the device.
+    logits: bytes of a chunk's float32 logits and of their gradient.
   """
   dtype = jnp.dtype(program.config.precision.dtype)
   values = logits // 2
@@ -49,17 +50,20 @@ def in_loss(program: TrainProgram, trained: Any, kept: int, logits: int) -> InUs
 
 
 def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logits: int) -> InUse:
-  """Bytes beside the state at the fullest of five instants, where each layer is updated as its gradient appears.
+  """Return the bytes in use, in addition to the state, at the largest of five phases, if each layer is updated as soon as it
+  has a gradient.
 
-  In the loss. In the backward pass of a layer: what is kept, the gradient of the head as it is stored, the layer's
-  activations, its gradients, and its weights as XLA takes them out of their stack; of moments on the host those of a layer, as
-  they came and as they go. The update of that layer with momentum of low rank: its directions, and what is added to them, all
-  at a time. Behind the layers: the head's gradient, that of the rows of a table that were read, in float32, and their sum; or
-  the update of what lies in no stack.
+  The phases are:
+  - the loss;
+  - the backward pass of a layer: kept activations, the stored gradient of the head, the layer's activations and gradients, and
+    its weights, which XLA copies out of their stack. With moments on the host, also those of a layer, incoming and outgoing;
+  - the update of that layer with momentum of low rank: its updates and the changes that momentum adds, all at the same time;
+  - after the layers: the head's gradient, the float32 gradient of the rows that were read from a table, and their sum;
+  - the update of everything outside the stacks.
 
   Args:
     program, trained, kept, logits: as of ``in_loss``.
-    again: a layer's own activations, computed again.
+    again: a layer's own activations, which are recomputed.
   """
   head, outside = program.objective.made_in_forward(trained), take(trained, ())
   made = bytes_of(outside if head is None else head)
@@ -74,21 +78,21 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
 
 
 def _unless_in(dtype: jnp.dtype, size: int, tree: Any) -> int:
-  """The size, or 0 where all of the tree is stored in the dtype, and nothing is made of it."""
+  """Return the size, or 0 if the complete tree is already stored in the dtype."""
   return 0 if all(x.dtype == dtype for x in jax.tree.leaves(tree)) else size
 
 
 def _in_last_update(program: TrainProgram, outside: Any) -> InUse:
-  """Of what lies in no stack, where an optimizer keeps between reading and writing what it computes: the steps of all that it
-  updates at once in float32, the next moments, and a gradient in float32, of one after the other. Of an array that is updated
-  piece by piece nothing is there but the gradient, which the other instants have."""
+  """Return the bytes of the update of everything outside the stacks, if the optimizer stores intermediate results: the float32
+  updates of all arrays that are updated at once, the new moments, and one float32 gradient at a time. An array that is updated
+  piece by piece only needs its gradient, which the other phases include."""
   step = program.step
   if not step.optimizer.in_pieces:
     return InUse(0, 0, 0, 0)
   assert isinstance(step.optimizer, ByLayer)
   leaves = Leaves(jax.tree.structure(outside))
   both = zip(jax.tree.leaves(step.optimizer.parts[()].spec), jax.tree.leaves(outside), strict=True)
-  with use_mesh(program.model.mesh):  # of which several devices update everything at once
+  with use_mesh(program.model.mesh):  # several devices update everything at once
     at_once = [i for i, (p, x) in enumerate(both) if not x.ndim or piece_rows(p, x) == x.shape[0]]
   state = take_state(program.abstract_state["opt_state"], ())
   moments, outside = leaves.of_state(at_once, state), leaves.some(at_once, outside)
@@ -97,14 +101,14 @@ def _in_last_update(program: TrainProgram, outside: Any) -> InUse:
 
 
 def _steps_of_a_layer(program: TrainProgram, trained: Any) -> int:
-  """Bytes of a layer's steps in float32, of the one that has most, where the optimizer goes through arrays in pieces."""
+  """Return the bytes of the float32 updates of the largest layer, if the optimizer updates arrays in pieces."""
   if not program.step.optimizer.in_pieces:
     return 0
   return max((max(row) for row in _by_layer(as_dtype(trained, jnp.float32)).values()), default=0)
 
 
 def _directions_of_a_layer(program: TrainProgram, trained: Any) -> int:
-  """Bytes of a layer's directions as the products with a momentum of low rank read them, of the layer that has most."""
+  """Return the bytes of the largest layer's updates in bfloat16, as the products with a momentum of low rank read them."""
   state = jax.tree.leaves(program.abstract_state["opt_state"], is_leaf=lambda x: isinstance(x, Factors))
   if not any(isinstance(x, Factors) for x in state):
     return 0
@@ -112,7 +116,7 @@ def _directions_of_a_layer(program: TrainProgram, trained: Any) -> int:
 
 
 def _fetched_moments(program: TrainProgram) -> int:
-  """Bytes of a layer's moments that lie on the host, of the layer that has most."""
+  """Return the bytes of the largest layer's moments that are on the host."""
   found = [0]
   for part in parts_of(program.selection.split(program.abstract_state["params"])[0]):
     _, away = by_place(take_state(program.abstract_state["opt_state"], part))
@@ -121,7 +125,7 @@ def _fetched_moments(program: TrainProgram) -> int:
 
 
 def _by_layer(trained: Any) -> dict[str, list[int]]:
-  """Bytes of each layer of a row of each stack."""
+  """Return the bytes of each layer of a row of each stack."""
   found: dict[str, list[int]] = {}
   for part in parts_of(trained):
     if part and (leaves := jax.tree.leaves(take(trained, part))):

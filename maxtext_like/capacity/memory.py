@@ -1,4 +1,4 @@
-"""Does the run fit? Its memory is estimated before any of it is allocated, and compared with what a device has."""
+"""Estimates the memory of a run before any is allocated, and compares it with the memory of a device."""
 
 import contextlib
 import dataclasses
@@ -38,28 +38,30 @@ from maxtext_like.training.step.trainable import merge
 GB = 1e9
 
 PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The variable of how much of the host's memory JAX lets the GPUs of a process have together, GiB; 64 unless set."""
+"""Environment variable with the host memory in GiB that JAX allows the GPUs of a process to use together; 64 by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
   """Bytes on one device.
 
+  The terms copies, activations and logits of a GPU's estimate are those that are in use at the same time
+  (docs/results/memory.md).
+
   Attributes:
-    parameters: as they are stored.
-    optimizer: its state.
-    gradients: with accumulation also their sum; with ``optimizer_in_backward`` those that exist at a time.
-    copies: on a GPU what the loss has beside the logits, or what the update has beside the gradients (docs/results/memory.md):
-      the gradient of the head that a chunk makes beside their sum, and the head in 16 bits; the steps of all arrays, where the
-      optimizer's rule needs them whole and its update is looked at; with ``optimizer_in_backward`` updated layers before they
-      lie in their stacks.
-    activations: what the forward pass keeps for the backward pass, and what it works in.
-    logits: of a piece, and their gradient.
-      Of these three a GPU's estimate has what is in use together (docs/results/memory.md).
-    dequantised: the largest quantised weight of a layer, whole, in both passes at a time.
-    fetched: on GPUs that share out the weights, those of the fullest part of a layer as they come from the others, and their
-      gradient in float32 before each has its share again.
-    host: what lies in the host's memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), and so is in no
+    parameters: the stored parameters.
+    optimizer: the optimizer's state.
+    gradients: the gradients; with accumulation also their sum; with ``optimizer_in_backward`` only those that exist at the same
+      time.
+    copies: on a GPU, further arrays of the loss or of the update: the head's gradient of one chunk and the head in 16 bits; the
+      updates of all arrays, if the optimizer's rule needs complete arrays and the update is checked; with
+      ``optimizer_in_backward``, updated layers before they are written to their stacks.
+    activations: kept from the forward pass for the backward pass, and working memory.
+    logits: logits of a chunk, and their gradient.
+    dequantised: the largest quantised weight of a layer, dequantised for both passes at the same time.
+    fetched: on GPUs that shard the weights, the gathered weights of the largest part of a layer, and their float32 gradient
+      before it is scattered.
+    host: bytes in host memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), which are not part of the
       total.
   """
 
@@ -75,7 +77,7 @@ class MemoryEstimate:
 
   @property
   def total(self) -> int:
-    """All of it that lies on the device."""
+    """The sum of everything on the device."""
     return sum(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "host")
 
 
@@ -83,9 +85,9 @@ class Saved(NamedTuple):
   """Bytes that the forward pass keeps for one device.
 
   Attributes:
-    kept: for the backward pass, on the device.
-    everything: what it would keep without remat.
-    host: for the backward pass, in the host's memory. A CPU's is its own and counts as kept.
+    kept: kept for the backward pass on the device.
+    everything: what it would keep without rematerialization.
+    host: kept for the backward pass in host memory. On a CPU this counts as kept.
   """
 
   kept: int
@@ -95,21 +97,21 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-  """What there is: bytes that one device may use, and where the number comes from."""
+  """The available memory: bytes that one device may use, and the source of the number."""
 
   bytes: int
   source: str
 
 
 def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> tuple[int, int]:
-  """What ``jax.vjp`` of the loss keeps for one device's part of the rows, beside the parameters and the batch themselves: on
-  the device, and in its host's memory.
+  """Return the bytes that ``jax.vjp`` of the loss keeps for one device's part of the rows, in addition to the parameters and
+  the batch: on the device, and in host memory.
 
-  Every part of a row has its own positions of it, and of what has heads or a hidden size its own part; what is as wide as the
-  residual stream is whole on all devices of the tensor axis, and so are the layers' own inputs. Logits, which a loss in one
-  piece keeps, are counted as such.
-  Without ``casts`` the weights of layers in ``dtype`` are not counted: on several GPUs XLA makes those of unrolled layers where
-  it needs them. On one they are made while the weights are unstacked (``weight.unstacked``), and there until the backward pass.
+  Positions are sharded over the sequence axis. Arrays with heads or a hidden size are sharded over the tensor axis; arrays of
+  the width of the residual stream, and the layers' own inputs, are complete on all devices of the tensor axis. Logits, which a
+  loss without chunks keeps, are counted separately. Without ``casts``, the layers' weights in ``dtype`` are not counted: on
+  several GPUs XLA casts those of unrolled layers where it needs them. On a single GPU they are cast while the weights are
+  unstacked (``weight.unstacked``), and stay until the backward pass.
   """
   model = program.model
   batch = program.batch_of(model.rows // model.ways("batch"))
@@ -130,13 +132,13 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
   params = abstract(objective.params())
   with _as_on_one_gpu() if _platform(program) == "gpu" else contextlib.nullcontext():
     kept, away = jax.eval_shape(residuals, params, batch)
-  # Gradients that are made in the forward pass are kept too, whole on every device, and counted as such.
+  # Gradients that are computed in the forward pass are kept too, complete on every device, and counted as gradients.
   gradients = objective.made_in_forward(program.selection.split(params)[0])
   vocabulary = program.config.model.vocab_size
   kept = [x for x in kept if x.ndim < 3 or x.shape[-1] != vocabulary]
   for gradient in jax.tree.leaves(gradients):
     kept.pop(next(i for i, x in enumerate(kept) if (x.shape, x.dtype) == (gradient.shape, gradient.dtype)))
-  # No slices of weights of layers that are in no loop, which XLA reads where they are.
+  # Layers outside of loops: XLA reads slices of their weights in place, so the slices are not counted.
   dtype = jnp.dtype(program.config.precision.dtype)
   for stack in model.decoder.stacks:
     for weight in jax.tree.leaves(params.get(stack.name, {})):
@@ -159,8 +161,8 @@ def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True
 
 
 def _as_on_one_gpu() -> AbstractContextManager[Any]:
-  """Layers are traced in the form that they have on a GPU, which keeps other arrays than that of other devices. A single one:
-  what is traced are a device's own rows."""
+  """Trace layers in the form for a single GPU, which keeps other arrays than on other devices. It is a single one because a
+  device's own rows are traced."""
   ones = dict.fromkeys(MESH_AXES, 1)
   gpu = AbstractDevice(device_kind="any", num_cores=None, platform="gpu")
   kinds = (AxisType.Auto,) * len(ones)
@@ -168,16 +170,16 @@ def _as_on_one_gpu() -> AbstractContextManager[Any]:
 
 
 def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
-  """Takes one such array out of the list, if it is there."""
+  """Remove one such array from the list, if there is one."""
   same = (i for i, x in enumerate(kept) if (x.shape, x.dtype) == (shape, dtype))
   if (at := next(same, None)) is not None:
     kept.pop(at)
 
 
 def _scanned(program: TrainProgram) -> Objective:
-  """The objective with layers in loops: unrolled they keep slices of the stacked weights, which XLA reads where they are.
+  """Return the objective with layers in loops: unrolled layers keep slices of the stacked weights, which XLA reads in place.
 
-  A product with a quantised weight keeps nothing that it makes of it, so that nothing needs to be made.
+  A product with a quantised weight does not keep the dequantised weight, so it need not be materialised here.
   """
   decoder, objective = program.model.decoder, program.objective
   if isinstance(objective, Adapted) and objective.base is not None:
@@ -187,7 +189,8 @@ def _scanned(program: TrainProgram) -> Objective:
 
 
 def activation_bytes(program: TrainProgram) -> Saved:
-  """What the forward pass keeps for the backward pass, and what it would keep without remat."""
+  """Return the bytes that the forward pass keeps for the backward pass, and those that it would keep without
+  rematerialization."""
   objective, decoder = _scanned(program), program.model.decoder
   kept, host = _saved_bytes(objective, program)
   if _platform(program) == "cpu":
@@ -204,26 +207,30 @@ def _platform(program: TrainProgram) -> str:
 
 
 def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved | None = None) -> MemoryEstimate:
-  """The memory that the train step needs on one device, from shapes and shardings, in about a second.
+  """Estimate the memory that the train step needs on one device, from shapes and shardings, in about a second.
 
-  Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes
-  count as they are. With remat one layer's worth is added: it is computed again while its gradient is.
+  Activations are those that JAX's own transformation keeps, so the remat policy, the attention kernel and the dtypes are taken
+  into account. With rematerialization the activations of one layer are added, which are recomputed during its backward pass.
 
-  It is meant to refuse what cannot run, and compared with XLA's own count in docs/results/memory.md.
+  The estimate is used to refuse runs that cannot fit. docs/results/memory.md compares it with XLA's own count.
 
   Args:
-    program: of the run.
-    numbers: of the state and the gradients, where they lie in tiles.
-    saved: its ``activation_bytes``, which take most of the time; None: they are computed here.
+    program: program of the run.
+    numbers: element count of the state and the gradients, if they are padded to tiles.
+    saved: its ``activation_bytes``, which take most of the time; computed here if None.
   """
   t = program.config.training
   state = program.abstract_state
+  #   gradient =
+  # Gradients.
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: as_dtype(x, x.dtype), trained)
   gradients = _together(gradient, numbers) if t.optimizer_in_backward else bytes_of(gradient, numbers)
   platform = _platform(program)
   if t.gradient_accumulation_steps > 1:
     gradients += bytes_of(as_dtype(trained, jnp.float32), numbers)
+  #   activations
+  # Activations, and what remat recomputes of one layer at a time.
   objective, model = program.objective, program.model
   activations, everything, host = saved or activation_bytes(program)
   besides = {k: v for k, v in state.items() if k != "params"}
@@ -236,6 +243,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     beside = tower.num_layers if tower and any({"vision", "layers"} <= names for names in paths) else 0
     again = everything // (len(model.decoder.layers) + beside)
   dequantised = 0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize)
+  # Logits, and on a GPU the arrays that are in use at the same time.
   logits = objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
   logits //= model.ways("sequence") * model.ways("vocab")
   copies = 0
@@ -267,7 +275,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
 
 
 def _in_tiles(program: TrainProgram) -> int:
-  """What a layer has at once that goes through its queries tile by tile, of which JAX keeps nothing."""
+  """Return the bytes of a layer that processes its queries tile by tile; JAX does not keep them."""
   model, length = program.model, program.config.training.max_target_length
   rows, ways, parts = model.rows // model.ways("batch"), model.ways("heads"), model.ways("sequence")
   tile = lambda mixer, kv_b: mixer.tile_bytes(rows, length, mixer.cfg.num_heads // ways, kv_b, parts)
@@ -275,8 +283,8 @@ def _in_tiles(program: TrainProgram) -> int:
 
 
 def _sliced(program: TrainProgram, params: Any) -> int:
-  """Weights that a loop over rows of several layers has taken out of their stacks, in the dtype of the products: those of all
-  its layers but one. Where weights have gradients these take the place."""
+  """Return the bytes of weights that a loop over rows of several layers has copied out of their stacks, in the dtype of the
+  products: those of all its layers but one. If the weights are trained, their gradients use this memory."""
   if not program.config.training.scan_layers:
     return 0
   dtype = jnp.dtype(program.config.precision.dtype)
@@ -286,15 +294,15 @@ def _sliced(program: TrainProgram, params: Any) -> int:
 
 
 def _in_use_together(program: TrainProgram, gradient: Any, activations: int, logits: int) -> tuple[int, int, int]:
-  """Activations, logits and copies beside all gradients, on a GPU: what stands there when most is in use."""
+  """Return activations, logits and copies on a GPU that are in use together with all gradients at the peak."""
   t = program.config.training
   made = program.objective.made_in_forward(gradient)
   head = bytes_as(jnp.float32, made)
   loops = [stack for stack in program.model.decoder.stacks if t.scan_layers and stack.repeats > 1]
   if any(len(stack.layers) > 1 for stack in loops):
     return activations, logits, head
-  # Either the loss needs the most, or the end of the backward pass: by then what the loss has is gone, and where no loop has
-  # stacks of it also what is kept. What of these fits in the place of the gradients counts as nothing.
+  # The peak is in the loss or at the end of the backward pass. By then the memory of the loss is free, and without a loop with
+  # stacks also that of the activations. Whatever fits into the memory of the gradients counts as 0.
   if not loops and t.remat_policy == "none":
     activations, _ = _saved_bytes(_scanned(program), program, casts=program.model.mesh.size == 1)
     loss = gpu_memory.in_loss(program, gradient, activations, logits)
@@ -313,7 +321,7 @@ def _in_use_together(program: TrainProgram, gradient: Any, activations: int, log
 
 
 def _fetched_bytes(program: TrainProgram) -> int:
-  """What ``MemoryEstimate.fetched`` says."""
+  """Return the bytes of ``MemoryEstimate.fetched``."""
   parts: dict[str, int] = {}
   for weight in fetched(program):
     if weight.part != TABLE:
@@ -322,8 +330,9 @@ def _fetched_bytes(program: TrainProgram) -> int:
 
 
 def _together(gradient: Any, numbers: Numbers) -> int:
-  """Bytes of the gradients that exist at a time where each layer is updated as its own appear: a layer's, and those of what
-  lies in no stack. These are float32 for a while: a head's are added up so, and updated numbers are before they are rounded."""
+  """Return the bytes of the gradients that exist at the same time if each layer is updated as soon as it has a gradient: those
+  of a layer, and those of everything outside the stacks. The latter are float32 for a while: a head's gradient is summed in
+  float32, and updates are computed in float32 before rounding."""
   parts = {part: take(gradient, part) for part in parts_of(gradient)}
   outside = as_dtype(parts.pop(()), jnp.float32)
   rows = {part: max((x.shape[0] for x in jax.tree.leaves(tree)), default=1) for part, tree in parts.items()}
@@ -332,19 +341,20 @@ def _together(gradient: Any, numbers: Numbers) -> int:
 
 
 def device_limit(device: Any, devices_here: int) -> Limit | None:
-  """What one jax device may use, None where nobody knows. CPU devices share the memory of the machine."""
+  """Return the memory that one jax device may use, or None if it is unknown. CPU devices share the memory of the machine."""
   if device.platform == "cpu":
     limit = host_limit()
     return limit and Limit(limit.bytes // devices_here, limit.source)
   stats = device.memory_stats() or {}
   if "bytes_limit" in stats:
     return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
-  known = memory_of(device.device_kind)  # with another allocator than JAX's own
+  known = memory_of(device.device_kind)  # with an allocator other than JAX's own
   return None if known is None else Limit(known, f"{device.device_kind}, all of it")
 
 
 def in_use(devices: Iterable[Any]) -> dict[str, float]:
-  """memory_gb and memory_peak_gb of the fullest device of this process, now and since the start; {} where it does not tell."""
+  """Return memory_gb and memory_peak_gb of the fullest device of this process, now and since the start; {} if the device does
+  not report them."""
   here = [stats for d in devices if d.process_index == jax.process_index() and (stats := d.memory_stats())]
   names = {"memory_gb": "bytes_in_use", "memory_peak_gb": "peak_bytes_in_use"}
   return {key: max(s[name] for s in here) / GB for key, name in names.items() if here and all(name in s for s in here)}
@@ -355,7 +365,7 @@ def host_limit(
   cgroup: Path = Path("/sys/fs/cgroup"),
   membership: Path = Path("/proc/self/cgroup"),
 ) -> Limit | None:
-  """Memory of this machine that is available now, or what its container may still use; None without /proc."""
+  """Return the memory of this machine that is available now, or that its container may still use; None without /proc."""
   if not meminfo.exists():
     return None
   fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -365,38 +375,39 @@ def host_limit(
 
 
 def host_room(platform: str) -> Limit | None:
-  """What the devices of this process may have of the host's memory together; None: nobody knows.
+  """Return the host memory that the devices of this process may use together; None if it is unknown.
 
   Raises:
-    UserError: the environment's number for GPUs is none.
+    UserError: the environment variable for GPUs is not a number.
   """
   found = [host_limit()]
   if platform == "gpu":
     text = os.environ.get(PINNED, "").strip() or "64"
     if not text.isdecimal():
-      raise UserError(f"environment variable {PINNED}={text}: not a whole number of GiB\n  fix: unset it, or {PINNED}=64")
+      raise UserError(f"environment variable {PINNED}={text}: not an integer number of GiB\n  fix: unset it, or {PINNED}=64")
     found.append(Limit(int(text) << 30, f"{PINNED}, 64 unless set"))
   return min((limit for limit in found if limit is not None), key=lambda limit: limit.bytes, default=None)
 
 
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
-  """The estimate for people, in GB (1e9 bytes) of one device."""
+  """Return the estimate as aligned text, in GB (1e9 bytes) per device."""
   parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need) if f.name != "host"]
   always = ("parameters", "optimizer", "gradients", "activations")
-  rows = [*((name, size) for name, size in parts if size or name in always), ("together", need.total)]
+  rows = [*((name, size) for name, size in parts if size or name in always), ("total", need.total)]
   lines = [f"  {name:<12} {size / GB:10.2f} GB" for name, size in rows]
   if limit is not None:
     lines.append(f"  {'available':<12} {limit.bytes / GB:10.2f} GB  ({limit.source})")
   if need.host:
-    lines.append(f"  {'host':<12} {need.host / GB:10.2f} GB  (in the host's memory)")
+    lines.append(f"  {'host':<12} {need.host / GB:10.2f} GB  (in host memory)")
   return "\n".join(lines)
 
 
 def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimate, Limit]:
-  """A run on GPUs that are not here: its program, which nothing can compile, the estimate that ``train`` makes, the limit.
+  """Return the program of a run on GPUs that are not available (it cannot be compiled), the estimate that ``train`` makes, and
+  the limit.
 
   Raises:
-    UserError: as ``make_program``; a mesh that does not fit the host.
+    UserError: as ``make_program``, or the mesh does not fit the host.
   """
   try:
     program = make_program(config, mesh=abstract_mesh(config.mesh, host.gpus), platform="gpu", capability=host.capability)
@@ -408,14 +419,14 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimat
 
 
 def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[MemoryEstimate, Limit | None]:
-  """The estimate and the limit, when the one is within the other.
+  """Return the estimate and the limit, or raise if the estimate exceeds the limit.
 
   Args:
-    program: of the run.
+    program: program of the run.
     saved: as of ``estimate``.
 
   Raises:
-    DoesNotFitError: with the table and what can be done.
+    DoesNotFitError: with the table and the possible remedies.
     UserError: as ``host_room``.
   """
   need = estimate(program, saved=saved)
@@ -435,9 +446,9 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
     words = [] if t.remat_offload == "none" else ["a smaller per_device_batch_size", "remat_offload=none"]
     if t.optimizer_memory_host_offload:
       words += [*filter(None, [_eight_bits(t)]), f"{on_host.KEY}=false"]
-    words += [f"{PINNED} above {room.bytes >> 30} where the host has more"] if room.source.startswith(PINNED) else []
+    words += [f"{PINNED} above {room.bytes >> 30} if the host has more"] if room.source.startswith(PINNED) else []
     raise DoesNotFitError(
-      f"{said}: {together / GB:.1f} GB of the host's memory are needed for "
+      f"{said}: {together / GB:.1f} GB of host memory are needed for "
       f"the {len(here)} device(s) of this process, {room.bytes / GB:.1f} GB are available ({room.source})\n"
       f"what to try: {', or '.join(words)}"
     )
@@ -445,14 +456,14 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
 
 
 def _eight_bits(training: TrainingConfig) -> str:
-  """What stores all moments that there are in 8 bits; "" where it is so, or there are none."""
+  """Return the settings that store all existing moments in 8 bits; "" if they already are, or there are none."""
   rule = make_rule(training)
   moments = (("mu_dtype", rule.first), ("nu_dtype", rule.second))
   return " ".join(f"{key}=dynamic8" for key, moment in moments if moment and getattr(training, key) != "dynamic8")
 
 
 def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -> str:
-  """What makes a run smaller, in the order to try."""
+  """Return the settings that reduce memory, in the order to try them."""
   t, precision = program.config.training, program.config.precision
   offload = offload_under("full", t.remat_offload)
   full = "remat_policy=full" + (f" remat_offload={offload}" if offload != t.remat_offload else "")
@@ -464,31 +475,31 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     )
     lines.append(f"per_device_batch_size=1 (now {now:g}){update}")
   if t.remat_policy != "full":
-    lines.append(f"{full} (now {t.remat_policy}): activations are computed again instead of kept")
+    lines.append(f"{full} (now {t.remat_policy}): recompute activations instead of keeping them")
   elif t.remat_offload == "none" and program.model.decoder.loops and _platform(program) != "cpu":
-    lines.append("remat_offload=layer_inputs: what layers read waits in the host's memory, not on the device")
+    lines.append("remat_offload=layer_inputs: keep the layers' inputs in host memory instead of on the device")
   if t.max_target_length > 128 and need.activations + need.logits > need.parameters:
     lines.append(f"a smaller max_target_length (now {t.max_target_length})")
   states = need.parameters + need.optimizer + need.gradients
   if limit is not None and states > limit.bytes:
     ways = math.ceil(states * program.model.mesh.shape["fsdp"] / (0.8 * limit.bytes))
-    lines.append(f"shard over more devices: about {ways} like this one (ici_fsdp_parallelism)")
+    lines.append(f"shard over more devices: about {ways} of this kind (ici_fsdp_parallelism)")
   if eight := _eight_bits(t):
-    lines.append(f"{eight}: moments of 8 bits")
+    lines.append(f"{eight}: store the moments in 8 bits")
   if smaller := program.step.optimizer.rule.smaller:
     usual = "" if t.mu_dtype is None and t.nu_dtype == "float32" else " mu_dtype=null nu_dtype=float32"
-    lines.append(f"{smaller}{usual}: moments that take next to nothing")
+    lines.append(f"{smaller}{usual}: moments that take almost no memory")
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
-    half = "half the parameters and gradients" if program.adapter is None else "half of the weights that are not quantised"
-    lines.append(f"weight_dtype=bfloat16: {half}, at a loss of accuracy")
+    half = "parameters and gradients" if program.adapter is None else "weights that are not quantised"
+    lines.append(f"weight_dtype=bfloat16: half the memory of the {half}, with less precision")
   apart = t.gradient_accumulation_steps == 1 and program.adapter is None and not program.config.logging.numerics_every
   if not t.optimizer_in_backward and apart:
     lines.append(
-      f"optimizer_in_backward=true {full}: the gradients of one layer at a time (docs/guides/large-model-one-gpu.md)"
+      f"optimizer_in_backward=true {full}: only one layer's gradients at a time (docs/guides/large-model-one-gpu.md)"
     )
   moments = t.optimizer_in_backward and t.scan_layers and not t.optimizer_memory_host_offload and _platform(program) != "cpu"
   if moments and 5 * need.optimizer > need.total:
-    lines.append(f"{on_host.KEY}=true: the moments of layers lie in the host's memory, not on the device")
+    lines.append(f"{on_host.KEY}=true: keep the layers' moments in host memory instead of on the device")
   if not t.trainable_parameters_mask and program.adapter is None and t.vision_tower is None:
-    lines.append("trainable_parameters_mask=[...]: frozen parameters have no gradient and no moments")
+    lines.append("trainable_parameters_mask=[...]: train fewer parameters; frozen ones have no gradient and no moments")
   return "\n".join(["what to try, in this order:"] + [f"  - {line}" for line in lines])

@@ -1,7 +1,7 @@
-"""How a compiled TPU program lies in a chip's memory: bytes by class and the largest arrays, when most is in use.
+"""The memory layout of a compiled TPU program at its peak: bytes by class, and the largest arrays.
 
-libtpu writes its buffer assignment to a folder (``xla_dump_to``) as soon as memory is laid out, long before it has made
-machine code, which is nine tenths of a compilation.
+libtpu writes its buffer assignment to a folder (``xla_dump_to``) as soon as memory is laid out, long before machine code, which
+is nine tenths of a compilation.
 """
 
 import re
@@ -12,11 +12,11 @@ from pathlib import Path
 from maxtext_like.capacity.compiled_program import HOST, CompiledProgram, arrays, read_program
 
 CLASSES = ("parameters", "optimizer", "batch", "gradients", "activations", "temporaries", "gaps")
-"""Of a chip's memory. Activations: what the forward pass keeps for the backward pass. Gaps: what nothing can be put into at
-the peak, as arrays of other times lie around it."""
+"""Classes of a chip's memory. "activations" are kept from the forward pass for the backward pass. "gaps" cannot be used at the
+peak because of fragmentation."""
 
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @(\d+)> \(size=(\d+),offset=(\d+)\): (.*)$")
-# The page of an allocation came with the libtpu of JAX 0.12.
+# The page of an allocation was added by the libtpu of JAX 0.12.
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (?:color (\d+), )?(?:page \d+, )?(.*)$")
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$")
 _BACKWARD = re.compile(r"^(?:jit\([^)]*\)/)?transpose\(")
@@ -24,7 +24,8 @@ _BACKWARD = re.compile(r"^(?:jit\([^)]*\)/)?transpose\(")
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-  """Arrays alike that are in use at the peak: how many, bytes of one, dtype and shape, class, who asked for them, and where."""
+  """Identical arrays in use at the peak: their number, bytes of one, dtype and shape, class, the code that requested them, and
+  its location."""
 
   count: int = 1
   bytes: int
@@ -39,11 +40,11 @@ class MemoryLayout:
   """A chip's memory at the peak.
 
   Attributes:
-    bytes: all that is laid out, gaps included.
+    bytes: the complete layout, gaps included.
     classes: bytes by class (``CLASSES``).
     largest: the largest arrays, largest first.
     at: what is computed at the peak.
-    host: bytes that lie in the host's memory for the chip.
+    host: bytes of host memory used by the chip.
   """
 
   bytes: int
@@ -63,7 +64,7 @@ class _Value:
 
 
 def written(folder: Path) -> bool:
-  """Whether libtpu has written all that is read here."""
+  """Return True if libtpu has written all the files that are read here."""
   return any(folder.glob("*.after_optimizations_after_buffer_assignment.txt")) and _file(folder, "live-range") is not None
 
 
@@ -72,11 +73,11 @@ def _file(folder: Path, part: str) -> Path | None:
 
 
 def read_dump(folder: Path, count: int = 5) -> tuple[str, CompiledProgram, MemoryLayout]:
-  """The program's text, the program and its memory, from the folder that libtpu wrote.
+  """Return the program's text, the program and its memory layout, from the folder that libtpu wrote.
 
   Args:
-    folder: of ``xla_dump_to``, for one compilation.
-    count: how many of the largest arrays.
+    folder: the folder of ``xla_dump_to``, for one compilation.
+    count: number of largest arrays to return.
   """
   text = next(folder.glob("*.after_optimizations.txt")).read_text("utf-8")
   program = read_program(text)
@@ -87,13 +88,14 @@ def read_dump(folder: Path, count: int = 5) -> tuple[str, CompiledProgram, Memor
 
 
 def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int = 5) -> MemoryLayout:
-  """See ``read_dump``; the texts of the buffer assignment and of the live ranges."""
+  """Return the layout from the texts of the buffer assignment and of the live ranges; see ``read_dump``."""
   inputs = {int(op.text.split(")")[0]): op for op in program.computations[program.entry] if op.kind == "parameter"}
   classes: dict[str, int] = dict.fromkeys(CLASSES, 0)
   held: list[Held] = []
   values: dict[tuple[str, str], _Value] = {}
   heap = host = 0
   temporary = False
+  # Read the allocations: arguments by class, and the values in the heap.
   for line in assignment.splitlines():
     if found := _ALLOCATION.match(line):
       size, kind = int(found[2]), found[4]
@@ -113,6 +115,7 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
   alive = {(f[1], f[2]): (int(f[3]), int(f[4])) for line in ranges.splitlines() if (f := _RANGE.match(line))}
   order = dict(re.findall(r"^    (\d+):(\S+)$", ranges, flags=re.MULTILINE))
   names = {int(at): name for at, name in order.items()}
+  # Find the peak, and classify the values that are alive then.
   peak = _peak(values, alive)
   path = lambda name: program.asked_by(name)[0]
   shapes = {a.shape for op in inputs.values() if "['params']" in op.path.replace("\\'", "'") for a in op.results}
@@ -138,7 +141,7 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
 
 
 def _kind(asked: str, value: _Value, shapes: set[tuple[int, ...]], kept: bool) -> str:
-  copy = not asked or asked.startswith("state[")  # of a parameter, in another layout or dtype
+  copy = not asked or asked.startswith("state[")  # a parameter in another layout or dtype
   found = arrays(value.type)
   if not copy and found and found[0].shape in shapes:
     return "gradients"
@@ -146,8 +149,8 @@ def _kind(asked: str, value: _Value, shapes: set[tuple[int, ...]], kept: bool) -
 
 
 def _peak(values: dict[tuple[str, str], _Value], alive: dict[tuple[str, str], tuple[int, int]]) -> int:
-  """The instant when most bytes of the heap are in use. Values that share a place, as what goes into a loop and what comes out
-  of it, are there once."""
+  """Return the time at which most bytes of the heap are in use. Values that share memory, such as the input and output of a
+  loop, count once."""
   spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
   for key, value in values.items():
     if key in alive:

@@ -1,7 +1,7 @@
-"""What a train step needs and takes at least on machines that are not here, by arithmetic on shapes, in seconds.
+"""Calculates the memory and the shortest time of a train step on machines that are not available, from shapes, in seconds.
 
-The same table as ``compile`` prints for TPUs, without a compiler: arrays from shapes and shardings, FLOPs from the layers,
-transfers from what is split. docs/results/memory.md has both side by side.
+It fills the table that ``compile`` prints for TPUs without a compiler: arrays from shapes and shardings, FLOPs from the layers,
+transfers from the shardings. docs/results/memory.md compares both.
 """
 
 import dataclasses
@@ -34,32 +34,32 @@ from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.step.program import TrainProgram, make_program
 
 GAPS = 1.06
-"""What a TPU's compiler lays out beside a program's arguments is so much more than what is in use at the fullest instant, as
-arrays of several times lie around each other: 1.00 to 1.21, the mean of the programs of docs/results/memory.md."""
+"""Factor between a TPU program's memory layout (without its arguments) and its largest use, because of fragmentation. It is
+1.00 to 1.21 for the programs of docs/results/memory.md; this is their mean."""
 
 POLICIES = ("none", "save_mlp", "save_outputs", "save_attention", "full")
-"""The remat policies that a search tries, and the configured one beside them."""
+"""The remat policies that a search tries, in addition to the configured one."""
 
 Target = Topology | GpuHost | Cpus
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-  """The table of a step. Bytes are those of one device.
+  """The table of a step. Bytes are per device.
 
   Attributes:
-    config: of the run.
+    config: configuration of the run.
     target: the machines.
     mesh: size of each mesh axis.
-    parameters: number of them.
+    parameters: number of parameters.
     classes: bytes by class.
-    host: bytes that lie in the host's memory for a device.
-    limit: bytes that a device may use; None: nobody knows.
-    flops: of matrix products with recomputation, of one device.
-    model_flops: without.
-    memory_bytes: through main memory.
-    transfers: what travels between devices.
-    roofline: bounds of the time; None: the device is in no table.
+    host: bytes of host memory for a device.
+    limit: bytes that a device may use; None if unknown.
+    flops: FLOPs of matrix products on one device, with recomputation.
+    model_flops: the same without recomputation.
+    memory_bytes: bytes through main memory.
+    transfers: transfers between devices.
+    roofline: bounds of the time; None if the device is not in the table.
   """
 
   config: Config
@@ -77,20 +77,20 @@ class Plan:
 
   @property
   def bytes(self) -> int:
-    """All of a device's."""
+    """All bytes of a device."""
     return sum(self.classes.values())
 
   @property
   def fits(self) -> bool:
-    """Whether that is within the limit."""
+    """True if they are within the limit."""
     return self.limit is None or self.bytes <= self.limit
 
 
 def plan(config: Config, target: Target) -> Plan:
-  """The table of a configuration on machines.
+  """Return the table of a configuration on machines.
 
   Raises:
-    UserError: a mesh that does not fit them.
+    UserError: the mesh does not fit the machines.
   """
   platform = "tpu" if isinstance(target, Topology) else "gpu" if isinstance(target, GpuHost) else "cpu"
   slices = target.slices if isinstance(target, Topology) else None
@@ -101,6 +101,7 @@ def plan(config: Config, target: Target) -> Plan:
   except UserError as error:
     several = f" num_slices={slices}" if slices is not None else ""
     raise UserError(f"topology={target.name}{several}: {error}") from error
+  # Memory: the estimate of a run, with the terms of the platform.
   with assumed_gpu():
     saved = memory.activation_bytes(program)
     need = memory.estimate(program, tpu_layout.numbers if platform == "tpu" else math.prod, saved)
@@ -116,6 +117,8 @@ def plan(config: Config, target: Target) -> Plan:
     classes["activations"] = min(kept, need.activations)
     classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits
     classes["temporaries"] += need.dequantised + need.fetched
+  #   devices
+  # Work and time: FLOPs, memory traffic, transfers and their roofline.
   t, decoder = config.training, program.model.decoder
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
@@ -161,8 +164,8 @@ def _chip(target: Target) -> Any:
 
 
 def _casts(program: TrainProgram) -> int:
-  """Bytes of the layers' weights in ``dtype`` that are no activations, though they would be kept where it is not theirs, as
-  ``memory.activation_bytes`` shares them out."""
+  """Return the bytes of the layers' weights in ``dtype``. They are not activations, although they would be kept if the stored
+  dtype is different. They are divided among devices as in ``memory.activation_bytes``."""
   precision = program.config.precision
   if precision.dtype == precision.weight_dtype:
     return 0
@@ -190,7 +193,7 @@ def _taken_again(program: TrainProgram) -> float:
 
 
 def _recomputed(program: TrainProgram) -> float:
-  """FLOPs over all devices of the layers' forward pass that remat takes again in a backward pass."""
+  """Return the FLOPs, summed over all devices, of the layers' forward pass that remat recomputes in a backward pass."""
   decoder, t, rows = program.model.decoder, program.config.training, program.global_batch
   policy, length = t.remat_policy, t.max_target_length
   if policy == "none":
@@ -202,7 +205,7 @@ def _recomputed(program: TrainProgram) -> float:
 
 
 def _in_float8(program: TrainProgram) -> float:
-  """FLOPs over all devices of float8 products, what is taken more than once too."""
+  """Return the FLOPs, summed over all devices, of float8 products, repeated ones included."""
   t, decoder, rows = program.config.training, program.model.decoder, program.global_batch
   length, policy, backward = t.max_target_length, t.remat_policy, program.step.backward_passes
   low = train_flops(decoder, program.spec, program.selection, rows, length, float8_alone=True)
@@ -216,13 +219,14 @@ def _in_float8(program: TrainProgram) -> float:
 
 
 def _numbers(decoder: Decoder, weights: tuple[str, ...]) -> int:
-  """Of weights by their names in all layers."""
+  """Return the number of elements of weights with these names in all layers."""
   leaves = (leaf for layer in decoder.layers for leaf in jax.tree_util.tree_leaves_with_path(layer.params()))
   return sum(math.prod(p.shape) for path, p in leaves if ".".join(path_keys(path)[-2:]) in weights)
 
 
 def search(config: Config, target: Target) -> list[Plan]:
-  """Plans that fit, best bound first: remat policies, rows a device and meshes. Other rows a device are another batch."""
+  """Return the plans that fit, the best bound first, over remat policies, rows per device and meshes. Note that other rows per
+  device are another batch size."""
   found = []
   for policy in dict.fromkeys((*POLICIES, config.training.remat_policy)):
     for mesh in _meshes(config, target):
@@ -233,7 +237,7 @@ def search(config: Config, target: Target) -> list[Plan]:
         try:
           tried = plan(dataclasses.replace(config, training=training, mesh=mesh), target)
         except UserError:
-          break  # a mesh that this model's sizes do not divide by
+          break  # this model's sizes are not divisible by the mesh
         if not tried.fits:
           break
         found.append(tried)
@@ -241,7 +245,8 @@ def search(config: Config, target: Target) -> list[Plan]:
 
 
 def _meshes(config: Config, target: Target) -> Iterator[MeshConfig]:
-  """Over tensor and data, where there are experts over these and data; fsdp takes the rest, and slices are data."""
+  """Yield meshes over tensor and data, or with experts over expert and data. fsdp takes the rest, and slices are data
+  parallel."""
   slices = target.slices if isinstance(target, Topology) else 1
   inside = target.devices // slices
   ones = {name: 1 for name in vars(config.mesh) if name.endswith("_parallelism")}

@@ -1,8 +1,8 @@
-"""Bytes through a device's main memory in a step, by arithmetic on shapes and shardings.
+"""Bytes through a device's main memory in a step, calculated from shapes and shardings.
 
-Weights are read where they multiply, as they are stored or as they come from other devices; the update reads and writes what
-the state holds; logits and their table's gradient lie in memory between products. What layers make of tokens is counted
-as so many times what they keep. docs/results/memory.md has sums beside those of compiled programs.
+Weights are read where they multiply, as stored or as gathered from other devices. The update reads and writes the state. Logits
+and the gradient of their table are in memory between products. The traffic of activations is a multiple of their size
+without remat. docs/results/memory.md compares the results with compiled programs.
 """
 
 import functools
@@ -23,33 +23,34 @@ from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.training.step.program import TrainProgram
 
 PASSES = 5.5
-"""How often what layers would keep without remat goes through memory in a step, temporaries included: this and the next four
-were fitted to the compiled programs of docs/results/memory.md."""
+"""How often the activations that layers would keep without remat go through memory in a step, temporaries included. This and
+the next four constants were fitted to the compiled programs of docs/results/memory.md."""
 EXPERT_ROWS, TRAVELLING = 12, 9
-"""How often in each pass the rows of experts do besides, and how often more where they travel to other devices."""
+"""How often in each pass the rows of experts go through memory in addition, and how often more if they are exchanged with
+other devices."""
 SCORES = 9
-"""How often in each pass float32 scores of the pairs of tiles of queries do, with the keys and values that tiles read."""
+"""How often in each pass the float32 scores of tiles of queries go through memory, including the tiles' keys and values."""
 UNPACKED = {False: 2.5, True: 7.5}
-"""Bytes of what is made of a number of which two lie in a byte, on its way to ``dtype``, written and read; True: of experts,
-whose blocks' scales are spread over all numbers, in float32."""
+"""Bytes written and read to dequantise an element of which two are stored in a byte. True is for experts, whose block scales
+are expanded to all elements in float32."""
 ON_CHIP = 2**26
-"""Bytes of a layer's weight, as it multiplies, up to which its codes, a byte each, and it itself stay on a TPU's chip."""
+"""A layer's dequantised weight of up to this many bytes, and its codes of one byte each, stay on a TPU's chip."""
 _OUTPUTS = ("attention.o", "mlp.down", "shared.down")
 KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
-"""The weights whose products a remat policy keeps: those that the layers name so."""
+"""The weights whose products a remat policy keeps, by their names in the layers."""
 
 
 def memory_bytes(program: TrainProgram, weights: list[Fetched], everything: int) -> float:
-  """Of a step.
+  """Return the bytes of a step.
 
   Args:
-    program: of the run.
+    program: program of the run.
     weights: ``fetched``.
-    everything: what the forward pass of a part of the batch would keep without remat.
+    everything: bytes that the forward pass of a microbatch would keep without remat.
   """
   parts = program.config.training.gradient_accumulation_steps
   part = _of_layers(program) + _of_dequantised(program) + _of_fetched(program, weights) + _of_head(program, weights)
-  # A backward pass has two products for each of the forward one.
+  # A backward pass has two products for each product of the forward pass.
   part += (
     PASSES * (program.step.forward_passes + 2 * program.step.backward_passes) / 3 * everything
     + _of_expert_rows(program)
@@ -59,7 +60,7 @@ def memory_bytes(program: TrainProgram, weights: list[Fetched], everything: int)
 
 
 def _of_layers(program: TrainProgram) -> float:
-  """A device's own part of the layers' weights, as it is stored."""
+  """Bytes of a device's own part of the layers' weights, as stored."""
   kept = KEPT.get(program.config.training.remat_policy, ())
   base = {} if program.model.base is None else program.model.base.weights
   total = 0.0
@@ -72,8 +73,8 @@ def _of_layers(program: TrainProgram) -> float:
 
 
 def _of_dequantised(program: TrainProgram) -> float:
-  """What is made of quantised weights where they multiply, written and read: of those of which a byte holds two numbers. Others
-  are made as a product reads them."""
+  """Bytes written and read to dequantise weights of which a byte holds two elements. Other quantised weights are dequantised
+  while a product reads them."""
   if program.model.base is None:
     return 0.0
   item, params = jnp.dtype(program.config.precision.dtype).itemsize, program.abstract_state["params"]
@@ -88,7 +89,7 @@ def _of_dequantised(program: TrainProgram) -> float:
 
 
 def _of_expert_rows(program: TrainProgram) -> float:
-  """Rows as they are ordered by experts, sent, multiplied and ordered back."""
+  """Bytes of tokens' rows that are sorted by expert, sent, multiplied and sorted back."""
   model = program.model
   tokens = model.rows // model.ways("batch") * program.config.training.max_target_length // model.ways("sequence")
   experts = [e for e in (layer.cfg.ffn.experts for layer in model.decoder.layers) if e is not None]
@@ -98,22 +99,23 @@ def _of_expert_rows(program: TrainProgram) -> float:
 
 
 def _of_scores(program: TrainProgram) -> float:
-  """float32 scores of attention that no kernel makes, where JAX keeps none of them (``query_tiles``)."""
+  """Bytes of the float32 scores of attention without a kernel, of which JAX keeps none (``sparse_attention_tiles``)."""
   model, length, parts = program.model, program.config.training.max_target_length, program.model.ways("sequence")
   scores = sum(mixer.cfg.num_heads * mixer.pairs(length, kv_b, parts) for mixer, kv_b in program.latent_attention)
   return passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * parts)
 
 
 def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:
-  """Weights that come from other devices are written and read; their gradients are, whole, before each has its part again."""
+  """Bytes of weights that are gathered from other devices, which are written and read. Their gradients are too, before they are
+  scattered."""
   own = [w for w in weights if w.part != TABLE]
   total = 2 * passes(program) * sum(w.bytes for w in own)
   return total + 2 * summed_bytes(program) * sum(w.numbers for w in own if w.trained)
 
 
 def _of_head(program: TrainProgram, weights: list[Fetched]) -> float:
-  """The table in both passes of each piece of the logits, these as they are made and read, and its gradient as pieces add to
-  it; an embedding's gradient of its rows."""
+  """Bytes of the table in both passes of each chunk of the logits, of the logits, of the table's gradient, and of the gradient
+  of an embedding's rows."""
   params = program.abstract_state["params"]
   trained = program.selection.split(params)[0]
   placed = trained if program.adapter is None else program.adapter.replaced(trained)
@@ -122,7 +124,7 @@ def _of_head(program: TrainProgram, weights: list[Fetched]) -> float:
   fetched = [w for w in weights if w.part == TABLE]
   model = program.model
   piece = program.objective.logit_bytes(model.rows // model.ways("batch"), program.config.training.max_target_length)
-  # Of a piece in float32, and as much for its gradient.
+  # ``piece`` is a chunk in float32 and the same for its gradient.
   logits = piece / 2 * chunks / (model.ways("sequence") * model.ways("vocab"))
   total = logits * (3 if learns else 2)
   if fetched:
@@ -133,18 +135,18 @@ def _of_head(program: TrainProgram, weights: list[Fetched]) -> float:
 
 
 def _of_update(program: TrainProgram) -> float:
-  """Parameters that are trained and the optimizer's state are read and written, gradients written once and read for their norm
-  and for the update; a sum over parts of the batch is read and written by each."""
+  """Bytes of the update. Trained parameters and the optimizer's state are read and written. Gradients are written once, and
+  read for their norm and for the update. A sum over microbatches is read and written by each."""
   t, state = program.config.training, program.abstract_state
   trained = program.selection.split(state["params"])[0]
   gradients = _bytes(trained) * (2 if t.optimizer_in_backward else 3)
   sums = 2 * 4 * _numbers(trained) * t.gradient_accumulation_steps if t.gradient_accumulation_steps > 1 else 0
-  # What comes from the host is written before it is read, and read once more as it goes back.
+  # Data from the host is written before it is read, and read again when it is sent back.
   return 2 * (_bytes(trained) + _bytes(state["opt_state"]) + _bytes(by_place(state["opt_state"])[1])) + gradients + sums
 
 
 def _numbers(tree: Any) -> int:
-  """Of a device's part of a tree of shapes."""
+  """Number of elements of a device's part of a tree of shapes."""
   return sum(math.prod(_shard(x)) for x in jax.tree.leaves(tree))
 
 

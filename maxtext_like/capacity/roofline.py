@@ -1,6 +1,6 @@
-"""The shortest time that a step can take on a chip, from what its program does: products, bytes through memory, transfers.
+"""The shortest possible time of a step on a chip, from the work of its program: products, memory traffic, transfers.
 
-A bound, not a forecast: products at the peak of the matrix units, everything that can run beside something else does, and
+It is a bound, not a forecast: products run at the peak of the matrix units, everything that can overlap does, and only
 transfers that the program waits for are added.
 """
 
@@ -20,16 +20,17 @@ from maxtext_like.layers.kernels.grouped_matmul import registry as grouped
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-  """Bounds of a step, seconds.
+  """Bounds of a step, in seconds.
 
   Attributes:
-    bounds: by unit: "matrix units", "HBM", "ICI", "DCN", "host"; of the links what is hidden behind computation. To the host
-      things go in the forward pass and come back in the backward pass, so both ways are added up.
-    waiting: transfers that nothing is computed beside.
-    step: the largest bound and the waiting.
-    mfu: the model's FLOPs (recomputation not counted) of the bfloat16 peak in that time, or of the float16 peak with float16.
-    binds: what is longest.
-    float8: some products are, at a peak of their own.
+    bounds: by unit: "matrix units", "HBM", "ICI", "DCN", "host". Links only include transfers that overlap with computation.
+      Copies to the host happen in the forward pass and copies back in the backward pass, so both directions are added.
+    waiting: transfers that do not overlap with computation.
+    step: the largest bound plus the waiting time.
+    mfu: the model's FLOPs (without recomputation) relative to the bfloat16 peak in that time, or to the float16 peak with
+      float16.
+    binds: the largest term.
+    float8: True if some products are float8, which has a separate peak.
   """
 
   bounds: dict[str, float]
@@ -52,16 +53,16 @@ def roofline(
   dtype: str = "bfloat16",
   precision: str = "default",
 ) -> Roofline:
-  """The bounds of one device.
+  """Return the bounds of one device.
 
   Args:
-    chip: it.
-    devices: of its slice or host.
-    flops: of products, as the program has them.
-    memory_bytes: through its memory.
-    transfers: of a step.
-    model_flops: of the model on this device's share of the batch.
-    float8_flops: of ``flops``, those of float8 products.
+    chip: the device.
+    devices: number of devices in its slice or host.
+    flops: FLOPs of products of the program.
+    memory_bytes: bytes through its memory.
+    transfers: transfers of a step.
+    model_flops: FLOPs of the model for this device's share of the batch.
+    float8_flops: the part of ``flops`` in float8.
     dtype: dtype of all other products.
     precision: a value of ``matmul_precision``, for float32 products.
   """
@@ -88,18 +89,18 @@ def roofline(
     waiting=waiting,
     step=step,
     mfu=model_flops / (chip.peak("float16" if dtype == "float16" else "bfloat16") * 1e12) / step,
-    binds="transfers that nothing hides" if waiting > bounds[longest] else longest,
+    binds="exposed transfers" if waiting > bounds[longest] else longest,
     float8=float8_flops > 0,
   )
 
 
 def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation, list[Array]], float]:
-  """FLOPs of a call of a kernel, which a compiler does not look into: attention's of the pairs that its layer's mask leaves,
-  a grouped product's of all rows that it may come to work on.
+  """Return a function for the FLOPs of a call of a kernel, whose inside the compiler does not see. Attention counts the pairs
+  that its layer's mask allows; a grouped product counts all rows that it may process.
 
   Args:
     decoder: the model.
-    padding: of experts' rows, how many times as many as an even load has are there.
+    padding: number of expert rows relative to an even load.
   """
   windows = {}
   for s in decoder.stacks:
@@ -111,13 +112,13 @@ def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation,
     target = "tpu_custom_call" if "tpu_custom_call" in op.text else ""
     for kernel in fused_kernels():
       if (name := kernel.operation(target, scopes)) is not None:
-        # Queries, keys and values, [N, T, H] each, and of several rows on a chip [B, N, T, H].
+        # Queries, keys and values are [N, T, H] each, or [B, N, T, H] for several rows on a chip.
         q, _, v = [a.shape for a in operands if len(a.shape) in (3, 4) and a.dtype in ("bf16", "f32")][:3]
         *heads, length, size = q
         window = next((w for layer, w in windows.items() if f"{layer}/" in op.path), None)
         of_values = kernel.products(name) // 2
         wide = (kernel.products(name) - of_values) * size + of_values * v[-1]
-        # In a vision tower all patches of an image see each other.
+        # In a vision tower all patches of an image attend to each other.
         pairs = length**2 if re.search(r"\bvision\b", op.path) else visible_pairs(length, window)
         return 2.0 * wide * math.prod(heads) * pairs
     floats = [a for a in (*operands, *op.results) if a.dtype in ("bf16", "f32")]
@@ -132,5 +133,5 @@ def kernel_flops(decoder: Decoder, padding: float = 1.0) -> Callable[[Operation,
 
 
 def to_json(r: Roofline) -> dict[str, Any]:
-  """As JSON values."""
+  """Return JSON values."""
   return {"seconds": {**r.bounds, "waiting": r.waiting, "step": r.step}, "mfu": r.mfu, "binds": r.binds}

@@ -1,4 +1,4 @@
-"""The machines that ``topology=`` names: TPU slices, GPUs of a host, CPU devices. Needs no JAX."""
+"""The machines that ``topology=`` names: TPU slices, GPUs of a host, CPU devices. Does not import JAX."""
 
 import contextlib
 import os
@@ -11,19 +11,19 @@ from maxtext_like.capacity.chips import CARDS, GIB
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
 
-_CUDNN = 91_000  # 9.10, as of 2025; what an assumed GPU has
+_CUDNN = 91_000  # 9.10, the version of 2025, which an assumed GPU has
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-  """A slice, or several alike that are joined by the data-center network.
+  """A slice, or several identical slices joined by the data-center network.
 
   Attributes:
-    name: as people order it, ``v6e-8``: generation and number of chips.
+    name: the usual name, ``v6e-8``: generation and number of chips.
     generation: key of the chip.
     grid: chips of a slice along x and y.
-    hbm_bytes: of one chip, what XLA lets a program use.
-    slices: how many of them.
+    hbm_bytes: memory of one chip that XLA makes available to a program.
+    slices: number of slices.
   """
 
   name: str
@@ -34,7 +34,7 @@ class Topology:
 
   @property
   def chips(self) -> int:
-    """Of all slices."""
+    """Number of chips in all slices."""
     return self.chips_of_slice * self.slices
 
   @property
@@ -43,21 +43,21 @@ class Topology:
 
   @property
   def devices(self) -> int:
-    """Chips, as all machines call theirs."""
+    """Number of chips; all machines have this property."""
     return self.chips
 
   @property
   def bytes(self) -> int:
-    """Of a chip, what XLA lets a program use."""
+    """Memory of a chip that XLA makes available to a program."""
     return self.hbm_bytes
 
   @property
   def libtpu_name(self) -> str:
-    """As ``jax.experimental.topologies`` spells it: ``v6e:2x4``."""
+    """The name in ``jax.experimental.topologies``: ``v6e:2x4``."""
     return f"{self.generation}:{self.grid[0]}x{self.grid[1]}"
 
 
-# Of the 32 GB of a v6e chip XLA keeps some for itself; 31.25 GiB is what its out-of-memory message calls available.
+# XLA reserves a part of the 32 GB of a v6e chip; its out-of-memory message says that 31.25 GiB are available.
 _V6E_HBM = int(31.25 * GIB)
 # cloud.google.com/tpu/docs/v6e, "Supported configurations".
 _V6E_GRIDS = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -68,15 +68,15 @@ TOPOLOGIES: dict[str, Topology] = {
 
 
 def find_topology(name: str, others: tuple[str, ...] = (), fix: str | None = None) -> Topology:
-  """The slice of this name.
+  """Return the slice of this name.
 
   Args:
-    name: of a slice.
-    others: more names, for the error.
-    fix: advice of the error; None: the names of the slices.
+    name: name of a slice.
+    others: more names for the error message.
+    fix: advice of the error message; None for the names of the slices.
 
   Raises:
-    UserError: unknown, with the nearest names.
+    UserError: the name is unknown; the message has the nearest names.
   """
   if name in TOPOLOGIES:
     return TOPOLOGIES[name]
@@ -90,13 +90,13 @@ class GpuHost:
   """GPUs of one host.
 
   Attributes:
-    name: as people order it, ``h200-8``: the card and how many of them.
-    card: as JAX calls it.
+    name: the usual name, ``h200-8``: the card and the number of cards.
+    card: JAX's name of the card.
     key: name of the card in ``CARDS``, or ``gpu`` if only its memory is known.
-    capability: CUDA's compute capability, as JAX writes it.
-    gpus: how many.
-    card_bytes: memory of one card that CUDA gives out.
-    share: of it, what JAX takes.
+    capability: CUDA's compute capability, in JAX's format.
+    gpus: number of GPUs.
+    card_bytes: memory of one card that CUDA makes available.
+    share: fraction of it that JAX uses.
   """
 
   name: str
@@ -109,22 +109,22 @@ class GpuHost:
 
   @property
   def devices(self) -> int:
-    """GPUs, as all machines call theirs."""
+    """Number of GPUs; all machines have this property."""
     return self.gpus
 
   @property
   def bytes(self) -> int:
-    """Of a card, what JAX lets a program use."""
+    """Memory of a card that JAX makes available to a program."""
     return int(self.card_bytes * self.share)
 
 
-_SHARE, _SHARE_VARIABLE = 0.92, "XLA_PYTHON_CLIENT_MEM_FRACTION"  # as gpu/env.sh sets it; JAX's own is 0.75
+_SHARE, _SHARE_VARIABLE = 0.92, "XLA_PYTHON_CLIENT_MEM_FRACTION"  # the value of gpu/env.sh; JAX's own default is 0.75
 MAX_GPUS = 8
 GPU_NAMES = tuple(f"{card}-{gpus}" for card in CARDS for gpus in (1, 2, 4, 8))
 OTHER_GPU = "gpu"
-"""The name of a card that is not in the table, which ``memory=`` describes."""
-_CAPABILITY_OF_OTHERS = "8.0"  # Ampere, which has bfloat16 and fused attention: no kernel that only newer cards run is assumed
-# Other ways to write the names of cards, by regular expressions, applied one after the other.
+"""The name of a card that is not in the table; ``memory=`` gives its memory."""
+_CAPABILITY_OF_OTHERS = "8.0"  # Ampere, which has bfloat16 and fused attention; kernels that need newer cards are not assumed
+# Other spellings of the names of cards, as regular expressions that are applied in order.
 _SPELLINGS = (
   (r"[ _]+", "-"),
   (r"^(?:nvidia-|tesla-|geforce-)+", ""),
@@ -139,15 +139,15 @@ _SPELLINGS = (
 
 
 def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
-  """The GPUs of this name, ``h200`` for one of them; None: it names none.
+  """Return the GPUs of this name, ``h200`` for one of them; None if it does not name GPUs.
 
   Args:
-    name: a card of ``CARDS``, or ``gpu`` for any other, and how many; capital letters and the usual spellings are fine.
-    memory: memory of one card, as ``24GB``; None: as in the table.
+    name: a card of ``CARDS``, or ``gpu`` for any other, and the number of cards. Upper case and common spellings are accepted.
+    memory: memory of one card, such as ``24GB``; None for that of the table.
 
   Raises:
-    UserError: more GPUs than one host has; a memory that is no size, or none for an unknown card; the environment's share of
-      a card's memory is none.
+    UserError: more GPUs than one host has; an invalid memory, or none for an unknown card; an invalid share of a card's memory
+      in the environment.
   """
   written = name.lower()
   for pattern, spelling in _SPELLINGS:
@@ -162,13 +162,13 @@ def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
     sized = f"{key}-{gpus}gb"
     meant = f", or topology={sized} if {gpus} GB is its memory" if find_gpus(sized) else ""
     raise UserError(
-      f"topology={name}: GPUs of one host are planned and compiled for, 1 to {MAX_GPUS} of them; a run may have several hosts\n"
+      f"topology={name}: only GPUs of one host are supported here, 1 to {MAX_GPUS} of them (a run may have several hosts)\n"
       f"  fix: topology={key}-8, with the rows of one host{meant}"
     )
   size = None if memory is None else memory_bytes(memory)
   card = CARDS.get(key)
   if card is None and size is None:
-    raise UserError(f"topology={name}: the memory of a card that is not in the table has to be given\n  fix: add memory=24GB")
+    raise UserError(f"topology={name}: this card is not in the table, so its memory is unknown\n  fix: add memory=24GB")
   return GpuHost(
     name=f"{key}-{gpus}",
     card=card.card if card else "GPU",
@@ -184,10 +184,10 @@ _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "
 
 
 def memory_bytes(text: str) -> int:
-  """The bytes of a size, as ``24GB`` (10**9 bytes) or ``22.5GiB`` (2**30 bytes).
+  """Return the bytes of a size such as ``24GB`` (10**9 bytes) or ``22.5GiB`` (2**30 bytes).
 
   Raises:
-    UserError: no size, or one below 1 MB or above 100 TB.
+    UserError: not a size, or below 1 MB or above 100 TB.
   """
   found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?) ?([kmgt]i?b)", text.strip().lower())
   size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
@@ -199,13 +199,15 @@ def memory_bytes(text: str) -> int:
 def _share() -> float:
   text = os.environ.get(_SHARE_VARIABLE) or str(_SHARE)
   if re.fullmatch(r"0?\.[0-9]+|1(\.0*)?", text) is None or not float(text):
-    raise UserError(f"environment variable {_SHARE_VARIABLE}={text}: not a share of the memory\n  fix: unset it, or {_SHARE}")
+    raise UserError(
+      f"environment variable {_SHARE_VARIABLE}={text}: not a fraction between 0 and 1\n  fix: unset it, or {_SHARE}"
+    )
   return float(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cpus:
-  """CPU devices of one host, as ``cpu-8``. Their speed is not known here, their memory only if it is passed."""
+  """CPU devices of one host, such as ``cpu-8``. Their speed is unknown, and their memory is only known if it is passed."""
 
   name: str
   devices: int
@@ -213,14 +215,14 @@ class Cpus:
 
 
 def find_cpus(name: str, memory: str | None = None) -> Cpus | None:
-  """The CPU devices of this name, ``cpu`` for one; None: it names none.
+  """Return the CPU devices of this name, ``cpu`` for one; None if it does not name CPU devices.
 
   Args:
     name: ``cpu``, or ``cpu-8``.
-    memory: of one device, as ``24GB``; None: not known.
+    memory: memory of one device, such as ``24GB``; None if unknown.
 
   Raises:
-    UserError: a memory that is no size.
+    UserError: an invalid memory.
   """
   found = re.fullmatch(r"cpu(?:-([1-9][0-9]{0,3}))?", name)
   if found is None:
@@ -229,22 +231,22 @@ def find_cpus(name: str, memory: str | None = None) -> Cpus | None:
 
 
 def machines(cpus: bool) -> str:
-  """The values of ``topology=`` in a line. ``cpus``: CPU devices are allowed."""
+  """Return the values of ``topology=`` in one line. ``cpus``: include CPU devices."""
   cpu = "; CPU devices: cpu-8" if cpus else ""
   gpus = f"GPUs: {', '.join(CARDS)}, with -2 to -{MAX_GPUS} for several, or topology=gpu memory=24GB for any other"
   return f"a slice: {', '.join(TOPOLOGIES)}; {gpus}{cpu}"
 
 
 def find_machine(name: str | None, memory: str | None = None, *, cpus: bool = False) -> Topology | GpuHost | Cpus:
-  """The machine that ``topology=`` and ``memory=`` describe.
+  """Return the machine that ``topology=`` and ``memory=`` describe.
 
   Args:
-    name: of a slice, of GPUs, or of CPU devices; None: one GPU with the memory.
-    memory: of a device, as ``24GB``; None: as the tables have it.
-    cpus: CPU devices are allowed.
+    name: a slice, GPUs, or CPU devices; None for one GPU with the memory.
+    memory: memory of a device, such as ``24GB``; None for that of the tables.
+    cpus: accept CPU devices.
 
   Raises:
-    UserError: unknown, with the nearest names; no name and no memory; a memory for a TPU.
+    UserError: an unknown name (the message has the nearest names); neither name nor memory; a memory for a TPU.
   """
   if name is None and memory is None:
     raise UserError(f"no topology\n  fix: add topology=NAME, {machines(cpus)}")
@@ -257,21 +259,22 @@ def find_machine(name: str | None, memory: str | None = None, *, cpus: bool = Fa
   if memory is not None:
     raise UserError(
       f"memory={memory} is for GPUs{' and CPUs' * cpus}; a chip of {name} has {topology.hbm_bytes / GIB:g} GiB\n"
-      "  fix: leave it out"
+      "  fix: remove memory="
     )
   return topology
 
 
 def memory_of(device_kind: str) -> int | None:
-  """Bytes of a device by what JAX calls it, where it does not say itself; None: not in the tables here."""
+  """Return the memory in bytes of a device by JAX's name of it, for devices that do not report it; None if it is not in the
+  tables."""
   cards = {card.card: card.bytes for card in CARDS.values()} | {"TPU v6 lite": _V6E_HBM}
   return cards.get(device_kind)
 
 
 @contextlib.contextmanager
 def assumed_gpu() -> Iterator[None]:
-  """Lets JAX trace and lower cuDNN's attention, and kernels by Triton, where there is no GPU to ask for its compute capability
-  and cuDNN version."""
+  """Let JAX trace and lower cuDNN's attention and Triton kernels without a GPU, by assuming a compute capability and a cuDNN
+  version."""
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   answers: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -279,7 +282,7 @@ def assumed_gpu() -> Iterator[None]:
     (cudnn, "check_compute_capability", lambda capability: float(capability) <= 9.0),
     (cudnn, "is_cuda_compute_capability_equal", lambda capability: capability == "9.0"),
   ]
-  with contextlib.suppress(ImportError):  # before JAX 0.11 Triton takes this GPU for granted by itself
+  with contextlib.suppress(ImportError):  # before JAX 0.11, Triton assumes this GPU itself
     from jax._src.pallas.triton import gpu_info  # pyright: ignore[reportAttributeAccessIssue]
 
     hopper = gpu_info.GpuInfo(gpu_version=None, arch_name="9.0", compute_capability=90)

@@ -1,7 +1,7 @@
-"""What a TPU chip holds when most is in use, by arithmetic on shapes and shardings: the terms that its compiled programs show.
+"""The peak memory of a TPU chip, computed from shapes and shardings with the terms that its compiled programs show.
 
-Beside ``memory.estimate``: arrays lie in tiles, weights that are split come whole a layer at a time, and the largest gradient
-is whole before it is scattered. docs/results/memory.md has the sums beside what libtpu laid out.
+In addition to ``memory.estimate``: arrays are padded to tiles, sharded weights are gathered one layer at a time, and the
+largest gradient is complete before it is scattered. docs/results/memory.md compares the results with libtpu's layouts.
 """
 
 from typing import Any
@@ -17,21 +17,26 @@ from maxtext_like.training.step.program import TrainProgram
 
 
 def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float, weights: list[Fetched]) -> int:
-  """Bytes beside a program's arguments at the fullest of four instants.
+  """Return the bytes in use, in addition to a program's arguments, at the largest of four phases.
 
-  In the loss: the table of the logits, whole, and what a piece of them takes; where positions are split, also the table's
-  gradient, whole in float32, and what it is added to. In the backward pass of a layer: the gradients of
-  all layers, the layer's activations, and of its fullest part the weights and the largest gradient, before it is scattered.
-  Behind it: all gradients, and once more that of the embedding's rows, in float32 and as it is stored, and what another
-  table's takes (``_rows_added``); in the update they and the steps of all arrays, where the optimizer's rule needs them whole
-  and they are looked at.
-  A loop over microbatches holds a table turned that lies in another order than its rows are read in.
+  The phases are:
+  - the loss: the complete table of the logits, and the memory of a chunk of them. If positions are sharded, also the table's
+    complete float32 gradient and the sum that it is added to;
+  - the backward pass of a layer: the gradients of all layers, the layer's activations, and for its largest part the weights and
+    the largest gradient before it is scattered;
+  - after the layers: all gradients, the gradient of the embedding's rows once more in float32 and as stored, and that of
+    another table (``_rows_added``);
+  - the update: the gradients and the updates of all arrays, if the optimizer's rule needs complete arrays and the updates are
+    checked.
+
+  A loop over microbatches also holds a transposed copy of a table whose layout differs from the order in which its rows are
+  read.
 
   Args:
-    program: of the run.
+    program: program of the run.
     need: its estimate.
-    kept: what the forward pass keeps for the backward pass.
-    again: a layer's own activations, computed again.
+    kept: activations kept for the backward pass.
+    again: a layer's own activations, which are recomputed.
     weights: ``fetched``.
   """
   trained = program.selection.split(program.abstract_state["params"])[0]
@@ -62,13 +67,13 @@ def _own(table: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 
 def _is_turned(table: jax.ShapeDtypeStruct) -> bool:
-  """Rows are read and added in the declared order, and the table lies in another."""
+  """Return True if the table's layout differs from the declared order, in which its rows are read and added."""
   return order(_own(table)) != tuple(range(table.ndim))
 
 
 def _rows_added(program: TrainProgram, table: jax.ShapeDtypeStruct | None) -> int:
-  """Bytes of the gradient of a table whose rows are read and no more, beside the gradient as it is stored: float32, until it is
-  turned or rounded, and where other devices add to it once more behind the sum, until it is rounded."""
+  """Return the bytes of the gradient of a table that is only looked up, in addition to the stored gradient. It is float32 until
+  it is transposed or rounded. If other devices add to it, a second copy exists after the sum until it is rounded."""
   if table is None:
     return 0
   narrow = max(0, 4 - table.dtype.itemsize)
@@ -80,17 +85,20 @@ def _rows_added(program: TrainProgram, table: jax.ShapeDtypeStruct | None) -> in
 
 
 def _in_both_dtypes(arrays: Any, float32: int) -> int:
-  """Bytes of a device's part of arrays in float32, and again as they are stored; ``float32``: of a number that is stored so."""
+  """Return the bytes of a device's part of arrays in float32 plus as stored; ``float32`` is the extra size of an element that
+  is stored as float32."""
   size = lambda dtype: 4 + (dtype.itemsize if dtype.itemsize < 4 else float32)
   return sum(numbers(x.sharding.shard_shape(x.shape)) * size(x.dtype) for x in jax.tree.leaves(arrays))
 
 
 def _gradients(program: TrainProgram, weights: list[Fetched]) -> int:
-  """Bytes of a part's gradients before they are scattered: one in the dtype that devices add up in, and what kernels make."""
+  """Return the bytes of a part's gradients before they are scattered: one in the dtype of the reduction, and those that kernels
+  compute."""
   precision = program.config.precision
   summed = jnp.dtype("float32" if precision.reduction_dtype == "float32" else precision.dtype).itemsize
   one = max((w.numbers * summed for w in weights), default=0)
   made = [w.bytes for w in weights if w.experts]
-  if program.model.ways("expert") > 1:  # tokens travel: gradients of the first round, and sums over the rounds behind it
+  # tokens are exchanged: gradients of the first round, and their sums over the other rounds
+  if program.model.ways("expert") > 1:
     return one + 2 * sum(made)
   return one + max(made, default=0)

@@ -1,9 +1,9 @@
-"""Bytes that a compiled program certainly moves through a device's main memory in a step: a lower bound.
+"""A lower bound of the bytes that a compiled program moves through a device's main memory in a step.
 
-Each instruction reads what it is given once, however often it is used inside, and only as far as its results need it: of a
-stack of layers that a fusion, or a fusion inside that, cuts a layer out of, the layer. It writes what it makes: of an array
-that it updates in place, the numbers that are put into it. Of several slices of one array the largest counts, as they may be
-the same.
+Each instruction reads each operand once, however often it is used inside, and only the part that its results need: if a fusion,
+possibly nested, slices a layer out of a stack of layers, only the layer counts. It writes its results; for an array that is
+updated in place, only the written elements count. Of several slices of one array the largest counts, because they may be the
+same.
 """
 
 import functools
@@ -12,18 +12,18 @@ import re
 from maxtext_like.capacity.compiled_program import COLLECTIVES, COPIES, Array, CompiledProgram, Operation
 
 _NOTHING = frozenset("parameter constant get-tuple-element tuple bitcast after-all iota partition-id replica-id".split())
-"""Kinds that move nothing."""
+"""Kinds of instructions that move no data."""
 _MARK = re.compile(r'custom_call_target="(?:AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|PrepareAsyncCall\w+)"')
-"""Custom calls that tell the compiler something and move nothing."""
+"""Custom calls that are annotations for the compiler and move no data."""
 _PUT = {"dynamic-update-slice": 1, "scatter": 2}
-"""Kinds that put numbers into their first operand, and which operand these are."""
+"""Kinds of instructions that write elements into their first operand, and the index of the operand with these elements."""
 
 Put = tuple[int, int]
-"""Of a result that lies in an operand's memory: how many numbers are put into that, and which operand it is."""
+"""For a result in an operand's memory: the number of elements written into it, and the index of that operand."""
 
 
 class Traffic:
-  """Of a program; bytes of one device."""
+  """The memory traffic of a program, in bytes of one device."""
 
   def __init__(self, program: CompiledProgram):
     self._program = program
@@ -32,15 +32,16 @@ class Traffic:
     self._chains = functools.cache(self._chains_inside)
 
   def step(self) -> int:
-    """Of a step.
+    """Return the bytes of a step.
 
     Raises:
-      UserError: a loop does not say how often it turns.
+      UserError: the number of iterations of a loop is unknown.
     """
     return self._of(self._program.entry)
 
   def _computation(self, name: str) -> int:
-    """Of one that runs once. Of branches the one with the fewest: others may be looks that are seldom taken."""
+    """Return the bytes of one run of a computation. Of several branches the one with the fewest bytes counts: others may be
+    checks that rarely run."""
     total = 0
     for op in self._program.computations[name]:
       if op.kind == "while":
@@ -54,14 +55,14 @@ class Traffic:
     return total
 
   def moved(self, op: Operation) -> int:
-    """Of an instruction that is no loop, branch or call, with what is fused in it."""
+    """Return the bytes of an instruction that is not a loop, branch or call, including the instructions fused into it."""
     if op.kind in _NOTHING or op.kind.endswith("-done") or _MARK.search(op.text):
       return 0
     if op.kind in (*COPIES, "async-start"):
-      # Results: where it goes, where it comes from, and a state; of slices what it is given, what it makes, and a state.
+      # Results of a copy: destination, source and a state. Results of a slice: input, output and a state.
       both = [a for a in op.results[: max(1, len(op.results) - 1)] if a.size > 1]
       return min((a.bytes for a in both), default=0) * min(2, sum(a.in_memory for a in both))
-    same = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", op.text)  # results that are an operand's own memory
+    same = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", op.text)  # results in an operand's own memory
     given, kept = {int(b) for _, b in same}, {int(a or 0) for a, _ in same}
     reads: dict[str, int] = {}
     for i, (name, numbers) in enumerate(zip(op.operands, self._needs(op, _size(op.results), in_place=True), strict=True)):
@@ -81,10 +82,10 @@ class Traffic:
     return _size(self._results(name))
 
   def _needs(self, op: Operation, wanted: int, *, in_place: bool) -> list[int]:
-    """Numbers of each operand that so many numbers of the results need at least.
+    """Return the number of elements of each operand that this many elements of the results need at least.
 
     Args:
-      in_place: what is put into an operand stays in its memory; else the rest of it is read for the result.
+      in_place: elements are written into an operand's own memory; otherwise the rest of the operand is read for the result.
     """
     sizes = [self._size_of(name) for name in op.operands]
     if op.kind in _PUT:
@@ -98,7 +99,7 @@ class Traffic:
     return [min(size, wanted) for size in sizes] if part or op.kind == "pad" else sizes
 
   def _needed_inside(self, name: str, in_place: bool) -> dict[int, int]:
-    """Numbers of each parameter of a fused computation that its results need at least."""
+    """Return the number of elements of each parameter of a fused computation that its results need at least."""
     ops = self._program.computations[name]
     wanted: dict[str, int] = {}
     chained: set[str] = set()
@@ -106,10 +107,10 @@ class Traffic:
       if in_place and put is not None:
         chained.update(chain)
         if not put[0]:
-          continue  # handed on as it is
+          continue  # unchanged
       wanted[result] = self._size_of(result)
     needed: dict[int, int] = {}
-    for op in reversed(ops):  # each stands behind what it reads
+    for op in reversed(ops):  # operands come before their users
       numbers = wanted.get(op.name, 0)
       if op.kind == "parameter":
         needed[int(op.text.split(")")[0])] = numbers
@@ -119,8 +120,8 @@ class Traffic:
     return needed
 
   def _chains_inside(self, name: str) -> list[tuple[Put | None, list[str]]]:
-    """Of each result of a fused computation: what is put into the parameter in whose memory it lies, None where it lies in
-    none, and the instructions on the way there."""
+    """Return for each result of a fused computation what is written into the parameter in whose memory it is (None if it is in
+    none), and the instructions in between."""
     found = []
     for result in _outputs(self._program.computations[name]):
       numbers, index, chain, op = 0, 0, [], self._program.operations[result]
@@ -138,7 +139,7 @@ class Traffic:
     return found
 
   def _put(self, op: Operation, index: int) -> Put | None:
-    """Of a result of an instruction."""
+    """Return what is written into a result of an instruction."""
     if op.kind in _PUT:
       return min(self._size_of(op.operands[_PUT[op.kind]]), _size(op.results)), 0
     if op.kind == "fusion" and index < len(chains := self._chains(op.called[0])):
@@ -156,6 +157,6 @@ def _size(arrays: tuple[Array, ...]) -> int:
 
 
 def _bytes(arrays: tuple[Array, ...], numbers: int) -> int:
-  """Of so many of their numbers, as far as they lie in main memory."""
+  """Return the bytes of this many elements of arrays in main memory."""
   size = _size(arrays)
   return sum(a.bytes * numbers // size for a in arrays if a.in_memory and numbers)

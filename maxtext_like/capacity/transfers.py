@@ -1,6 +1,6 @@
-"""What devices send each other in a step, by arithmetic on shapes and on how arrays lie on the mesh.
+"""Transfers between devices in a step, calculated from shapes and the sharding of arrays.
 
-What each axis makes travel is in docs/guides/parallelism.md; bytes are those that go through one device's links.
+docs/guides/parallelism.md explains what each mesh axis transfers. Bytes are those through one device's links.
 
 P devices, t tokens of a device, k choices of a token, D model, K key-value heads.
 """
@@ -26,13 +26,13 @@ Axes = tuple[str, ...]
 
 
 def transfers(program: TrainProgram, weights: list[Fetched], host: int = 0, moments: int = 0) -> tuple[Transfer, ...]:
-  """Of one step, those of no bytes left out.
+  """Return the transfers of one step, without those of 0 bytes.
 
   Args:
-    program: of the run.
-    weights: what is split and multiplied whole.
-    host: bytes that the forward pass of a part of the batch keeps in the host's memory.
-    moments: bytes of the optimizer's state there.
+    program: program of the run.
+    weights: the sharded weights that are gathered.
+    host: bytes that the forward pass of a microbatch keeps in host memory.
+    moments: bytes of the optimizer's state in host memory.
   """
   others = (_of_gradients, _of_tokens, _of_keys, _of_sums)
   found = (*_of_weights(program, weights), *(t for kind in others for t in kind(program)), *_of_host(program, host, moments))
@@ -44,13 +44,13 @@ def _leaves_a_slice(program: TrainProgram, axes: Axes) -> bool:
 
 
 def summed_bytes(program: TrainProgram) -> int:
-  """Of a number that devices add up."""
+  """Return the bytes of an element in a reduction between devices."""
   precision = program.config.precision
   return 4 if precision.reduction_dtype == "float32" else jnp.dtype(precision.dtype).itemsize
 
 
 def passes(program: TrainProgram) -> int:
-  """How often a part of the batch sends what a layer sends in a forward pass: in each pass, and where it is computed again."""
+  """Return how often a microbatch transfers what a layer transfers in a forward pass: once per pass, plus recomputation."""
   again = program.config.training.remat_policy not in ("none", "minimal")
   return program.step.forward_passes + program.step.backward_passes * (1 + again)
 
@@ -60,13 +60,13 @@ def _microbatches(program: TrainProgram) -> int:
 
 
 def pieces(program: TrainProgram) -> int:
-  """That the logits are computed in; an objective that says nothing of them has one."""
+  """Return the number of chunks of the logits; 1 for an objective without chunks."""
   objective = program.objective
   return getattr(objective.inner if isinstance(objective, Adapted) else objective, "chunks", 1)
 
 
 def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Transfer]:
-  """Those that are split to save memory alone: to the products of all passes, and their gradients back."""
+  """Weights that are sharded only to save memory: gathered for the products of all passes, and their gradients scattered."""
   parts, layers, backward = _microbatches(program), len(program.model.decoder.layers), program.step.backward_passes
   chunks = pieces(program)
   grow = summed_bytes(program) / jnp.dtype(program.config.precision.dtype).itemsize
@@ -87,19 +87,20 @@ def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Trans
 
 
 def _of_host(program: TrainProgram, host: int, moments: int) -> Iterator[Transfer]:
-  """What waits in the host's memory for each backward pass, and what is updated on the device, a layer's at a time."""
+  """Activations in host memory for each backward pass, and optimizer state that is updated on the device one layer at a
+  time."""
   parts = _microbatches(program)
   layers = sum(s.repeats * len(s.layers) for s in program.model.decoder.loops)
   for kind, times in zip(HOST_COPIES, (parts, parts * program.step.backward_passes), strict=True):
     yield Transfer(kind, times * host, times * layers, asynchronous=True)
-    # XLA for CUDA copies rows of them by kernels of its own, behind and before those that compute.
+    # XLA for CUDA copies rows of them with kernels that do not overlap with computation.
     hidden = program.model.decoder.layers[0].cfg.mixer.platform != "gpu"
     yield Transfer(kind, moments, len(program.model.decoder.layers), asynchronous=hidden)
 
 
 def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
-  """Sums of the gradients of what lies whole on devices that work on tokens of their own; over rows a table's for each piece of
-  the logits."""
+  """Reductions of the gradients of arrays that are replicated over devices with different tokens. Over rows, a table's gradient
+  is reduced for each chunk of the logits."""
   model = program.model
   table = "embedding" if model.decoder.cfg.tied else "head"
   mesh, rules = model.mesh, model.decoder.cfg.rules
@@ -117,7 +118,7 @@ def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
       times *= program.step.backward_passes
     if not once and model_path(path_keys(path))[0] == table:
       chunks = pieces(program) if set(axes) & {*of_rows} else 1
-      times *= chunks + (1 if model.decoder.cfg.tied else 0)  # as an embedding it has another
+      times *= chunks + (1 if model.decoder.cfg.tied else 0)  # as an embedding it has a second gradient
     size = int(2 * math.prod(x.sharding.shard_shape(x.shape)) * summed_bytes(program) * (ways - 1) / ways) * times
     if size:
       group = found.setdefault(_leaves_a_slice(program, axes), [0, 0])
@@ -128,7 +129,7 @@ def _of_gradients(program: TrainProgram) -> Iterator[Transfer]:
 
 
 def _of_tokens(program: TrainProgram) -> Iterator[Transfer]:
-  """To their experts and back, an even load: one round."""
+  """Tokens sent to their experts and back, with an even load: one round."""
   model = program.model
   axes = model.decoder.cfg.rules.mesh_axes("expert", model.mesh)
   ways = math.prod(model.mesh.shape[axis] for axis in axes)
@@ -141,14 +142,14 @@ def _of_tokens(program: TrainProgram) -> Iterator[Transfer]:
 
 
 def _tokens(program: TrainProgram) -> int:
-  """That a device works on at a time."""
+  """Number of tokens that a device processes at a time."""
   model = program.model
   rows = model.rows // model.ways("batch")
   return rows * program.config.training.max_target_length // model.ways("sequence")
 
 
 def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
-  """Keys and values of a row to the devices that have the positions behind them, and their gradients back."""
+  """Keys and values of a row sent to the devices with later positions, and their gradients back."""
   model, config = program.model, program.config
   ways, length = model.ways("sequence"), config.training.max_target_length
   item, parts = jnp.dtype(config.precision.dtype).itemsize, _microbatches(program)
@@ -162,7 +163,7 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
     cfg = layer.cfg.mixer
     shapes = list(layer.mixer.cache_shapes(length)[1].values()) or shared[getattr(cfg, "reuses_kv_of", "")]
     shared |= dict.fromkeys(layer.mixer.shared_kv(), shapes)
-    # [K, H] of a token with the heads of this device; latents are whole on all.
+    # [K, H] per token with the heads of this device; latents are complete on all devices.
     numbers = sum(max(1, s[0] // model.ways("kv_heads")) * s[1] if len(s) == 2 else s[0] for s in shapes)
     images = config.vision.use_multimodal and getattr(cfg, "bidirectional_images", False)
     past = past_of(getattr(cfg, "window", None), images, size, ways)
@@ -180,8 +181,8 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
 
 
 def _of_sums(program: TrainProgram) -> Iterator[Transfer]:
-  """Over devices that have parts of heads or hidden sizes: of what a layer's weights make, and of the gradients of what they
-  read, of each weight by itself."""
+  """Reductions over devices that share heads or hidden sizes: of the outputs of a layer's weights, and of the gradients of
+  their inputs, for each weight separately."""
   model, config = program.model, program.config
   mesh, rules = model.mesh, model.decoder.cfg.rules
   backward = program.step.backward_passes

@@ -100,7 +100,7 @@ def test_what_runs_beside_products_is_a_bound_and_what_is_waited_for_is_added():
   assert found.binds == "ICI"
   assert bounds().binds == "matrix units"
   assert bounds(memory=3e12).binds == "HBM"
-  assert bounds(Transfer("all-gather", 3 * LINKS, 5, asynchronous=False)).binds == "transfers that nothing hides"
+  assert bounds(Transfer("all-gather", 3 * LINKS, 5, asynchronous=False)).binds == "exposed transfers"
   assert bounds(Transfer("to host", 3 * HOST, 5, asynchronous=True)).binds == "host"
 
 

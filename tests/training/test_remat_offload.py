@@ -102,7 +102,7 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
 def test_a_limit_that_is_no_number_is_named(text, monkeypatch):
   monkeypatch.setattr(memory, "host_limit", lambda: None)
   monkeypatch.setenv(memory.PINNED, text)
-  with pytest.raises(UserError, match=f"{memory.PINNED}={text}: not a whole number of GiB\n  fix: "):
+  with pytest.raises(UserError, match=f"{memory.PINNED}={text}: not an integer number of GiB\n  fix: "):
     memory.host_room("gpu")
   assert memory.host_room("tpu") is None
 

@@ -113,7 +113,7 @@ def test_a_host_without_the_room_is_told_which_key(monkeypatch, words, smaller):
   with pytest.raises(DoesNotFitError) as error:
     memory.require_fit(program)
   assert str(error.value).startswith("optimizer_memory_host_offload = true: ")
-  assert f"{memory.PINNED} above 0 where the host has more" in str(error.value)
+  assert f"{memory.PINNED} above 0" in str(error.value)
   assert f"{smaller}optimizer_memory_host_offload=false" in str(error.value)
   assert "remat_offload" not in str(error.value)
 
@@ -125,7 +125,7 @@ def test_gpus_that_are_not_there_have_no_host(monkeypatch):
   assert host is not None
   why = aot_gpu.why_not(config, host)
   assert why is not None
-  assert "no host's memory" in why
+  assert "no host memory" in why
   with pytest.raises(
     UserError, match=r"topology=h200-1: optimizer_memory_host_offload = true: [^\n]*\n  fix: machine_code=false"
   ):

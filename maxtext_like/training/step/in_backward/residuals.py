@@ -1,4 +1,6 @@
-"""What a pull-back holds, taken apart: so that a loop can hand it to another loop without what that one has anyway."""
+"""Separates the arrays of a ``jax.vjp`` pull-back from its structure, so that one loop can pass it to another loop without the
+arrays that the other loop already has.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +14,12 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class Residuals:
-  """The shape of a pull-back of ``jax.vjp``, without its arrays.
+  """The structure of a pull-back of ``jax.vjp``, without its arrays.
 
   Attributes:
-    structure: of the pull-back as a pytree.
-    places: for each of its leaves the number of an array that was given, or None: the next of the kept ones.
-    constants: leaves that are no tracers, by their numbers.
+    structure: the pull-back's structure as a pytree.
+    places: for each of its leaves the index of an array that is passed in again, or None for the next of the kept arrays.
+    constants: leaves that are not tracers, by their indices.
   """
 
   structure: Any
@@ -26,11 +28,11 @@ class Residuals:
 
   @classmethod
   def of(cls, pull: Callable[..., Any], given: Tree) -> "tuple[Residuals, list[jax.Array]]":
-    """A pull-back's shape, and the arrays of it that are none of ``given``'s leaves.
+    """Return a pull-back's structure, and its arrays that are not leaves of ``given``.
 
     Args:
-      pull: of ``jax.vjp``, under a transformation.
-      given: what ``pull`` of the result will be given the equivalent of: inputs of the function, arrays that it closed over.
+      pull: returned by ``jax.vjp``, under a transformation.
+      given: arrays that ``Residuals.pull`` will receive again: inputs of the function and arrays that it closed over.
     """
     leaves, structure = jax.tree.flatten(pull)
     number = {id(x): n for n, x in reversed([*enumerate(jax.tree.leaves(given))])}
@@ -40,11 +42,11 @@ class Residuals:
     return cls(structure, places, constants), kept
 
   def pull(self, kept: list[jax.Array], given: Tree) -> Callable[..., Any]:
-    """The pull-back again.
+    """Return the pull-back.
 
     Args:
       kept: as ``of`` returned them.
-      given: a tree of the structure that ``of`` saw, of arrays equal to those.
+      given: a tree with the structure that ``of`` received, with equal arrays.
     """
     theirs, mine = jax.tree.leaves(given), iter(kept)
     leaves = [
