@@ -24,9 +24,10 @@ from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.numerics import plan
 from maxtext_like.numerics.cause import Loop
 from maxtext_like.numerics.explain import Cause
+from maxtext_like.numerics.tensor_record import Tensor
 from maxtext_like.numerics.tensor_statistics import Stats
 from maxtext_like.numerics.xray import XRay, on_host, xray
-from maxtext_like.numerics.xray_report import Report, Tensor
+from maxtext_like.numerics.xray_report import Report
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.loop.remedies import Spot, what_to_try

@@ -5,14 +5,12 @@ keys of a family without JAX.
 """
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from maxtext_like.analysis.risk.model_risk import Formula
   from maxtext_like.checkpoint.huggingface.family import HuggingFace
   from maxtext_like.config.maxtext_family import MaxText
   from maxtext_like.config.model import ModelConfig
@@ -27,8 +25,7 @@ class Family:
   tower; ``SPELLINGS``, the special tokens of its tokenizers by meaning; ``chat_template``, if one is published;
   - ``maxtext.py``: ``MAXTEXT``, the meaning of MaxText's files and keys for this family;
   - ``model.py``: ``decoder``, which builds its layers; ``tower``, if it has a vision tower;
-  - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors;
-  - ``risk.py``: ``RISK``, bounds of its numbers (optional).
+  - ``huggingface.py``: ``HUGGING_FACE``, its config.json and the names of its tensors.
 
   Attributes:
     name: the value of ``decoder_block``.
@@ -76,12 +73,6 @@ class Family:
   def decoder(self) -> Any:
     """(model, precision, kernel, platform) -> (``DecoderConfig``, layers)."""
     return self._part("model").decoder
-
-  @property
-  def risk(self) -> "Formula | None":
-    """Bounds of its numbers; None: the family has no formula."""
-    there = importlib.util.find_spec(f"{self.package}.risk") is not None
-    return self._part("risk").RISK if there else None
 
   def tower(self, model: Any, vision: Any) -> Any:
     """Return the configuration of the vision tower and projector of a decoder.

@@ -10,55 +10,9 @@ import numpy as np
 
 from maxtext_like.numerics import cause as cause_search
 from maxtext_like.numerics.explain import Cause, explain, number
-from maxtext_like.numerics.plan import Frame, Plan, Site
-from maxtext_like.numerics.tensor_statistics import FORMATS, Stats, decode
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-  """One measured tensor of the program.
-
-  Attributes:
-    path: argument path of an input; otherwise the name stack with the calls and loops around the equation.
-    op, source, direction, dtype, shape: as in Cause; shape is that of one iteration (and of one shard in a shard_map).
-    loops: kinds of the surrounding loops, outermost first; they are the axes of every array in stats.
-    stats: Stats.
-    level: "full", "light" (maximum and non-finite counts only), or "flag" (maximum; a count of 1 means "some").
-    frames: as in Cause.
-    label: a readable name set by the caller; see name.
-    minor: True if it is left out of the table and the heat maps.
-    reads: the inputs of the program that the equation reads.
-  """
-
-  path: str
-  op: str
-  source: str
-  direction: str
-  dtype: str
-  shape: tuple[int, ...]
-  loops: tuple[str, ...]
-  stats: Stats
-  level: str
-  order: int
-  frames: tuple[str, ...] = ()
-  label: str = ""
-  minor: bool = False
-  reads: tuple[str, ...] = ()
-
-  @property
-  def name(self) -> str:
-    """The label if there is one; otherwise the last named scope, the file and line, and the operation."""
-    if self.label:
-      return self.label
-    if self.op in ("input", "tag"):
-      return self.path
-    scopes = [p for p in self.path.split("/") if p and p not in ("scan", "while", "shard_map") and "(" not in p]
-    place = self.source.rsplit("/", 1)[-1]
-    return " ".join(filter(None, ["/".join(scopes[-2:]), place, self.op]))
-
-  @property
-  def nonfinite(self) -> int:
-    return int(self.stats.nonfinite.sum())
+from maxtext_like.numerics.plan import Plan
+from maxtext_like.numerics.tensor_record import Tensor, best, records, severity, sizeless, worst_index
+from maxtext_like.numerics.xray_html import page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +47,12 @@ class Report:
           t.dtype,
           "x".join(map(str, t.shape)) or "scalar",
           t.direction,
-          sizeless(t, "inf") or number(_best(np.nanmax, s.max)),
-          number(_best(np.nanmax, s.rms)),
-          number(_best(np.nanmin, s.min_nonzero)),
+          sizeless(t, "inf") or number(best(np.nanmax, s.max)),
+          number(best(np.nanmax, s.rms)),
+          number(best(np.nanmin, s.min_nonzero)),
           str(t.nonfinite),
           "?" if np.isnan(s.zero).all() else f"{100 * float(np.nanmean(s.zero)):.0f}%",
-          sizeless(t, "none") or _bits(_best(np.nanmin, s.headroom[fmt])),
+          sizeless(t, "none") or _bits(best(np.nanmin, s.headroom[fmt])),
           ",".join(map(str, at)),
         ]
       )
@@ -135,31 +89,7 @@ class Report:
   def html(self, title: str = "x-ray") -> str:
     """Return one self-contained page: cause, heat maps of headroom (tensors x layers), and a table. No script, no network
     access."""
-    from maxtext_like.numerics.html import page
-
-    return page(self, title)
-
-
-def severity(t: Tensor, fmt: str) -> tuple[bool, float]:
-  """Sort key: tensors with non-finite numbers first, then by headroom."""
-  bits = _best(np.nanmin, t.stats.headroom[fmt])
-  return (t.nonfinite == 0, math.inf if math.isnan(bits) else bits)
-
-
-def sizeless(t: Tensor, infinite: str) -> str:
-  """Return "NaN" or ``infinite`` for a tensor whose only finite numbers are zeros; "" for all others."""
-  if t.nonfinite == 0 or not np.isnan(t.stats.max).all():
-    return ""
-  return "NaN" if t.stats.nan.any() else infinite
-
-
-def worst_index(t: Tensor) -> tuple[int, ...]:
-  """Return the iteration with the first non-finite number, or else with the largest maximum; () outside loops."""
-  if not t.loops:
-    return ()
-  bad = t.stats.nonfinite > 0
-  score = bad if bad.any() else np.nan_to_num(t.stats.max, nan=-1.0)
-  return tuple(int(i) for i in np.unravel_index(int(np.argmax(score)), score.shape))
+    return page(title, self.summary(), self.faults, self.tensors)
 
 
 def build(plan: Plan, data, findings: cause_search.Findings, outputs: Any, output_names: Sequence[str]) -> Report:
@@ -171,48 +101,8 @@ def build(plan: Plan, data, findings: cause_search.Findings, outputs: Any, outpu
   faults = tuple(explain(f, masked=f.order not in reached, outputs=tuple(reached.get(f.order, ()))) for f in findings.faults)
   unmasked = [f for f in faults if not f.masked]
   first = (unmasked or [*faults, None])[0]
-  tensors = sorted(_tensors(plan.frame, data, ()), key=lambda t: t.order)
+  tensors = sorted(records(plan.frame, data), key=lambda t: t.order)
   return Report(outputs, first, faults, not unmasked, tuple(tensors), dict(plan.opaque))
-
-
-def _tensors(frame: Frame, data, loops: tuple[str, ...]) -> list[Tensor]:
-  found = []
-  for site in dict.fromkeys(frame.sites):
-    rows = data["rows"][..., site.row : site.row + site.rows, :] if site.rows else data["rows"][..., site.row, :]
-    found.append(_tensor(site, rows, (*loops, "rows") if site.rows else loops))
-  for node, child in zip(frame.children, data["children"], strict=True):
-    if node.kind == "scan":
-      found += _tensors(node.frames[0], child, (*loops, "scan"))
-    elif node.kind == "while":
-      steps = max(1, int(np.max(child["steps"], initial=0)))
-      found += _tensors(node.frames[0], _first(child["history"], steps, len(loops)), (*loops, "while"))
-    elif node.kind == "cond":
-      for branch, branch_data in zip(node.frames, child["branches"], strict=True):
-        found += _tensors(branch, branch_data, loops)
-    else:
-      found += _tensors(node.frames[0], cause_search.over_shards(child, len(loops)), loops)
-  return found
-
-
-def _tensor(site: Site, rows: np.ndarray, loops: tuple[str, ...]) -> Tensor:
-  stats = decode(rows, full=site.full, dtype=site.dtype)
-  level = "flag" if site.flag else "full" if site.full else "light"
-  dtype = str(np.dtype(site.dtype))
-  place = (site.path, site.op, site.source, site.direction)
-  return Tensor(*place, dtype, site.shape, loops, stats, level, site.order, site.frames, reads=site.reads)
-
-
-def _first(data, n: int, axis: int):
-  """Return the first n entries along an axis of every array: the iterations of a while loop that ran."""
-  if isinstance(data, dict):
-    return {k: _first(v, n, axis) for k, v in data.items()}
-  if isinstance(data, list | tuple):
-    return [_first(v, n, axis) for v in data]
-  return data[(slice(None),) * axis + (slice(n),)]
-
-
-def _best(reduce, values: np.ndarray) -> float:
-  return math.nan if np.isnan(values).all() else float(reduce(values))
 
 
 def _bits(x: float) -> str:
@@ -232,6 +122,3 @@ def _plain(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
-
-
-__all__ = ["FORMATS", "Report", "Tensor", "build", "severity", "worst_index"]

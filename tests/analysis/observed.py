@@ -1,6 +1,6 @@
 """The largest magnitude of every risky quantity of a forward pass, read out of the layers while they are traced.
 
-Keys are those of ``risk_model.Site``: (place, quantity); experts are taken together.
+Keys are those of ``walk.Site``: (place, quantity); experts are taken together.
 """
 
 import contextlib

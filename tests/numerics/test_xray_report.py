@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxtext_like.numerics import html as html_page
 from maxtext_like.numerics import tensor_statistics
+from maxtext_like.numerics import xray_html as html_page
 from maxtext_like.numerics.xray import xray
 
 

@@ -1,1 +1,3 @@
-"""Overflow risk of a configuration or a checkpoint: bounds of every tensor against the range of its dtype."""
+"""Overflow risk of a configuration or a checkpoint: bounds of every quantity compared with the range of its dtype. One file per
+family of models.
+"""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from maxtext_like.analysis.risk.model_risk import Site
+from maxtext_like.analysis.risk.walk import Site
 from maxtext_like.config.precision_keys import PrecisionKey, governing
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.layers.precision import Precision

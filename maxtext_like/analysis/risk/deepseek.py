@@ -1,4 +1,4 @@
-"""Bounds of the numbers of a DeepSeek; see ``analysis.risk_model``.
+"""Bounds of the numbers of a DeepSeek; see ``walk``.
 
 N heads, Q unrotated and P rotated part of a head, H size of an index head, X index heads.
 """
@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
-from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk import bounds
 from maxtext_like.analysis.risk.bounds import Signal
-from maxtext_like.analysis.risk.model_risk import Formula, Sizes
 from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.analysis.risk.walk import Formula, Sizes
 from maxtext_like.layers.attention.mla import MLAConfig
 from maxtext_like.layers.block import Block
 

@@ -1,14 +1,14 @@
-"""Bounds of the numbers of a Gemma 3, and of the layers of Gemma 3 and 4; see ``analysis.risk_model``.
+"""Bounds of the numbers of a Gemma 3, and of the layers of Gemma 3 and 4; see ``walk``.
 
 D tower width, N heads, H head, F MLP.
 """
 
 import numpy as np
 
-from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk import bounds
 from maxtext_like.analysis.risk.bounds import Signal
-from maxtext_like.analysis.risk.model_risk import Formula, Sizes
 from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.analysis.risk.walk import Formula, Sizes
 from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.mlp import MLPConfig

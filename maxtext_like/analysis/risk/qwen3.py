@@ -1,8 +1,8 @@
-"""Bounds of the numbers of a Qwen3; see ``analysis.risk_model``."""
+"""Bounds of the numbers of a Qwen3; see ``walk``."""
 
 from maxtext_like.analysis.risk.bounds import Signal
-from maxtext_like.analysis.risk.model_risk import Formula, Sizes
 from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.analysis.risk.walk import Formula, Sizes
 from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.block import Block
 

@@ -6,11 +6,13 @@ bits, and faults have a symbol, so nothing depends on colour alone.
 
 import html
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from maxtext_like.numerics.explain import Cause
+from maxtext_like.numerics.tensor_record import Tensor, severity, worst_index
 from maxtext_like.numerics.tensor_statistics import FORMATS
-from maxtext_like.numerics.xray_report import Report, Tensor, severity, worst_index
 
 # Nine points of matplotlib's cividis (Nuñez, Anderton, Renslow 2018), dark to light.
 _CIVIDIS = ("00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "fee838")
@@ -33,21 +35,21 @@ summary { cursor: pointer; font-weight: 600; margin: .6rem 0; }
 """
 
 
-def page(report: Report, title: str) -> str:
+def page(title: str, summary: str, faults: Sequence[Cause], tensors: Sequence[Tensor]) -> str:
   """Return the complete page. Heat maps are grouped by loop length: tensors of the same scanned stack share a map."""
   text = [
     f"<!DOCTYPE html><html lang=en><head><meta charset=utf-8><title>{html.escape(title)}</title>",
     f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>",
-    f"<p class=cause>{html.escape(report.summary()).replace(chr(10), '<br>')}</p>",
-    _faults(report),
+    f"<p class=cause>{html.escape(summary).replace(chr(10), '<br>')}</p>",
+    _faults(faults),
     _legend(),
   ]
   for index, fmt in enumerate(FORMATS):
     text.append(f"<details{' open' if index == 0 else ''}><summary>Headroom to {fmt}, in bits</summary>")
-    for (kind, length), tensors in _groups(report).items():
-      text.append(_heat_map(tensors, kind, length, fmt))
+    for (kind, length), group in _groups(tensors).items():
+      text.append(_heat_map(group, kind, length, fmt))
     text.append("</details>")
-  text.append(_list(report))
+  text.append(_list(tensors))
   return "\n".join([*text, "</body></html>"])
 
 
@@ -75,10 +77,10 @@ def symbol(bits: float, bad: int) -> str:
   return "∞" if bits == math.inf else str(int(bits))
 
 
-def _groups(report: Report) -> dict[tuple[str, int], list[Tensor]]:
+def _groups(tensors: Sequence[Tensor]) -> dict[tuple[str, int], list[Tensor]]:
   """Group tensors by their outermost loop (kind, length), the longest stack first; ("", 1) holds tensors outside loops."""
   found: dict[tuple[str, int], list[Tensor]] = {}
-  for t in report.tensors:
+  for t in tensors:
     if t.minor:
       continue
     key = (t.loops[0], t.stats.max.shape[0]) if t.loops else ("", 1)
@@ -125,18 +127,18 @@ def _legend() -> str:
   )
 
 
-def _faults(report: Report) -> str:
-  if len(report.faults) < 2:
+def _faults(faults: Sequence[Cause]) -> str:
+  if len(faults) < 2:
     return ""
-  items = "".join(f"<li>{html.escape(str(f))}</li>" for f in report.faults[:50])
-  return f"<details><summary>All {len(report.faults)} faults, in order of execution</summary><ol>{items}</ol></details>"
+  items = "".join(f"<li>{html.escape(str(f))}</li>" for f in faults[:50])
+  return f"<details><summary>All {len(faults)} faults, in order of execution</summary><ol>{items}</ol></details>"
 
 
-def _list(report: Report) -> str:
+def _list(tensors: Sequence[Tensor]) -> str:
   heads = ["tensor", "source", "direction", "dtype", "shape", "max|x|", "rms", "min &gt; 0", "NaN", "inf", "zero", "at"]
   heads += [f"flushed in {f}" for f in FORMATS]
   rows = []
-  for t in sorted((t for t in report.tensors if not t.minor), key=lambda t: severity(t, "float16"))[:400]:
+  for t in sorted((t for t in tensors if not t.minor), key=lambda t: severity(t, "float16"))[:400]:
     s = t.stats
     at = worst_index(t)
     value = lambda x, at=at: "" if math.isnan(float(x[at])) else f"{float(x[at]):.3g}"

@@ -1,17 +1,17 @@
-"""Bounds of the numbers of a Gemma 4; see ``analysis.risk_model``.
+"""Bounds of the numbers of a Gemma 4; see ``walk``.
 
 D tower width, N heads, H head, F MLP.
 """
 
 import numpy as np
 
-from maxtext_like.analysis.risk import bounds as bounds
+from maxtext_like.analysis.risk import bounds
 from maxtext_like.analysis.risk.bounds import Signal
-from maxtext_like.analysis.risk.model_risk import Formula, Sizes
+from maxtext_like.analysis.risk.gemma3 import layer_of_gemma, pixels
 from maxtext_like.analysis.risk.parameters import Parameters
+from maxtext_like.analysis.risk.walk import Formula, Sizes
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
-from maxtext_like.models.gemma3.risk import layer_of_gemma, pixels
 
 
 def _tower(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Precision) -> Signal:
