@@ -221,7 +221,6 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   """
   t = program.config.training
   state = program.abstract_state
-  #   gradient =
   # Gradients.
   trained, _ = program.selection.split(state["params"])
   gradient = jax.tree.map(lambda x: as_dtype(x, x.dtype), trained)
@@ -229,7 +228,6 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   platform = _platform(program)
   if t.gradient_accumulation_steps > 1:
     gradients += bytes_of(as_dtype(trained, jnp.float32), numbers)
-  #   activations
   # Activations, and what remat recomputes of one layer at a time.
   objective, model = program.objective, program.model
   activations, everything, host = saved or activation_bytes(program)

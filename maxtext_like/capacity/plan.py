@@ -117,7 +117,6 @@ def plan(config: Config, target: Target) -> Plan:
     classes["activations"] = min(kept, need.activations)
     classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits
     classes["temporaries"] += need.dequantised + need.fetched
-  #   devices
   # Work and time: FLOPs, memory traffic, transfers and their roofline.
   t, decoder = config.training, program.model.decoder
   devices = target.devices

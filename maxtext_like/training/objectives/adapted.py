@@ -39,6 +39,7 @@ class Adapted:
     return self.inner.decoder
 
   def params(self) -> Any:
+    # All arrays of the model are frozen, whether quantised or not.
     below = self.inner.params() if self.base is None else self.base.spec(self.inner.params())
     return jax.tree.map(_frozen, below) | {ADAPTER: self.adapter.params()}
 

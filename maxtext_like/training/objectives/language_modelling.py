@@ -70,6 +70,7 @@ def log_sum_exp(logits_BTV: jax.Array) -> Any:
 def _log_sum_exp_fwd(logits_BTV):
   def joined(one, other):
     (top, total), (other_top, other_total) = one, other
+    # Rescale the sum with the smaller maximum to the larger maximum.
     larger, smaller = jnp.maximum(top, other_top), jnp.minimum(top, other_top)
     shrink = jnp.where(smaller == larger, 1.0, jnp.exp(smaller - larger))  # both may be infinite
     return larger, jnp.where(top >= other_top, total + other_total * shrink, total * shrink + other_total)
@@ -109,8 +110,10 @@ def build(model: Model) -> "LanguageModelling":
   Raises:
     UserError: there are more chunks than positions.
   """
+  # The rows and the part of the vocabulary of one device.
   t, split = model.config.training, model.ways("sequence") * model.ways("vocab")
   rows, vocabulary = model.rows // model.ways("batch"), -(-model.config.model.vocab_size // split)
+  # The limit depends on the platform and on whether the head is trained.
   shared = model.platform == "gpu" and model.ways("batch") > 1
   adapter, head = model.config.adapter, "embed_tokens" if model.decoder.cfg.tied else "lm_head"
   frozen = adapter.lora_rank and head not in adapter.modules_to_save
@@ -169,6 +172,7 @@ class LanguageModelling:
     The terms are "cross_entropy" and, if its weight is not 0, "z_loss"; they are not differentiated. The means are the
     model's: with a weight, "load_balance_loss" and "router_z_loss" of the experts, and with an indexer "indexer_loss".
     """
+    # The decoder's last hidden states, from which the logits are computed.
     x_BTD, aux = self.decoder.hidden(p, batch, probes=probes or None)
 
     def chunk(head, x, targets):
@@ -176,6 +180,7 @@ class LanguageModelling:
       return jnp.stack([jnp.sum(loss) for loss in losses])
 
     head = head_of(p)
+    # With one chunk autodiff takes the gradients; with several, the forward pass computes them.
     if self.chunks == 1:
       terms = chunk(head, x_BTD, batch["targets"])
       loss = jnp.sum(terms)
@@ -183,6 +188,7 @@ class LanguageModelling:
       cotangent = jnp.ones((), jnp.float32) if cotangent is None else cotangent
       parts = self.decoder.cfg.rules.row_parts(x_BTD.shape[1])
       loss, terms = _sum_of_chunks(chunk, self.chunks, parts)(head, x_BTD, batch["targets"], cotangent)
+    # Terms are reported but not differentiated; the model's own losses are means over the batch.
     terms = dict(zip(("cross_entropy", "z_loss"), jax.lax.stop_gradient(terms), strict=True))
     if not self.z_loss:
       del terms["z_loss"]
@@ -274,6 +280,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     d_head, dx_BTD, expected = saved
     if isinstance(cotangents[0], SymbolicZero):
       return None, None, None, None
+    # Usually 1: the forward pass used the same cotangent.
     factor = cotangents[0] / expected
     return *jax.tree.map(lambda d: (d * factor).astype(d.dtype), (d_head, dx_BTD)), None, None
 
@@ -286,6 +293,7 @@ def _cut(x_BT: jax.Array, chunks: int, parts: int, fill: int) -> jax.Array:
   padded."""
   B, T, *rest = x_BT.shape
   x = x_BT.reshape(B, parts, T // parts, *rest)
+  # Pad each device's part to a multiple of the chunks, then move the axis of chunks to the front.
   size = -(-T // parts // chunks)
   x = jnp.pad(x, [(0, 0), (0, 0), (0, size * chunks - T // parts)] + [(0, 0)] * len(rest), constant_values=fill)
   x = x.reshape(B, parts, chunks, size, *rest)

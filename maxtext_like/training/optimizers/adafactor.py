@@ -49,6 +49,7 @@ class Adafactor:
     # root of the array's size, for arrays of up to 1e12 numbers. Momentum adds at most its bias-corrected mean and subtracts at
     # most as much. The momentum state is at most 1.
     most = 1e6 * (2 + 1 / (1 - self.b1)) if self.rank else 1e6
+    # Without these limits on gradient and state there is no bound on the direction.
     direction = jnp.where((gradient <= self.bounded_to) & (state <= 4), most, jnp.inf)
     kept = jnp.maximum(state, jnp.square(gradient) + 1e-30)
     if self.rank:

@@ -43,6 +43,7 @@ class AdamW:
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
     b1, b2, eps = (np.float32(x) for x in (self.b1, self.b2, self.eps))
     first, second = jnp.maximum(state, gradient), jnp.maximum(state, jnp.square(gradient))
-    direction = first / (1 - b1) / eps  # bias-corrected first moment over the smallest denominator
+    # The largest direction is the bias-corrected first moment over the smallest denominator, eps.
+    direction = first / (1 - b1) / eps
     computed = jnp.maximum(first / (1 - b1), second / (1 - b2))
     return Bound(direction=direction, moment=first, state=jnp.maximum(first, second), computed=computed)

@@ -23,6 +23,7 @@ Tree = Any
 Part = tuple[str, ...]
 
 
+# Largest clipping threshold with a proof: the square of a gradient must stay far below the largest float32 number.
 _LARGEST_CLIP = 2.0**30
 
 
@@ -33,6 +34,7 @@ def parts_of(tree: Tree) -> list[Part]:
 
 def take(tree: Tree, part: Part) -> Tree:
   """Return one part of a tree of parameters, under the same paths."""
+  # The arrays of one layer, under their own stack.
   if part:
     stack, layer = part
     return {stack: {layer: tree[stack][layer]}}
@@ -82,6 +84,7 @@ class ByLayer(Optimizer):
   @classmethod
   def of(cls, optimizer: Optimizer) -> "ByLayer":
     """Return the same optimizer, working layer by layer."""
+    # The subclass adds no fields, so the fields of the optimizer are sufficient.
     return cls(**{f.name: getattr(optimizer, f.name) for f in dataclasses.fields(optimizer)})
 
   @functools.cached_property
@@ -99,6 +102,7 @@ class ByLayer(Optimizer):
     return join_states([_by_row(part, optimizer.init, take(params, part)) for part, optimizer in self.parts.items()])
 
   def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    # Each part has its own state and is independent of the other parts.
     directions, states = [], []
     for part, optimizer in self.parts.items():
       given = take(grads, part), take_state(state, part), take(params, part)
@@ -112,6 +116,7 @@ def _by_row(part: Part, function: Any, *trees: Tree) -> Tree:
   """Apply a function to trees of a part, separately for each row of a stacked part. Counters are shared by all rows."""
   if not part or all(map(_is_counter, jax.tree.leaves(trees))):  # a completely frozen layer has only counters
     return function(*trees)
+  # All arrays are mapped over their first axis, the rows of the stack. Counters are the same for all rows.
   axes = [jax.tree.map(lambda x: None if _is_counter(x) else 0, tree) for tree in trees]
   row = jax.tree.map(lambda x: x if _is_counter(x) else jax.ShapeDtypeStruct(x.shape[1:], x.dtype), trees)
   out = jax.tree.map(lambda x: None if _is_counter(x) else 0, jax.eval_shape(function, *row))

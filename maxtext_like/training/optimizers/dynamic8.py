@@ -54,10 +54,12 @@ class Layout(NamedTuple):
 
 def layout(p: Param) -> Layout | None:
   """Return the block layout for a parameter's moments, or None if they stay in float32."""
+  # Axes are counted from the last, because a stack adds an axis in front.
   sizes = [(i - len(p.shape), axis, size) for i, (axis, size) in enumerate(zip(p.axes, p.shape, strict=True))]
   sizes = [entry for entry in sizes if entry[1] != "layers"]
   if len(sizes) < 2 or math.prod(size for _, _, size in sizes) < SMALLEST:
     return None
+  # Prefer axes that are not gathered, and among these the longest blocks.
   blocks = [(Layout(i, _block(axis, size)), axis) for i, axis, size in sizes if axis != "vocab"]
   kept = [block for block, axis in blocks if axis not in GATHERED and block.size >= SHORTEST]
   return max(kept or [block for block, _ in blocks], key=lambda block: block.size)
@@ -98,9 +100,11 @@ def encode(blocks: jax.Array, where: Layout, *, signed: bool) -> Blocks:
     where: the layout of the blocks.
     signed: negative numbers have codes too. Otherwise there must be none, and a number above 0 is not stored as 0.
   """
+  # The fraction of each number, relative to the largest magnitude of its block.
   spread = jnp.max(jnp.abs(blocks), axis=blocks.ndim + where.axis, keepdims=True)
   down = jnp.where(spread > 1, np.float32(2.0**-64), 1)  # XLA may multiply by the reciprocal, which is 0 beyond 2^126
   share = jnp.where(spread > 0, jnp.abs(blocks) * down / (spread * down), 0)
+  # For each power of ten: where its range starts, how many codes it has per unit, and its first and last code.
   least, step, first = (jnp.zeros(share.shape, jnp.float32) for _ in range(3))
   last = first
   for power in range(POWERS):
@@ -110,8 +114,10 @@ def encode(blocks: jax.Array, where: Layout, *, signed: bool) -> Blocks:
     step = jnp.where(here, parts / (0.9 * unit), step)
     first = jnp.where(here, _first(power, signed=signed), first)
     last = jnp.where(here, _first(power + 1, signed=signed) - 1, last)
+  # The code within the range. A fraction close enough to 1 has the code of 1.
   number = jnp.clip(first + jnp.floor((share - least) * step), first, last)
   number = jnp.where(share >= _between(POWERS, signed=signed), _first(POWERS, signed=signed), number)
+  # Negative numbers use the lower half of the signed codes. Positive second moments are never stored as 0.
   if signed:
     number = 127 + jnp.where(blocks < 0, -jnp.minimum(number, 127), number)
   else:
@@ -123,6 +129,7 @@ def decode(stored: Blocks, where: Layout, *, signed: bool) -> jax.Array:
   """Return the stored numbers as float32, in the shape of ``in_blocks``. The result is the same to the bit in every program,
   because only one product per number is rounded."""
   number = in_blocks(stored.codes, where).astype(jnp.float32) - (127 if signed else 0)
+  # The fraction of a code is the largest of the straight lines of all powers of ten.
   size, share = jnp.abs(number), jnp.zeros(number.shape, jnp.float32)
   for power in range(POWERS):  # each power is a straight line that is the highest one in its own range
     parts, first = _parts(power, signed=signed), _first(power, signed=signed)

@@ -34,5 +34,6 @@ class Lion:
     return optax.scale_by_lion(self.b1, self.b2, mu_dtype=mu_dtype)
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
+    # The moment is an average of gradients; the direction is a sign.
     moment = jnp.maximum(state, gradient)
     return Bound(direction=jnp.float32(1), moment=moment, state=moment, computed=moment)

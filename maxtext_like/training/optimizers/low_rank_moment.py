@@ -83,6 +83,7 @@ class _Matrix(NamedTuple):
       shape: of all its layers, or of one layer.
       rank: rank of the factors.
     """
+    # Only weights that multiply have rows and columns.
     if not one_layer(p).contracts:
       return None
     layout = Layout.of(p)

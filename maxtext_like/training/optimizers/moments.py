@@ -93,14 +93,17 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
     advance: Any = inner.update
 
     def one(p, grad, *stored):
+      # Decode, update, and encode again, all in blocks.
       loaded = {m.field: m.loaded(p, x) for m, x in zip(moments, stored, strict=True)}
       direction, after = advance(_in_blocks(p, grad), state._replace(**loaded))
       return _whole(p, direction), *(m.stored(p, getattr(after, m.field)) for m in moments)
 
+    # Each leaf is updated separately, in pieces if it is large.
     trees = (structure.flatten_up_to(tree) for tree in (grads, *(getattr(state, field) for field in fields)))
     found = [_in_pieces(one, p, *arrays) for p, *arrays in zip(jax.tree.leaves(spec), *trees, strict=True)]
     # Indexed by number, because a completely frozen part has no results.
     direction, *after = (structure.unflatten([of[i] for of in found]) for i in range(1 + len(fields)))
+    # The counters advance once, independently of the leaves.
     _, counters = advance({}, state._replace(**{field: {} for field in fields}))
     return direction, counters._replace(**dict(zip(fields, after, strict=True)))
 
@@ -111,11 +114,13 @@ def _in_pieces(one: Callable[..., tuple], p: Param, *arrays: jax.Array | Blocks)
   """Call ``one(p, *arrays)`` piece by piece if the arrays are large and each piece is on one device."""
   grad = arrays[0]
   assert isinstance(grad, jax.Array)
+  # A stack is processed row by row.
   if grad.size > PIECE and p.axes[0] == "layers" and grad.ndim == len(p.shape):
     return jax.lax.map(lambda row: _in_pieces(one, p, *row), arrays)
   rows, every = piece_rows(p, grad), grad.shape[0]
   if rows == every:
     return one(p, *arrays)
+  # All complete pieces are processed in a loop; the rest is one shorter piece.
   count = every // rows
   split = lambda x: x.shape[0] * rows // every * count
   cut = jax.tree.map(lambda x: x[: split(x)].reshape(count, -1, *x.shape[1:]), arrays)
@@ -134,9 +139,11 @@ def piece_rows(p: Param, x: jax.Array) -> int:
     x: one layer's array of it, of which only the shape is used.
   """
   mesh, where = free_mesh(), dynamic8.layout(p)
+  # Only arrays larger than PIECE on unsharded axes are split.
   least = -(-x.size // PIECE)
   if least <= 1 or (mesh is not None and free_axes(mesh)):
     return x.shape[0]
+  # A piece must not split a block. Pieces of equal size are preferred.
   block = where.size if where and where.axis == -x.ndim else 1
   lead = x.shape[0] // block
   # if found, all pieces have the same size and the last one is not shorter

@@ -33,6 +33,7 @@ def places(opt_state: Tree, shardings: Tree) -> Tree:
   def moves(path: tuple[Any, ...], x: Any) -> bool:
     return x.ndim > 0 and any(isinstance(e, jax.tree_util.DictKey) and str(e.key).startswith("stack_") for e in path)
 
+  # Without an array that moves, the key would have no effect.
   moved = jax.tree_util.tree_map_with_path(moves, opt_state)
   if not any(jax.tree.leaves(moved)):
     raise UserError(

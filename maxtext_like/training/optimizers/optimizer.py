@@ -62,6 +62,7 @@ class Optimizer:
   def _transformation(self) -> optax.GradientTransformation:
     rule = self.rule
     direction = rule.direction(jnp.dtype("float32" if self.in_pieces else self.mu_dtype), self.spec)
+    # Narrow moments are encoded around the rule, which computes in float32.
     if self.in_pieces:
       first = [] if rule.first is None else [Moment(rule.first, self.mu_dtype, signed=True)]
       second = [] if rule.second is None else [Moment(rule.second, self.nu_dtype, signed=False)]
@@ -109,6 +110,7 @@ class Optimizer:
     most, most_stored, most_moment = (
       float(jnp.finfo(dtype).max) / 4 for dtype in (jnp.float32, self.weight_dtype, _range_of(self.mu_dtype))
     )
+    # Bound the parameters after the step, including weight decay, and all intermediate values.
     bound = self.rule.bound(gradient, state)
     moved = parameter + rate * (bound.direction + np.float32(self.weight_decay) * parameter)
     everything = functools.reduce(jnp.maximum, (*bound, moved))
@@ -124,6 +126,7 @@ class Optimizer:
       shardings: NamedShardings of the same structure.
       replicated: sharding of everything else (counters).
     """
+    # Moments have the structure of the parameters; stored blocks and factors count as one leaf.
     inner = jax.tree.structure(params)
     shapes, places, declared = jax.tree.leaves(params), jax.tree.leaves(shardings), jax.tree.leaves(self.spec)
     is_stored = lambda node: isinstance(node, (Blocks, Factors))
@@ -152,6 +155,7 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
   Raises:
     UserError: a dtype is set for a moment that the rule does not have.
   """
+  # A dtype for a moment that the rule does not have would have no effect.
   t, rule = training, make_rule(training)
   for key, value, usual, moment in (
     ("mu_dtype", t.mu_dtype, None, rule.first),

@@ -36,5 +36,6 @@ class SGD:
     return optax.trace(self.momentum, accumulator_dtype=mu_dtype) if self.momentum else optax.identity()
 
   def bound(self, gradient: jax.Array, state: jax.Array) -> Bound:
+    # The direction is also the next moment.
     moved = gradient + np.float32(self.momentum) * state
     return Bound(direction=moved, moment=moved, state=moved, computed=moved)

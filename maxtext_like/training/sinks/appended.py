@@ -38,12 +38,14 @@ class AppendedFile:
         os.close(descriptor)
 
   def _append(self, piece: bytes) -> None:
+    # The file was deleted: start a new one.
     if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
       self.close()
       self._torn = None
     if self._descriptor is None:
       self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     self._mend()
+    # The size before the piece is needed to remove an incomplete piece.
     begin = os.fstat(self._descriptor).st_size
     left = memoryview(piece if begin else self._header + piece)
     try:

@@ -30,6 +30,7 @@ def scalars(wall_time: float, step: int, numbers: Iterable[tuple[str, float]]) -
 
 def record(event: bytes) -> bytes:
   """Return an event as a TFRecord: its length and its bytes, each with a checksum."""
+  # The length has a checksum too, so that a reader can skip damaged events.
   length = struct.pack("<Q", len(event))
   return length + struct.pack("<I", masked_crc32c(length)) + event + struct.pack("<I", masked_crc32c(event))
 

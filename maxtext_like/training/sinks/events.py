@@ -59,6 +59,7 @@ def scalars(row: Row) -> Iterator[tuple[str, float]]:
       if name.startswith("numerics/")
       else _TAGS.get(name, f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}")
     )
+    # One tag per layer, sorted by number.
     layers = {f"{tag}/layer_{i:02d}": v for i, v in enumerate(value)} if isinstance(value, list) else {tag: value}
     yield from ((tag, number) for tag, number in layers.items() if number is not None)
   loss = row.get("cross_entropy", row.get("loss"))  # if there are other terms, the loss is not the cross entropy

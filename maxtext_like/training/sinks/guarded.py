@@ -71,6 +71,7 @@ class Guarded:
           del self._items[oldest]
           self._lost += 1
       self._items[next(self._numbers) if key is None else key] = item
+      # A write that hangs does not fail, so it is detected by its duration.
       stuck = self._begun is not None and time.monotonic() - self._begun > _SLOW_SECONDS
       if self._thread is None:
         self._thread = threading.Thread(target=self._work, name=f"write {self.name}", daemon=True)
@@ -83,6 +84,7 @@ class Guarded:
   def flush(self, seconds: float) -> None:
     """Wait until the queue is empty, for at most ``seconds``. Does not wait for an output that fails or was too slow before."""
     with self._condition:
+      # An output that was too slow once is not waited for again until it is empty.
       done = self._condition.wait_for(lambda: not self._items or self._failing or self._slow, seconds)
       self._slow = bool(self._items) and (self._slow or not done)
 
@@ -91,6 +93,7 @@ class Guarded:
     with self._condition:
       self._closing = True
       self._condition.notify_all()
+    # The thread writes the queue and ends. If it does not end in time, the rest is lost.
     if self._thread is not None:
       self._thread.join(seconds)
     with self._condition:
@@ -116,16 +119,19 @@ class Guarded:
         self._condition.wait_for(lambda: self._items or self._closing)
         if self._given_up:
           return
+        # Closed, and everything is written.
         if not self._items:
           break
         key, item = next(iter(self._items.items()))
         self._begun = time.monotonic()
         last_try = self._closing
+      # The write runs without the lock, so that ``put`` never waits for it.
       reason = self._attempt(item)
       with self._condition:
         self._begun = None
         if reason is None:
           self._failing, delay = False, _FIRST_RETRY_SECONDS
+          # A newer version with the same key may have replaced the item meanwhile.
           if self._items.get(key) is item:
             del self._items[key]
         else:
@@ -135,6 +141,7 @@ class Guarded:
         continue
       if last_try:
         return  # ``unwritten`` reports it after closing
+      # Wait before the next attempt, twice as long each time; closing ends the wait.
       self._tell_once(f"{self.name}: {reason}; training continues, and writing is retried at intervals")
       with self._condition:
         self._condition.wait_for(lambda: self._closing, delay)

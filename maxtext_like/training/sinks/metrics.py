@@ -84,10 +84,12 @@ def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext, *, 
   dropped = [row for row in rows if row["step"] > step]
   if not dropped and not damaged:
     return []
+  # The removed lines must be on disk before the file is replaced.
   with aside(path).open("ab") as file:
     file.writelines([*(line(row) for row in dropped), *(text + b"\n" for text in damaged)])
     file.flush()
     os.fsync(file.fileno())
+  # Replace the file atomically, so that an interruption leaves it unchanged.
   write_text(path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step), fence)
   if dropped:
     first, last = dropped[0]["step"], dropped[-1]["step"]
@@ -119,6 +121,7 @@ def _scan(path: Path) -> tuple[list[Row], list[bytes]]:
       row = strict_json.loads(text)
     except strict_json.NotJsonError:
       row = None
+    # A valid row is an object with a step and values of the expected types.
     if isinstance(row, dict) and isinstance(row.get("step"), int) and _is_written_here(row, path.name):
       rows.append(row)
     else:

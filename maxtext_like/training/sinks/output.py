@@ -107,14 +107,17 @@ class Output(io.TextIOBase):
         say_on_stderr(self.unwritten)
 
   def _write(self, text: str) -> None:
+    # The reader is gone for good.
     if self._gone is not None:
       raise LostError(self._gone)
+    # A stream without a descriptor, as in a notebook, is written to directly.
     if self._descriptor is None:
       self._stream.write(text)
       self._stream.flush()
       return
     if self._left is None:
       self._left = memoryview(text.encode(self.encoding, "backslashreplace"))
+    # Write with the descriptor, because the stream's own buffer would lose track of what was written after an error.
     while self._left:
       try:
         self._left = self._left[os.write(self._descriptor, self._left) :]
@@ -127,6 +130,7 @@ class Output(io.TextIOBase):
     self._left = None
 
   def _give_up(self, descriptor: int, reason: str) -> None:
+    # Libraries also write to the descriptor, so it is replaced and not only closed.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, descriptor)
     os.close(null)

@@ -57,6 +57,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
     trackers: Mapping[str, Tracker] | None = None,
   ):
     self._directory, self._require_held, self._fence = directory, require_held, fence
+    # Existing files are trimmed to the step at which the run starts.
     try:
       require_held()
       self.again = keep_until(directory / METRICS, step, fence, every_step=True)
@@ -65,6 +66,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
       raise UserError(
         f"{error.filename or directory}: {error.strerror}\n  fix: repair the file, or choose another run_name"
       ) from error
+    # Each output has its own queue and thread, so that a slow one does not affect the others.
     self._metrics = self._guarded(METRICS, self._rows_of(METRICS), "row")
     self._samples = self._guarded(SAMPLES, self._rows_of(SAMPLES), "sample")
     self._events = None
@@ -130,6 +132,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
 
   def text(self, name: str, make: str | Callable[[], str]) -> None:
     """Replace a complete file; a callable ``make`` is called when the file is written."""
+    # The output of a file is created when it is first written.
     if name not in self._texts:
       write = lambda make: atomic.write_text(self._directory / name, make if isinstance(make, str) else make(), self._fence)
       self._texts[name] = self._guarded(name, write, "version")
@@ -160,6 +163,7 @@ class RunFiles(contextlib.AbstractContextManager["RunFiles"]):
   def _close(self, *places: Guarded) -> None:
     begin = time.monotonic()
     for place in places:
+      # All outputs are closed at the same time; each may use its time from the common start.
       until = begin + (_TRACKER_CLOSE_SECONDS if place in self._trackers else _CLOSE_SECONDS)
       place.close(max(0.1, until - time.monotonic()))
 

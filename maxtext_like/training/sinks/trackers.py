@@ -105,6 +105,7 @@ class WeightsAndBiases:
     try:
       import wandb  # type: ignore[import-not-found]
 
+      # A stored id continues the tracker's run.
       known = self.run.id_of("wandb") or uuid.uuid4().hex[:16]
       settings = wandb.Settings(
         console="off", silent=True, disable_git=True, save_code=False, login_timeout=_LOGIN_SECONDS, x_disable_meta=True
@@ -153,11 +154,13 @@ class MLflow:
 
       for name in ("mlflow", "alembic"):  # they log every table that they create
         logging.getLogger(name).setLevel(logging.WARNING)
+      # Without a tracking server the database is in the run's directory.
       place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{self.run.directory.absolute() / 'mlflow.db'}"
       client = MlflowClient(tracking_uri=place)
       if (known := self.run.id_of("mlflow")) is not None:
         client.update_run(known, status="RUNNING")
       else:
+        # A new run in the experiment, which is created if it does not exist.
         there = client.get_experiment_by_name(self.experiment)
         group = there.experiment_id if there is not None else client.create_experiment(self.experiment)
         known = client.create_run(group, run_name=self.run.name).info.run_id
