@@ -154,7 +154,7 @@ def kernels(found: list[tuple[str, float, float]], program: Any, steps: int) -> 
     operation = program.operations.get(name)
     if operation is not None and operation.kind in CONTROL:
       continue
-    path, place = program.asked_by(name)
+    path, place = program.requested_by(name)
     asked = Instruction(kind="", path=path, operands=(), results=())
     kind = "outside the program" if operation is None else kind_of(operation, program)
     part, within = part_of(asked.scopes, kind), part_of(asked.scopes, "")

@@ -1,1 +1,3 @@
-"""Numerics of models and runs: risk, audit, bisect, the x-ray of a step, and why a step failed."""
+"""Tools that analyse models and runs: overflow risk, audit of a program, search for precision keys, X-ray of a step, failed
+steps.
+"""

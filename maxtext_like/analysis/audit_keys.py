@@ -25,12 +25,12 @@ _LARGE = ("attention", "mla", "mlp", "down_product")  # the products that matmul
 
 @dataclass(frozen=True, kw_only=True)
 class KeyVerdict:
-  """Whether a program does what a key says.
+  """The verdict on one precision key of a program.
 
   Attributes:
     key, value: as configured.
-    verdict: "not shown" if this text cannot show it, or the model has no place where the key acts.
-    evidence: what was found, with the number of places.
+    verdict: "not shown" if this text cannot show it, or the model has no place where the key applies.
+    evidence: the findings, with the number of places.
   """
 
   key: str

@@ -280,8 +280,8 @@ def _gathered(parts: list[tuple[tuple[int, ...], int | None, Tensor]], label: st
 
 
 def _input_keys(path: str) -> tuple[str, ...]:
-  """Convert ``state['params']['stack_0']['layer_1']['mlp']['down']`` to the keys of the parameters, and ``batch['tokens']``
-  likewise.
+  """Convert ``state['params']['stack_0']['layer_1']['mlp']['down']`` to the keys of the parameters, and ``batch['tokens']`` in
+  the same way.
 
   For a moment of the optimizer, ``state['opt_state'][0].mu['head']['kernel']``, its name precedes the keys of its parameter.
   """

@@ -66,16 +66,17 @@ class Card(Chip):
   bytes: int
 
 
-# Products, bandwidths and links are those of NVIDIA's data sheets, dense (half of the numbers "with sparsity") and with float32
-# sums, which halves the tensor cores of GeForce cards: "NVIDIA L4", "L40", "L40S", "A10", "A40", "A100", "H100", "H200", "HGX
+# Products, bandwidths and links are from NVIDIA's data sheets, dense (half of the numbers "with sparsity") and with float32
+# accumulation, which halves the rate of GeForce cards: "NVIDIA L4", "L40", "L40S", "A10", "A40", "A100", "H100", "H200", "HGX
 # B200" and "GH200" data sheets; "T4" and "V100" data sheets; architecture white papers "Ampere GA102" (RTX 3090, A6000), "Ada"
-# (RTX 4090, 6000 Ada), "RTX Blackwell" (RTX 5090). A10G: NVIDIA's data sheet for AWS. A link is one direction of NVLink, or of
-# PCIe where a card has no NVLink: 16 GB/s (3.0 x16), 32 (4.0), 64 (5.0). Networks are 200 or 400 Gb/s for each GPU.
-# Memory is what CUDA gives out, less than the card has. H100 and H200 reported theirs (driver 580.159.04). These have the
-# smallest total in published "CUDA out of memory" messages (it varies with the driver by 0.2 GiB): L4 arcinstitute/evo2#190
-# L40S step-video-t2v#8, L40 Qwen3-VL#2097, RTX 4090 soulx-flashtalk#5, RTX 5090 wan2.1#465, T4 catvton#133, V100 32 GB
-# chatglm-finetuning#73. A10 and A10G have the 24 GB with ECC of an L4, A40 the 48 GB of an L40. The other ones are estimates
-# that no message confirms: RTX 3090, A6000, 6000 Ada, A100 40 GB, H100 PCIe, GH200 and V100 16 GB.
+# (RTX 4090, 6000 Ada), "RTX Blackwell" (RTX 5090). A10G: NVIDIA's data sheet for AWS. Links are one direction of NVLink, or of
+# PCIe for cards without NVLink: 16 GB/s (3.0 x16), 32 (4.0), 64 (5.0). Networks are 200 or 400 Gb/s per GPU.
+# Memory is the memory that CUDA makes available, which is less than the card has. H100 and H200 reported it (driver
+# 580.159.04). For the following cards it is the smallest total in published "CUDA out of memory" messages, which varies with
+# the driver by 0.2 GiB: L4 arcinstitute/evo2#190, L40S step-video-t2v#8, L40 Qwen3-VL#2097, RTX 4090 soulx-flashtalk#5, RTX
+# 5090 wan2.1#465, T4 catvton#133, V100 32 GB chatglm-finetuning#73. A10 and A10G are assumed to have the 24 GB with ECC of an
+# L4, and A40 the 48 GB of an L40. The others are estimates that no message confirms: RTX 3090, A6000, 6000 Ada, A100 40 GB,
+# H100 PCIe, GH200 and V100 16 GB.
 _AMPERE = {"tflops": 312.0, "float32": 156.0, "exact_float32": 19.5, "links": 300e9, "network": 25e9, "host": 32e9}
 _HOPPER = {"tflops": 989.0, "float32": 494.5, "exact_float32": 67.0, "float8": 1979.0, "links": 450e9, "network": 50e9}
 _PCIE3, _PCIE4, _PCIE5 = ({"links": rate, "host": rate} for rate in (16e9, 32e9, 64e9))
@@ -122,14 +123,14 @@ CHIPS: tuple[Chip, ...] = (
        **_HOPPER, host=64e9),
   Card(name="h200", card="NVIDIA H200", kind="h200", capability="9.0", bytes=150_109_880_320, memory=4.8e12, **_HOPPER,
        host=64e9),
-  # 96 GB of HBM3; its host's memory is at the other end of NVLink-C2C.
+  # 96 GB of HBM3. Host memory is connected by NVLink-C2C.
   Card(name="gh200", card="NVIDIA GH200 480GB", kind="gh200", capability="9.0", bytes=int(94.5 * GIB), memory=4.0e12, **_HOPPER,
        host=450e9),
   Card(name="b200", card="NVIDIA B200", kind="b200", capability="10.0", bytes=int(178.35 * GIB), memory=8.0e12, tflops=2250.0,
        float32=1100.0, exact_float32=80.0, float8=4500.0, links=900e9, network=50e9, host=64e9),
-  # cloud.google.com/tpu/docs/v6e: 918 TFLOP/s, 1640 GB/s. Links as MaxText's guide has them for collectives: 5100 FLOP a
-  # byte on a slice whose rings do not close (``links_of`` has the other). Network: 25.6 Tb/s of a pod of 256 chips. Host: PCIe
-  # of the fifth generation, of which jax-ml.github.io/scaling-book/tpus has 32 GB/s for a v6e.
+  # cloud.google.com/tpu/docs/v6e: 918 TFLOP/s, 1640 GB/s. Links for collectives are from MaxText's guide: 5100 FLOP per byte on
+  # a slice without closed rings (``links_of`` handles closed rings). Network: 25.6 Tb/s for a pod of 256 chips. Host:
+  # fifth-generation PCIe, 32 GB/s for a v6e according to jax-ml.github.io/scaling-book/tpus.
   Chip(kind="tpu v6 lite", tflops=918.0, memory=1.64e12, links=1.8e11, network=12.5e9, host=32e9),
   Chip(kind="tpu v6e", tflops=918.0, memory=1.64e12, links=1.8e11, network=12.5e9, host=32e9),
   Chip(kind="tpu v5 lite", tflops=197.0),  # cloud.google.com/tpu/docs/v5e
@@ -141,7 +142,8 @@ CHIPS: tuple[Chip, ...] = (
 CARDS = {chip.name: chip for chip in CHIPS if isinstance(chip, Card)}
 
 WHOLE_V6E_POD = 256
-"""Chips of the one v6e slice whose links close to rings in both directions of its torus: twice the bytes/s."""
+"""Number of chips of the only v6e slice whose links form closed rings in both directions of its torus, which doubles the
+bytes/s."""
 
 
 def find_chip(device_kind: str) -> Chip | None:

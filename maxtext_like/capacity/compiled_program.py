@@ -126,7 +126,7 @@ class CompiledProgram:
     """Every operation by its name."""
     return {op.name: op for ops in self.computations.values() for op in ops}
 
-  def asked_by(self, name: str) -> tuple[str, str]:
+  def requested_by(self, name: str) -> tuple[str, str]:
     """Return (path of the code that requested an operation, "file.py:12"). For an operation that the compiler inserted, use
     those of an operation that it computes or reads; empty if there is none."""
     for _ in range(8):

@@ -14,11 +14,11 @@ from maxtext_like.models.naming import path_keys
 from maxtext_like.training.step.program import TrainProgram
 
 TABLE = "table"
-"""The part of ``Fetched`` that computes the logits."""
+"""The part of ``GatheredWeight`` that computes the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fetched:
+class GatheredWeight:
   """A sharded weight that each device gathers completely before it multiplies by it. For a stacked weight, one layer.
 
   Attributes:
@@ -27,8 +27,7 @@ class Fetched:
     ways: number of devices along these axes.
     numbers: elements of the complete weight.
     bytes: bytes of the complete weight in ``dtype``, or as stored if that is not a floating-point dtype.
-    arriving: bytes of a second copy, needed if the shards do not fill complete tiles and are assembled after the transfer;
-      otherwise 0.
+    assembly_bytes: bytes of a second copy, if the shards do not fill complete tiles and are assembled after the transfer; or 0.
     trained: True if it has a gradient.
     experts: True if a grouped kernel multiplies it and computes its gradient.
   """
@@ -38,13 +37,13 @@ class Fetched:
   ways: int
   numbers: int
   bytes: int
-  arriving: int
+  assembly_bytes: int
   trained: bool
   experts: bool
 
 
-def fetched(program: TrainProgram) -> list[Fetched]:
-  """Return the weights that are sharded only to save memory, or over devices that have rows of their own."""
+def gathered_weights(program: TrainProgram) -> list[GatheredWeight]:
+  """Return the weights that are sharded only to save memory, or over devices that process different rows."""
   mesh, params = program.model.mesh, program.abstract_state["params"]
   item = jnp.dtype(program.config.precision.dtype).itemsize
   head = "embedding" if program.model.decoder.cfg.tied else "head"
@@ -66,13 +65,13 @@ def fetched(program: TrainProgram) -> list[Fetched]:
     size = whole * (item if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype.itemsize)
     parts = [f"{keys[0]}/{row}/{keys[1]}/{keys[2]}" for row in range(rows)] if stacked else [TABLE]
     found += [
-      Fetched(
+      GatheredWeight(
         part=part,
         axes=axes,
         ways=ways,
         numbers=whole,
         bytes=size,
-        arriving=size * filled(own) // own if own % ROWS else 0,
+        assembly_bytes=size * filled(own) // own if own % ROWS else 0,
         trained=keys in taught,
         experts="experts" in keys,
       )
@@ -81,7 +80,7 @@ def fetched(program: TrainProgram) -> list[Fetched]:
   return found
 
 
-def by_part(weights: list[Fetched]) -> dict[str, int]:
+def by_part(weights: list[GatheredWeight]) -> dict[str, int]:
   """Return the bytes that each part of each layer gathers, and those of the table."""
   found: dict[str, int] = {}
   for weight in weights:

@@ -68,7 +68,7 @@ def in_backward(program: TrainProgram, trained: Any, kept: int, again: int, logi
   head, outside = program.objective.made_in_forward(trained), take(trained, ())
   made = bytes_of(outside if head is None else head)
   own = max((max(row) for row in _by_layer(trained).values()), default=0)
-  copies = own + 2 * _fetched_moments(program) + _steps_of_a_layer(program, trained)
+  copies = own + 2 * _moments_from_host(program) + _steps_of_a_layer(program, trained)
   layer = InUse(made + own, copies, kept + again, 0)
   update = InUse(made + own, copies + 2 * _directions_of_a_layer(program, trained), kept, 0)
   read = {name: x for name, x in outside.items() if name != "head"}
@@ -115,7 +115,7 @@ def _directions_of_a_layer(program: TrainProgram, trained: Any) -> int:
   return max((max(row) for row in _by_layer(as_dtype(trained, jnp.bfloat16)).values()), default=0)
 
 
-def _fetched_moments(program: TrainProgram) -> int:
+def _moments_from_host(program: TrainProgram) -> int:
   """Return the bytes of the largest layer's moments that are on the host."""
   found = [0]
   for part in parts_of(program.selection.split(program.abstract_state["params"])[0]):

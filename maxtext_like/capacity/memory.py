@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxtext_like.capacity import container_memory, gpu_memory
 from maxtext_like.capacity.array_bytes import Numbers, as_dtype, by_place, bytes_as, bytes_of
-from maxtext_like.capacity.gathered_weights import TABLE, fetched
+from maxtext_like.capacity.gathered_weights import TABLE, gathered_weights
 from maxtext_like.capacity.topologies import GpuHost, assumed_gpu, memory_of
 from maxtext_like.config.schema import Config
 from maxtext_like.config.training_keys import TrainingConfig
@@ -59,7 +59,7 @@ class MemoryEstimate:
     activations: kept from the forward pass for the backward pass, and working memory.
     logits: logits of a chunk, and their gradient.
     dequantised: the largest quantised weight of a layer, dequantised for both passes at the same time.
-    fetched: on GPUs that shard the weights, the gathered weights of the largest part of a layer, and their float32 gradient
+    gathered: on GPUs that shard the weights, the gathered weights of the largest part of a layer, and their float32 gradient
       before it is scattered.
     host: bytes in host memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), which are not part of the
       total.
@@ -72,7 +72,7 @@ class MemoryEstimate:
   activations: int
   logits: int
   dequantised: int
-  fetched: int = 0
+  gathered: int = 0
   host: int = 0
 
   @property
@@ -267,7 +267,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     activations=activations,
     logits=logits,
     dequantised=dequantised,
-    fetched=_fetched_bytes(program) if platform == "gpu" else 0,
+    gathered=_gathered_bytes(program) if platform == "gpu" else 0,
     host=host + bytes_of(away),
   )
 
@@ -318,10 +318,10 @@ def _in_use_together(program: TrainProgram, gradient: Any, activations: int, log
   return activations, logits, max(0, more - logits)
 
 
-def _fetched_bytes(program: TrainProgram) -> int:
-  """Return the bytes of ``MemoryEstimate.fetched``."""
+def _gathered_bytes(program: TrainProgram) -> int:
+  """Return the bytes of ``MemoryEstimate.gathered``."""
   parts: dict[str, int] = {}
-  for weight in fetched(program):
+  for weight in gathered_weights(program):
     if weight.part != TABLE:
       parts[weight.part] = parts.get(weight.part, 0) + weight.bytes + 4 * weight.numbers * weight.trained
   return max(parts.values(), default=0)
@@ -468,9 +468,7 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
   lines = []
   if t.per_device_batch_size > 1:
     now, same = t.per_device_batch_size, t.per_device_batch_size * t.gradient_accumulation_steps
-    update = (
-      "" if t.optimizer_in_backward or same % 1 else f"; gradient_accumulation_steps={same:g} makes the same update of it"
-    )
+    update = "" if t.optimizer_in_backward or same % 1 else f"; gradient_accumulation_steps={same:g} keeps the update the same"
     lines.append(f"per_device_batch_size=1 (now {now:g}){update}")
   if t.remat_policy != "full":
     lines.append(f"{full} (now {t.remat_policy}): recompute activations instead of keeping them")

@@ -117,7 +117,7 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
   names = {int(at): name for at, name in order.items()}
   # Find the peak, and classify the values that are alive then.
   peak = _peak(values, alive)
-  path = lambda name: program.asked_by(name)[0]
+  path = lambda name: program.requested_by(name)[0]
   shapes = {a.shape for op in inputs.values() if "['params']" in op.path.replace("\\'", "'") for a in op.results}
   taken: set[tuple[int, int]] = set()
   for key, value in sorted(values.items(), key=lambda item: -item[1].bytes):
@@ -125,7 +125,7 @@ def lay_out(program: CompiledProgram, assignment: str, ranges: str, count: int =
     if not begin <= peak <= end or any(a <= value.offset < b for a, b in taken):
       continue
     taken.add((value.offset, value.offset + value.bytes))
-    asked, place = program.asked_by(value.name)
+    asked, place = program.requested_by(value.name)
     kept = not _BACKWARD.match(asked) and _BACKWARD.match(path(names.get(end, ""))) is not None
     what = _kind(asked, value, shapes, kept)
     classes[what] += value.bytes

@@ -18,7 +18,7 @@ from maxtext_like.capacity import memory, tpu_memory
 from maxtext_like.capacity.chips import find_chip
 from maxtext_like.capacity.compiled_program import Transfer
 from maxtext_like.capacity.flops import backward_flops, forward_flops, train_flops
-from maxtext_like.capacity.gathered_weights import fetched as fetched_weights
+from maxtext_like.capacity.gathered_weights import gathered_weights
 from maxtext_like.capacity.planned_traffic import KEPT, memory_bytes
 from maxtext_like.capacity.roofline import Roofline, roofline
 from maxtext_like.capacity.topologies import Cpus, GpuHost, Topology, assumed_gpu
@@ -106,25 +106,25 @@ def plan(config: Config, target: Target) -> Plan:
     saved = memory.activation_bytes(program)
     need = memory.estimate(program, tpu_layout.numbers if platform == "tpu" else math.prod, saved)
   kept, everything = saved.kept, saved.everything
-  fetched = fetched_weights(program)
+  gathered = gathered_weights(program)
   classes = {"parameters": need.parameters, "optimizer": need.optimizer, "gradients": need.gradients, "activations": kept}
   everything -= _casts(program)
   if platform == "tpu":
     again = 0 if config.training.remat_policy == "none" else everything / len(program.model.decoder.layers)
-    most = GAPS * tpu_memory.in_use(program, need, kept, again, fetched)
+    most = GAPS * tpu_memory.in_use(program, need, kept, again, gathered)
     classes["temporaries"] = max(0, int(most) - kept - need.gradients)
   else:
     classes["activations"] = min(kept, need.activations)
     classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits
-    classes["temporaries"] += need.dequantised + need.fetched
+    classes["temporaries"] += need.dequantised + need.gathered
   # Work and time: FLOPs, memory traffic, transfers and their roofline.
   t, decoder = config.training, program.model.decoder
   devices = target.devices
   model_flops = train_flops(decoder, program.spec, program.selection, program.global_batch, t.max_target_length) / devices
   flops = model_flops + _taken_again(program) / devices
-  moved = memory_bytes(program, fetched, everything)
+  moved = memory_bytes(program, gathered, everything)
   chip = _chip(target)
-  travels = transfers(program, fetched, saved.host, need.host - saved.host)
+  travels = transfers(program, gathered, saved.host, need.host - saved.host)
   bounds = None
   if chip is not None and chip.memory is not None:
     near = target.chips_of_slice if isinstance(target, Topology) else devices

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.capacity.array_bytes import by_place
-from maxtext_like.capacity.gathered_weights import TABLE, Fetched
+from maxtext_like.capacity.gathered_weights import TABLE, GatheredWeight
 from maxtext_like.capacity.transfers import passes, pieces, summed_bytes
 from maxtext_like.layers.moe.expert_parallel import SLACK
 from maxtext_like.layers.param import count
@@ -40,16 +40,16 @@ KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", 
 """The weights whose products a remat policy keeps, by their names in the layers."""
 
 
-def memory_bytes(program: TrainProgram, weights: list[Fetched], everything: int) -> float:
+def memory_bytes(program: TrainProgram, weights: list[GatheredWeight], everything: int) -> float:
   """Return the bytes of a step.
 
   Args:
     program: program of the run.
-    weights: ``fetched``.
+    weights: ``gathered_weights``.
     everything: bytes that the forward pass of a microbatch would keep without remat.
   """
   parts = program.config.training.gradient_accumulation_steps
-  part = _of_layers(program) + _of_dequantised(program) + _of_fetched(program, weights) + _of_head(program, weights)
+  part = _of_layers(program) + _of_dequantised(program) + _of_gathered(program, weights) + _of_head(program, weights)
   # A backward pass has two products for each product of the forward pass.
   part += (
     PASSES * (program.step.forward_passes + 2 * program.step.backward_passes) / 3 * everything
@@ -105,7 +105,7 @@ def _of_scores(program: TrainProgram) -> float:
   return passes(program) * SCORES * 4 * scores * (model.rows // model.ways("batch")) / (model.ways("heads") * parts)
 
 
-def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:
+def _of_gathered(program: TrainProgram, weights: list[GatheredWeight]) -> float:
   """Bytes of weights that are gathered from other devices, which are written and read. Their gradients are too, before they are
   scattered."""
   own = [w for w in weights if w.part != TABLE]
@@ -113,7 +113,7 @@ def _of_fetched(program: TrainProgram, weights: list[Fetched]) -> float:
   return total + 2 * summed_bytes(program) * sum(w.numbers for w in own if w.trained)
 
 
-def _of_head(program: TrainProgram, weights: list[Fetched]) -> float:
+def _of_head(program: TrainProgram, weights: list[GatheredWeight]) -> float:
   """Bytes of the table in both passes of each chunk of the logits, of the logits, of the table's gradient, and of the gradient
   of an embedding's rows."""
   params = program.abstract_state["params"]
@@ -121,14 +121,14 @@ def _of_head(program: TrainProgram, weights: list[Fetched]) -> float:
   placed = trained if program.adapter is None else program.adapter.replaced(trained)
   name = "embedding" if program.model.decoder.cfg.tied else "head"
   chunks, learns = pieces(program), bool(jax.tree.leaves(placed.get(name, {})))
-  fetched = [w for w in weights if w.part == TABLE]
+  of_table = [w for w in weights if w.part == TABLE]
   model = program.model
   piece = program.objective.logit_bytes(model.rows // model.ways("batch"), program.config.training.max_target_length)
   # ``piece`` is a chunk in float32 and the same for its gradient.
   logits = piece / 2 * chunks / (model.ways("sequence") * model.ways("vocab"))
   total = logits * (3 if learns else 2)
-  if fetched:
-    total += 3 * chunks * sum(w.bytes for w in fetched) + 2 * chunks * 4 * sum(w.numbers for w in fetched if w.trained)
+  if of_table:
+    total += 3 * chunks * sum(w.bytes for w in of_table) + 2 * chunks * 4 * sum(w.numbers for w in of_table if w.trained)
   else:
     total += 2 * chunks * _bytes(params[name]) + (2 * chunks - 1) * 4 * _numbers(params[name]) * learns
   return total + 2 * 4 * _numbers(placed.get("embedding", {}))

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.capacity.gathered_weights import TABLE, Fetched, by_part
+from maxtext_like.capacity.gathered_weights import TABLE, GatheredWeight, by_part
 from maxtext_like.capacity.memory import MemoryEstimate
 from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.tpu_layout import as_declared, numbers, order
 from maxtext_like.training.step.program import TrainProgram
 
 
-def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float, weights: list[Fetched]) -> int:
+def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float, weights: list[GatheredWeight]) -> int:
   """Return the bytes in use, in addition to a program's arguments, at the largest of four phases.
 
   The phases are:
@@ -37,7 +37,7 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     need: its estimate.
     kept: activations kept for the backward pass.
     again: a layer's own activations, which are recomputed.
-    weights: ``fetched``.
+    weights: ``gathered_weights``.
   """
   trained = program.selection.split(program.abstract_state["params"])[0]
   placed = trained if program.adapter is None else program.adapter.replaced(trained)
@@ -48,12 +48,12 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
   by_rows = program.abstract_state["params"].get("ple", {}).get("table")
   if by_rows is not None and _is_turned(by_rows) and program.config.training.gradient_accumulation_steps > 1:
     kept += as_declared(_own(by_rows)) * by_rows.dtype.itemsize
-  loss = kept + table + max(need.logits, *(w.arriving for w in weights if w.part == TABLE), 0)
+  loss = kept + table + max(need.logits, *(w.assembly_bytes for w in weights if w.part == TABLE), 0)
   backward = kept + need.gradients + again + need.dequantised
   if read:
     fullest = max(read, key=lambda part: read[part])
     own = [w for w in weights if w.part == fullest]
-    backward += read[fullest] + max(w.arriving for w in own) + _gradients(program, [w for w in own if w.trained])
+    backward += read[fullest] + max(w.assembly_bytes for w in own) + _gradients(program, [w for w in own if w.trained])
   rows = _rows_added(program, placed.get("ple", {}).get("table"))
   behind = need.gradients + _in_both_dtypes(placed.get("embedding", {}), 4) + rows
   if program.step.optimizer.rule.whole and program.step.careful and not program.config.training.optimizer_in_backward:
@@ -91,7 +91,7 @@ def _in_both_dtypes(arrays: Any, float32: int) -> int:
   return sum(numbers(x.sharding.shard_shape(x.shape)) * size(x.dtype) for x in jax.tree.leaves(arrays))
 
 
-def _gradients(program: TrainProgram, weights: list[Fetched]) -> int:
+def _gradients(program: TrainProgram, weights: list[GatheredWeight]) -> int:
   """Return the bytes of a part's gradients before they are scattered: one in the dtype of the reduction, and those that kernels
   compute."""
   precision = program.config.precision

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.capacity.compiled_program import HOST_COPIES, Transfer
-from maxtext_like.capacity.gathered_weights import TABLE, Fetched
+from maxtext_like.capacity.gathered_weights import TABLE, GatheredWeight
 from maxtext_like.layers.attention.context_parallel import past_of
 from maxtext_like.layers.moe.expert_parallel import SLACK
 from maxtext_like.layers.partition import axes_of
@@ -25,7 +25,7 @@ from maxtext_like.training.step.program import TrainProgram
 Axes = tuple[str, ...]
 
 
-def transfers(program: TrainProgram, weights: list[Fetched], host: int = 0, moments: int = 0) -> tuple[Transfer, ...]:
+def transfers(program: TrainProgram, weights: list[GatheredWeight], host: int = 0, moments: int = 0) -> tuple[Transfer, ...]:
   """Return the transfers of one step, without those of 0 bytes.
 
   Args:
@@ -65,7 +65,7 @@ def pieces(program: TrainProgram) -> int:
   return getattr(objective.inner if isinstance(objective, Adapted) else objective, "chunks", 1)
 
 
-def _of_weights(program: TrainProgram, weights: list[Fetched]) -> Iterator[Transfer]:
+def _of_weights(program: TrainProgram, weights: list[GatheredWeight]) -> Iterator[Transfer]:
   """Weights that are sharded only to save memory: gathered for the products of all passes, and their gradients scattered."""
   parts, layers, backward = _microbatches(program), len(program.model.decoder.layers), program.step.backward_passes
   chunks = pieces(program)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.numerics import jaxprs, tensor_statistics
-from maxtext_like.numerics.measured_tensors import hands_on
+from maxtext_like.numerics.measured_tensors import propagates
 from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Plan, Site
 
 Signs = frozenset  # of "+", "-", "nan"
@@ -61,7 +61,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-  """What an equation read: the value of a literal, or the row of a measured tensor, or neither (not a float)."""
+  """An operand of an equation: the value of a literal, or the row of a measured tensor, or neither (not a float)."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Operand:
 
 @dataclasses.dataclass
 class Value:
-  """What the replay knows about a value: its earliest fault, the order of all faults that it carries, its intentional
+  """The state of a value in the replay: its earliest fault, the order of all faults that it carries, its intentional
   infinities, its statistics, and its slices along axis 0."""
 
   fault: Fault | None = None
@@ -174,7 +174,7 @@ class _Replay:
         v = floats[0]
         signs = _signs_out(node.eqn.primitive.name, operands) if node.eqn.primitive.name in ("neg", "abs") else v.signs
         return [dataclasses.replace(v, signs=signs, slices=None)] * len(node.eqn.outvars)
-      return [_beside(floats)] * len(node.eqn.outvars)
+      return [_side_by_side(floats)] * len(node.eqn.outvars)
     outs = []
     for site in node.sites:
       if site is None:
@@ -206,7 +206,7 @@ class _Replay:
     """Return the value of an output that a thin plan did not measure: it carries the faults of its operands, with certainty
     only if the equation propagates them."""
     derived = _union([v for v in operands if v.fault is not None])
-    handed = [v.sure for i, v in enumerate(operands) if hands_on(node.eqn, i)]
+    handed = [v.sure for i, v in enumerate(operands) if propagates(node.eqn, i)]
     sure = frozenset().union(*handed)
     if derived.fault is not None and derived.fault.order not in sure:
       self.unsure.setdefault(site.order)
@@ -377,8 +377,8 @@ def _union(values: Sequence[Value]) -> Value:
   return Value(earliest, signs, row, any(v.full for v in values), carried=carried, sure=sure)
 
 
-def _beside(values: Sequence[Value]) -> Value:
-  """Return a value that stands for several arrays together; its range covers those of all arrays with a known range."""
+def _side_by_side(values: Sequence[Value]) -> Value:
+  """Return a value that represents several arrays together; its range covers those of all arrays with a known range."""
   whole, known = _union(values), [(v.row, v.full) for v in values if v.row is not None]
   if len(known) < 2:
     return whole

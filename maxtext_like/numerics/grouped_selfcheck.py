@@ -73,8 +73,8 @@ def cases(shape: GroupedShape) -> dict[str, np.ndarray]:
   half[G % 2 :: 2] = share(M, len(half[G % 2 :: 2])) if G > 1 else M
   alone = np.zeros(G, np.int64)
   alone[G // 2] = M
-  found = {"borders in tiles": share(M, G), "groups without rows": half, "one takes all": alone}
-  found["rows of no one"] = share(M - M // 5, G)
+  found = {"borders inside tiles": share(M, G), "groups without rows": half, "one group has all rows": alone}
+  found["rows of no group"] = share(M - M // 5, G)
   return {name: sizes.astype(np.int32) for name, sizes in found.items()}
 
 
@@ -82,7 +82,7 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   """Test a kernel on JAX's default device.
 
   Args:
-    shape: of the product.
+    shape: the shape to test.
     product: the function to test, with the signature of ``GroupedKernel.run``, or of ``GroupedKernel.sums`` with sums; None for
       the kernel of the shape.
 
@@ -165,7 +165,9 @@ def _judge(
     worst = np.max(difference / np.maximum(sizes, max(np.mean(sizes), 1e-30)), initial=0.0)
     errors.append(float(whole))
     if whole > tolerance[0] or worst > tolerance[1]:
-      problems.append(f"{what}: relative error {whole:.2g}, {worst:.2g} in one row, where {tolerance[0]:g} is rounding")
+      problems.append(
+        f"{what}: relative error {whole:.2g}, {worst:.2g} in one row; the tolerances are {tolerance[0]:g} and {tolerance[1]:g}"
+      )
   gradients = errors[1:]
   return CaseResult(
     name=name,

@@ -102,7 +102,7 @@ def frames(eqn, limit: int = 8) -> tuple[str, ...]:
   traceback = eqn.source_info.traceback
   found: list[str] = []
   for frame in traceback.frames if traceback is not None else ():
-    name = _told(frame.file_name, os.getcwd())
+    name = _display_name(frame.file_name, os.getcwd())
     line = f"{name}:{frame.line_num}"
     if not name or found[-1:] == [line]:
       continue
@@ -113,7 +113,7 @@ def frames(eqn, limit: int = 8) -> tuple[str, ...]:
 
 
 @functools.cache
-def _told(file: str, directory: str) -> str:
+def _display_name(file: str, directory: str) -> str:
   """Return the displayed name of a source file, relative to a working directory; "" for files that are not shown."""
   path = os.path.realpath(file)
   if path.startswith((_JAX + os.sep, _HERE + os.sep)) or file.startswith("<"):

@@ -33,7 +33,7 @@ Sites = frozenset[Site]
 _NONE: Sites = frozenset()
 
 
-def hands_on(eqn, operand: int) -> bool:
+def propagates(eqn, operand: int) -> bool:
   """Return True if every NaN and infinity of an operand makes some element of the (only) result non-finite."""
   name = eqn.primitive.name
   if len(eqn.outvars) != 1 or not jaxprs.is_float(eqn.outvars[0].aval):
@@ -57,7 +57,7 @@ class MeasuredTensors:
   def __init__(self, plan: Plan, detail: frozenset[int], key: str | None = None):
     self.plan, self._wanted = plan, re.compile(key) if key else None
     self._parents: dict[int, Sites] = {}
-    self._handed_on: set[Site] = set()
+    self._propagated: set[Site] = set()
     self._key: set[Site] = set()
     assert plan.frame.body is not None
     self._body(plan.frame.body, [_NONE if s is None else frozenset([s]) for s in plan.inputs])
@@ -107,8 +107,8 @@ class MeasuredTensors:
       return operands if one_to_one else [_NONE.union(*operands)] * len(eqn.outvars)
     for i, sites in enumerate(operands):
       # Rematerialised copies are not measured themselves.
-      if node.direction != "recomputed" and hands_on(eqn, i):
-        self._handed_on |= sites
+      if node.direction != "recomputed" and propagates(eqn, i):
+        self._propagated |= sites
     parents = _NONE.union(*operands)
     for site in node.sites:
       if site is not None:
@@ -130,7 +130,7 @@ class MeasuredTensors:
       for site in dict.fromkeys(frame.sites):
         scalar = np.prod(site.shape) == 1 and not site.rows
         # The values of a rematerialised copy were measured in the forward pass.
-        seen = site in self._handed_on or site.direction == "recomputed"
+        seen = site in self._propagated or site.direction == "recomputed"
         if site.order in detail:
           kept = dataclasses.replace(site, row=len(rows), full=True)
         elif site.op == "tag" or (not detail and site in self._key and site.direction != "recomputed"):

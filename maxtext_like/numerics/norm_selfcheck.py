@@ -34,7 +34,7 @@ def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
   """Test the kernel on JAX's default device.
 
   Args:
-    shape: of the norm.
+    shape: the shape to test.
     gradients: the function to test, with the signature of ``pallas_gpu.gradients``; None for that function.
 
   Returns:
@@ -84,6 +84,8 @@ def _judge(name: str, shape: NormShape, got: list[np.ndarray], want: list[np.nda
     errors.append(float(whole))
     most = _TOLERANCE[shape.dtype] if what == "dx" else (_SUMS, _SUMS)
     if whole > most[0] or worst > most[1]:
-      problems.append(f"{what}: relative error {whole:.2g}, {worst:.2g} in one row, where {most[0]:g} is rounding")
+      problems.append(
+        f"{what}: relative error {whole:.2g}, {worst:.2g} in one row; the tolerances are {most[0]:g} and {most[1]:g}"
+      )
   known = [e for e in errors if e is not None]
   return CaseResult(name=name, gradient_error=max(known) if len(known) == len(errors) else None, problem="; ".join(problems))

@@ -132,9 +132,9 @@ def test_transfers_by_kind_and_manner(program):
 
 
 def test_who_asked_for_an_operation(program):
-  assert program.asked_by("convolution.1") == ("jit(step)/mlp/dot_general", "layers/mlp.py:12")
-  assert program.asked_by("p") == ("state['params']['mlp']", "")
-  assert program.asked_by("zero") == ("", "")
+  assert program.requested_by("convolution.1") == ("jit(step)/mlp/dot_general", "layers/mlp.py:12")
+  assert program.requested_by("p") == ("state['params']['mlp']", "")
+  assert program.requested_by("zero") == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from maxtext_like.capacity import memory, planned_traffic
-from maxtext_like.capacity.gathered_weights import TABLE, fetched
+from maxtext_like.capacity.gathered_weights import TABLE, gathered_weights
 from maxtext_like.capacity.plan import plan
 from maxtext_like.capacity.topologies import find_topology
 from maxtext_like.config.files import configs_folder
@@ -73,11 +73,11 @@ def test_weights_on_the_device_itself_are_read_in_every_pass():
   assert of("remat_policy=full", "weight_dtype=bfloat16") == 3 * 2 * numbers
   assert of("remat_policy=none") < of("remat_policy=save_mlp") < of("remat_policy=save_outputs") < of("remat_policy=full")
   split = program("qwen3-tiny", "remat_policy=full", chips=8)
-  weights = fetched(split)
+  weights = gathered_weights(split)
   own = [w for w in weights if w.part != TABLE]
   # Once written as they come and once read; gradients in float32 before they are scattered.
-  assert planned_traffic._of_fetched(split, weights) == 2 * 3 * sum(w.bytes for w in own) + 8 * sum(w.numbers for w in own)
-  assert planned_traffic._of_fetched(program("qwen3-tiny"), []) == 0
+  assert planned_traffic._of_gathered(split, weights) == 2 * 3 * sum(w.bytes for w in own) + 8 * sum(w.numbers for w in own)
+  assert planned_traffic._of_gathered(program("qwen3-tiny"), []) == 0
 
 
 def test_quantised_weights_are_read_as_they_are_stored(monkeypatch):

@@ -68,10 +68,10 @@ def test_every_row_of_sums_counts_however_small_it_is(rank):
 @pytest.mark.parametrize(
   ("fault", "failed", "words"),
   [
-    ("forgets the last row of a group", "borders in tiles", "values: relative error"),
-    ("no gradient of a group without neighbours", "one takes all", "dw: relative error"),
+    ("forgets the last row of a group", "borders inside tiles", "values: relative error"),
+    ("no gradient of a group without neighbours", "one group has all rows", "dw: relative error"),
     ("NaN where there are no rows", "groups without rows", "numbers are not finite"),
-    ("raises", "rows of no one", "NotImplementedError: no such tile"),
+    ("raises", "rows of no group", "NotImplementedError: no such tile"),
   ],
 )
 def test_faults_are_found_and_named(fault, failed, words):
@@ -90,4 +90,4 @@ def test_a_shape_stands_for_larger_ones_and_keeps_what_matters():
   sizes = cases(large)
   assert all(s.shape == (6,) for s in sizes.values())
   assert {name: bool((s == 0).any()) for name, s in sizes.items()}["groups without rows"]
-  assert sizes["rows of no one"].sum() < large.rows
+  assert sizes["rows of no group"].sum() < large.rows

@@ -16,7 +16,7 @@ class AppendedFile:
   def __init__(self, path: Path, header: bytes = b""):
     self._path, self._header = path, header
     self._descriptor: int | None = None
-    self._torn: int | None = None  # start of an incomplete piece that could not be removed yet
+    self._incomplete_from: int | None = None  # start of an incomplete piece that could not be removed yet
 
   def append(self, piece: bytes) -> None:
     """Write a complete piece, or nothing.
@@ -41,10 +41,10 @@ class AppendedFile:
     # The file was deleted: start a new one.
     if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
       self.close()
-      self._torn = None
+      self._incomplete_from = None
     if self._descriptor is None:
       self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    self._mend()
+    self._remove_incomplete()
     # The size before the piece is needed to remove an incomplete piece.
     begin = os.fstat(self._descriptor).st_size
     left = memoryview(piece if begin else self._header + piece)
@@ -52,12 +52,12 @@ class AppendedFile:
       while left:
         left = left[os.write(self._descriptor, left) :]
     except OSError:
-      self._torn = begin
+      self._incomplete_from = begin
       with contextlib.suppress(OSError):  # removed before the next piece instead
-        self._mend()
+        self._remove_incomplete()
       raise
 
-  def _mend(self) -> None:
-    if self._torn is not None and self._descriptor is not None:
-      os.ftruncate(self._descriptor, min(self._torn, os.fstat(self._descriptor).st_size))
-      self._torn = None
+  def _remove_incomplete(self) -> None:
+    if self._incomplete_from is not None and self._descriptor is not None:
+      os.ftruncate(self._descriptor, min(self._incomplete_from, os.fstat(self._descriptor).st_size))
+      self._incomplete_from = None

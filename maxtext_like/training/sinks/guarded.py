@@ -49,7 +49,7 @@ class Guarded:
     self._reason: str | None = None  # reason of the latest failure
     self._failing = self._slow = self._closing = self._given_up = False
     self._begun: float | None = None  # start time of the current write
-    self._told: set[str] = set()
+    self._reported: set[str] = set()
     self._thread: threading.Thread | None = None
 
   def put(self, item: Any, key: str | None = None) -> None:
@@ -79,7 +79,7 @@ class Guarded:
       self._condition.notify_all()
     if stuck:
       self._reason = f"a write has not returned for {_SLOW_SECONDS:.0f} s"
-      self._tell_once(f"{self.name}: {self._reason}; training continues without it")
+      self._report_once(f"{self.name}: {self._reason}; training continues without it")
 
   def flush(self, seconds: float) -> None:
     """Wait until the queue is empty, for at most ``seconds``. Does not wait for an output that fails or was too slow before."""
@@ -142,14 +142,14 @@ class Guarded:
       if last_try:
         return  # ``unwritten`` reports it after closing
       # Wait before the next attempt, twice as long each time; closing ends the wait.
-      self._tell_once(f"{self.name}: {reason}; training continues, and writing is retried at intervals")
+      self._report_once(f"{self.name}: {reason}; training continues, and writing is retried at intervals")
       with self._condition:
         self._condition.wait_for(lambda: self._closing, delay)
       delay = min(2 * delay, _LAST_RETRY_SECONDS)
     try:
       self._end()
     except Exception as error:
-      self._tell_once(f"{self.name}: {type(error).__name__} while closing: {error}")
+      self._report_once(f"{self.name}: {type(error).__name__} while closing: {error}")
 
   def _attempt(self, item: Any) -> str | None:
     """Try to write an item once. Return why it failed, if another attempt may help."""
@@ -162,10 +162,10 @@ class Guarded:
       self._reason = str(error) if isinstance(error, LostError) else f"{type(error).__name__}: {error}"
       with self._condition:
         self._lost += 1
-      self._tell_once(f"{self.name}: {self._reason}; training continues without it")
+      self._report_once(f"{self.name}: {self._reason}; training continues without it")
     return None
 
-  def _tell_once(self, line: str) -> None:
-    if line not in self._told:
-      self._told.add(line)
+  def _report_once(self, line: str) -> None:
+    if line not in self._reported:
+      self._reported.add(line)
       self._tell(line)
