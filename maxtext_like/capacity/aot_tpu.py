@@ -309,7 +309,7 @@ def prepare_environment() -> None:
   """
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
-      "compile: libtpu, the compiler for TPUs, is not installed (no TPU is needed)\n  fix: pip install -e '.[tpu]'"
+      "compile: libtpu is not installed; it is the compiler for TPUs (no TPU is needed)\n  fix: pip install -e '.[tpu]'"
     )
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this machine has no metadata server

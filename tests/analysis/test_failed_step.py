@@ -244,7 +244,7 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   with pytest.raises(UserError, match=f"a batch of {rows} rows .* 3 devices"):
     failed_step.fitted(config, kept, abstract_mesh(config.mesh, 3))
   (run / "failed_step" / "batch.npz").write_bytes(b"cut")
-  with pytest.raises(UserError, match=r"holds no failed step that can be read \("):
+  with pytest.raises(UserError, match=r"no failed step that can be read \("):
     failed_step.find(run)
 
 

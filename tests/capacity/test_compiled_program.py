@@ -161,7 +161,7 @@ def test_products_of_every_form(line, flops):
 
 def test_a_loop_that_does_not_say_how_often_it_turns():
   program = read_program(PROGRAM.replace("direction=LT", "direction=NE"))
-  with pytest.raises(UserError, match=r"while\.1 does not say how often"):
+  with pytest.raises(UserError, match=r"number of iterations of loop while\.1 is unknown"):
     list(program.running())
 
 

@@ -307,7 +307,7 @@ def test_a_remedy_is_not_refused_with_the_offload_that_is_there(words, tried):
 @pytest.mark.parametrize(
   ("words", "tried", "not_tried"),
   [
-    ([], ["gradient_accumulation_steps=4 makes the same", "mu_dtype=dynamic8 nu_dtype=dynamic8: ", "rank=32: moments"], []),
+    ([], ["gradient_accumulation_steps=4 keeps the update", "mu_dtype=dynamic8 nu_dtype=dynamic8: ", "rank=32: moments"], []),
     (["optimizer_in_backward=true"], ["per_device_batch_size=1 (now 4)\n"], ["gradient_accumulation"]),
     (["mu_dtype=dynamic8"], ["  - nu_dtype=dynamic8: ", "rank=32 mu_dtype=null nu_dtype=float32: moments"], []),
     (["opt_type=lion"], ["  - mu_dtype=dynamic8: "], ["nu_dtype", "adafactor"]),

@@ -334,7 +334,7 @@ def test_a_mesh_that_the_slice_has_not_got():
 def test_less_laid_out_than_there_are_arguments_is_no_verdict(monkeypatch):
   monkeypatch.setattr(aot_tpu, "_until_laid_out", lambda *_: "")
   monkeypatch.setattr(aot_tpu.memory_layout, "read_dump", lambda _: ("", None, dataclasses.replace(LAYOUT, bytes=5000)))
-  with pytest.raises(RuntimeError, match="lays out 5,000 bytes, as its text is read here, and parameters"):
+  with pytest.raises(RuntimeError, match=r"lays out 5,000 bytes .*parameters"):
     aot_tpu.compile_step(load_config("gemma4-tiny").config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
 
 

@@ -36,10 +36,10 @@ def test_going_on_drops_the_lines_of_steps_that_are_done_again(tmp_path, caplog)
     assert [row["step"] for row in files.again] == [4, 5]
     files.row({"step": 4, "loss": 0.5})
   assert [(r["step"], r["loss"]) for r in read(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 0.5)]
-  assert [record.getMessage() for record in caplog.records] == [
-    f"{path}: steps 4 to 5 will be trained again, their earlier rows are in metrics.dropped.jsonl",
-    f"{path}: 2 damaged lines moved to metrics.dropped.jsonl",
-  ]
+  again, damaged = (record.getMessage() for record in caplog.records)
+  assert again.startswith(f"{path}: steps 4 to 5 ")
+  assert again.endswith("metrics.dropped.jsonl")
+  assert damaged == f"{path}: 2 damaged lines moved to metrics.dropped.jsonl"
   dropped = tmp_path / "metrics.dropped.jsonl"
   assert dropped.read_bytes().splitlines() == [lines[3].encode(), lines[4].encode(), "\0\0\xff".encode(), b'{"step": 6, "lo']
   assert keep_until(tmp_path / "absent.jsonl", 3) == []
