@@ -75,11 +75,12 @@ def test_logits_from_caches_are_those_of_the_whole_pass(name: str):
   np.testing.assert_allclose(logits, want, rtol=0, atol=TOLERANCE)
 
 
-EXACT_ROUTING = [name for name in CASES if "moe" not in name and "deepseek" not in name]
+IN_FLOAT16 = ("gemma3_text", "gemma4_e2b", "stress_fp16_mlp", "stress_fp16_vision")
+"""Without experts, whose choice rounding may flip: plain caches, shared ones, and the planted hazards."""
 
 
 @pytest.mark.parametrize(
-  "name", [n if n == "stress_fp16_vision" else pytest.param(n, marks=pytest.mark.slow) for n in EXACT_ROUTING]
+  "name", [n if n == "stress_fp16_vision" else pytest.param(n, marks=pytest.mark.slow) for n in IN_FLOAT16]
 )
 def test_in_float16_caches_lose_no_more_than_transformers_does(name: str):
   """rms(ours - float32) <= 1.5 * rms(transformers' - float32); where transformers overflows, ours is finite and close."""

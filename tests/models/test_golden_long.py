@@ -2,7 +2,9 @@
 edges of blocks and tiles, padding on both sides, documents packed into a row.
 """
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -47,21 +49,33 @@ def arrays_of(inputs: dict[str, np.ndarray], rows: str) -> dict[str, np.ndarray]
   return arrays
 
 
+@functools.cache
+def compiled(case: str, window: int | None, length: int) -> tuple[Callable, dict, int]:
+  """The model with a window as a function of parameters and a batch, its parameters, and the size of its vocabulary.
+
+  It computes gradients if any run with this window has them, so that the runs share one program.
+  """
+  directory = GOLDEN / case / "checkpoint"
+  words = [] if window is None else [f"sliding_window_size={window}"]
+  config, loaded = load_checkpoint_config(directory, ["dtype=float32", *words], length=length)
+  weights = open_weights(directory, config, loaded)
+  gradients = any(about["gradients"] for about in CASES[case].values() if about["window"] == window)
+  evaluate = evaluator(weights, loaded.config, gradients=gradients, compiler_options=QUICK)
+  return evaluate, weights.load(), loaded.config.model.vocab_size
+
+
 @pytest.mark.parametrize(("case", "run"), runs())
 def test_rows_of_several_blocks(case: str, run: str):
-  about, directory = CASES[case][run], GOLDEN / case / "checkpoint"
+  about = CASES[case][run]
   with np.load(GOLDEN / case / "inputs.npz") as file:
     inputs = dict(file)
   with np.load(GOLDEN / case / "outputs.npz") as file:
     expected = {key.removeprefix(f"fp32.{run}."): file[key] for key in file if key.startswith(f"fp32.{run}.")}
   length = inputs["input_ids"].shape[1]
   assert length > 2 * TILE
-  window = [] if about["window"] is None else [f"sliding_window_size={about['window']}"]
-  config, loaded = load_checkpoint_config(directory, ["dtype=float32", *window], length=length)
-  weights = open_weights(directory, config, loaded)
-  evaluate = evaluator(weights, loaded.config, gradients=about["gradients"], compiler_options=QUICK)
+  evaluate, params, vocab_size = compiled(case, about["window"], length)
   arrays = arrays_of(inputs, about["rows"])
-  got = evaluate(weights.load(), make_batch(arrays, run, vocab_size=loaded.config.model.vocab_size).batch)
+  got = evaluate(params, make_batch(arrays, run, vocab_size=vocab_size).batch)
   seen = arrays.get("attention_mask", np.ones((1, length)))[0] == 1
   kept, places = seen[inputs["positions"]], inputs["positions"]
   assert kept.sum() >= 10

@@ -69,8 +69,24 @@ def whole_arrays(state: Any) -> list[str]:
   return [jax.tree_util.keystr(path) for path, x in leaves if whole(x)]
 
 
+def whole_on_devices(model: str, *words: str) -> list[str]:
+  """Large arrays of a first state that lies whole on each of eight devices. Nothing is compiled."""
+  import jax
+
+  from maxtext_like.sharding.mesh import make_mesh
+  from maxtext_like.training.program import make_program
+
+  config = small_config(model, *words, *ON_EIGHT)
+  return whole_arrays(make_program(config, mesh=make_mesh(config.mesh, jax.devices())).abstract_state)
+
+
+ON_EIGHT = ("per_device_batch_size=1", "ici_data_parallelism=2")
+
 if __name__ == "__main__":
   model, *words = sys.argv[1:]
+  if model == "whole":  # of several models: MODEL,key=value,...
+    print(json.dumps({word.split(",")[0]: whole_on_devices(*word.split(",")) for word in words}))
+    sys.exit()
   one = losses(small_config(model, *words), devices=1)
-  eight, state = losses_and_state(small_config(model, *words, "per_device_batch_size=1", "ici_data_parallelism=2"))
+  eight, state = losses_and_state(small_config(model, *words, *ON_EIGHT))
   print(json.dumps({"one": one, "eight": eight, "whole": whole_arrays(state)}))

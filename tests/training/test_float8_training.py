@@ -32,7 +32,7 @@ def decoder(model: str, *words: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", FEWER)
+@pytest.mark.parametrize("model", ["gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny"])  # every kind of layer
 def test_every_family_trains_beside_bfloat16(model):
   low, plain = (losses(small_config(model, *FEWER[model], *words)) for words in (FLOAT8, FLOAT8[:1]))
   assert np.isfinite(low).all()
@@ -43,24 +43,22 @@ def test_every_family_trains_beside_bfloat16(model):
 @pytest.mark.parametrize(
   "words",
   [
-    ["dtype=float16"],
+    ["dtype=float16", "module_api=nnx"],
     ["scan_layers=false", "remat_policy=full"],
     ["optimizer_in_backward=true", "clip=layer", "remat_policy=full"],
     ["lora_rank=4", "base_weights=nf4"],
     ["weight_dtype=bfloat16", "gradient_accumulation_steps=2"],
-    ["module_api=nnx"],
   ],
   ids=" ".join,
 )
 def test_it_goes_with_the_other_ways_to_train(words):
-  assert np.isfinite(losses(small_config("gemma4-tiny", *FLOAT8, *words))).all()
+  assert np.isfinite(losses(small_config("gemma4-tiny", *FEWER["gemma4-tiny"], *FLOAT8, *words))).all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma3-tiny", "qwen3-tiny"])
-def test_eight_devices_give_nearly_the_losses_of_one(model):
+def test_eight_devices_give_nearly_the_losses_of_one():
   """Nearly: bfloat16 sums in another order, and what they change of a number's rounding to float8."""
-  found = run_small(model, *FLOAT8)
+  found = run_small("gemma3-tiny", *FEWER["gemma3-tiny"], *FLOAT8)
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=5e-3)
 

@@ -71,7 +71,7 @@ def test_nothing_exceeds_its_bound(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gemma4_e2b", "gemma4_moe", "deepseek32", "gemma4_vision_small"])  # every kind of layer
 def test_nothing_exceeds_its_bound_in_bfloat16(name: str):
   checked(name, "bfloat16")
 

@@ -17,8 +17,6 @@ from tests.processes import ROOT, environment
 from tests.training.small import batches, losses, small_config
 from tests.training.test_parallelism import FEWER
 
-TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
-
 
 @pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
 def test_the_faces_are_one_program(model):
@@ -28,13 +26,10 @@ def test_the_faces_are_one_program(model):
 
 
 @pytest.mark.slow  # two whole programs to compile; tests/layers has the quick version
-@pytest.mark.parametrize("model", ["gemma4-tiny", "deepseek3-tiny"])
-def test_scan_on_and_off_give_the_same_losses(model):
-  # 4 layers of a cycle of 2: two rows of a scanned block.
-  few = ["num_decoder_layers=4", *(["inhomogeneous_layer_cycle_interval=2"] if model.startswith("gemma") else [])]
-  np.testing.assert_allclose(
-    losses(small_config(model, *few)), losses(small_config(model, *few, "scan_layers=false")), rtol=1e-5
-  )
+def test_scan_on_and_off_give_the_same_losses():
+  few = ["num_decoder_layers=4", "inhomogeneous_layer_cycle_interval=2"]  # two rows of a scanned block
+  scanned, looped = (losses(small_config("gemma4-tiny", *few, f"scan_layers={scan}")) for scan in ("true", "false"))
+  np.testing.assert_allclose(scanned, looped, rtol=1e-5)
 
 
 def run_small(model: str, *words: str) -> dict:
@@ -45,17 +40,23 @@ def run_small(model: str, *words: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("model", ["gemma3-tiny", "deepseek3-tiny"])
 def test_eight_devices_give_the_losses_of_one(model):
-  """Whole steps; ``test_parallelism`` has the gradients of every family."""
-  # In some the loss in chunks, with a tied and an untied head: its gradients are made and added up on all devices.
-  tiles = ["num_vocab_tiling=3"] if model in ("gemma3-tiny", "deepseek3-tiny") else []
-  found = run_small(model, *FEWER[model], *tiles)
+  """Whole steps; ``test_parallelism`` has the gradients of every family.
+
+  The loss is computed in chunks, with a tied and an untied head: its gradients are made and added up on all devices.
+  """
+  found = run_small(model, *FEWER[model], "num_vocab_tiling=3")
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])  # loss and gradient norm of step 1, 2, 3
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=1e-5)
   # Norms of gradients behind a narrow norm (per-layer inputs) show the order of sums more than losses do.
   np.testing.assert_allclose(eight[1::2], one[1::2], rtol=1e-4)
   assert found["whole"] == []
+
+
+@pytest.mark.slow
+def test_no_family_holds_a_large_array_whole_on_each_device():
+  assert run_small("whole", *(",".join((model, *words)) for model, words in FEWER.items())) == {model: [] for model in FEWER}
 
 
 def test_axes_that_do_not_fit_the_devices():
