@@ -74,7 +74,7 @@ def whole_on_devices(model: str, *words: str) -> list[str]:
   import jax
 
   from maxtext_like.sharding.mesh import make_mesh
-  from maxtext_like.training.program import make_program
+  from maxtext_like.training.step.program import make_program
 
   config = small_config(model, *words, *ON_EIGHT)
   return whole_arrays(make_program(config, mesh=make_mesh(config.mesh, jax.devices())).abstract_state)
