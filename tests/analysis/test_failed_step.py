@@ -276,7 +276,7 @@ def test_a_real_run_is_explained_and_replayed(tmp_path, capsys):
   error = capsys.readouterr().err
   assert f"maxtext-like replay {tmp_path}/a" in error
   cause = next(x for x in error.splitlines() if x.startswith("first cause"))
-  attention = r"first cause: src/layers/attention\.py:\d+ dot_general, layer 0, forward: \S+ @ \S+ -> inf > 65504"
+  attention = r"first cause: src/layers/attention/attention\.py:\d+ dot_general, layer 0, forward: \S+ @ \S+ -> inf > 65504"
   assert re.fullmatch(attention, cause), cause
   assert main(["replay", str(tmp_path / "a"), "module_api=linen", "scan_layers=false"]) == 3
   assert cause in capsys.readouterr().err

@@ -37,13 +37,11 @@ def slow(*values):
     ("gemma4-31b", "v6e-32", ["max_target_length=2048"], 17.58, 518.9),
     slow("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
     slow("gemma3-27b", "v6e-32", [], 17.48, 898.2),
-    slow("gemma4-31b", "v6e-64", [], 15.43, 1058),
     slow("gemma3-27b", "v6e-256", [], 9.74, 898.2),
     slow("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
     # 2026-11-25: a table of inputs by layer, of which the gradient is there in two orders.
     slow("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
-    slow("gemma4-e4b", "v6e-8", [], 16.24, 154.8),
     slow("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
     slow("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 4.55, 79.06),
     # Positions that are split: the gradient of the logits' table is whole.
@@ -55,9 +53,7 @@ def slow(*values):
       140.2,
     ),
     # 2026-11-27: a rule that needs arrays whole. Where nothing proves its update finite, the steps of all are there at once.
-    slow("gemma3-4b", "v6e-8", [*ADAFACTOR, "weight_dtype=bfloat16"], 3.98, 63.35),
     slow("gemma3-4b", "v6e-8", [*ADAFACTOR, "weight_dtype=bfloat16", "gradient_clipping_threshold=0"], 4.96, 63.35),
-    slow("gemma4-31b", "v6e-32", ADAFACTOR, 10.47, 518.9),
     slow(
       "deepseek3-671b",
       "v6e-128",

@@ -98,10 +98,11 @@ def is_weight(x: Any) -> bool:
 
 
 SLOW = pytest.mark.slow
-QUICK = ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "deepseek3.2", "gemma3", "deepseek3"))]
+QUICK = ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "deepseek3.2"))]
+"""Between them every kind of layer."""
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3", "deepseek3"])
+@pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2"])
 @pytest.mark.slow
 def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, random_params, batch):
   """Loss and gradients of the factors are those of the merged arrays; experts, tables and the indexer too."""
@@ -136,8 +137,9 @@ def apart(precision, equation, x, weights, **how):
   return [product(precision, equation, x, w, **how) for w in weights]
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+  ("family", "dtype"), [("gemma4-moe", "bfloat16"), ("gemma4-e2b", "float16"), ("deepseek3.2", "bfloat16")]
+)
 @pytest.mark.slow
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   family, dtype, tiny_decoder, random_params, batch, monkeypatch

@@ -98,12 +98,10 @@ def quick():
 
 
 def every():
-  for sizes in ({"context": 8}, {"context": 4, "fsdp": 2}):
-    stays_split(compare("gemma3", rows(), {"sliding_window_size": 4}, **sizes), sizes["context"])
+  stays_split(compare("gemma3", rows(), {"sliding_window_size": 4}, context=8), 8)
   stays_split(compare("gemma3", rows(images=True), {"attn_logits_soft_cap": 0.7}, context=4), 4)
   stays_split(compare("gemma4", rows(packed=False), context=2, tensor=2, chunks=3), 2)
   stays_split(compare("gemma4-moe", rows(), {"num_experts": 6}, context=2, expert=2, tensor=2), 2)
-  stays_split(compare("deepseek3", rows(), context=2, fsdp=2, expert=2), 2)
   stays_split(compare("deepseek3.2", rows(packed=False), context=4, fsdp=2), 4)
   tiles()
 
@@ -133,12 +131,12 @@ def tiles():
 
 @pytest.mark.slow
 def test_queries_stay_keys_travel_and_nothing_changes():
-  eight_devices.run("test_context_parallel", "quick")
+  eight_devices.run("attention.test_context_parallel", "quick")
 
 
 @pytest.mark.slow
 def test_every_family_and_mixed_meshes():
-  eight_devices.run("test_context_parallel", "every")
+  eight_devices.run("attention.test_context_parallel", "every")
 
 
 def test_fused_kernels_do_the_windows_that_a_neighbour_s_keys_fill():

@@ -98,12 +98,12 @@ def every():
 
 @pytest.mark.slow
 def test_tokens_travel_and_nothing_changes():
-  eight_devices.run("test_expert_parallel", "quick")
+  eight_devices.run("moe.test_expert_parallel", "quick")
 
 
 @pytest.mark.slow
 def test_every_kernel_dtype_and_mesh():
-  eight_devices.run("test_expert_parallel", "every")
+  eight_devices.run("moe.test_expert_parallel", "every")
 
 
 def test_a_round_takes_a_little_more_than_an_even_share():

@@ -146,4 +146,4 @@ def images_on_eight_devices(*names):
 @pytest.mark.parametrize("model", ["gemma4-tiny", "gemma3-tiny"])
 @pytest.mark.slow
 def test_images_lie_on_the_devices_of_their_rows(model):
-  eight_devices.run("test_vision_attention", "images_on_eight_devices", model)
+  eight_devices.run("vision.test_vision_attention", "images_on_eight_devices", model)

@@ -19,7 +19,7 @@ from maxtext_like.sharding.host_memory import KIND
 from maxtext_like.sharding.mesh import abstract_mesh, use_mesh
 from maxtext_like.training.step.program import TrainProgram, make_program
 from tests.training.step.in_backward.test_step import EIGHT_BITS, LAYERED, THREE, assert_bits, compiled, descend
-from tests.training.test_parallelism import run
+from tests.training.test_parallelism import MODELS, run
 
 AWAY = "optimizer_memory_host_offload=true"
 WORDS = ("num_decoder_layers=5", LAYERED, *EIGHT_BITS)
@@ -45,7 +45,13 @@ def test_steps_are_those_of_moments_on_the_device():
 @pytest.mark.parametrize(
   "words",
   [
-    ("gemma4-tiny", "clip=exact", "mu_dtype=bfloat16", "nu_dtype=dynamic8"),  # two passes; rows of several layers
+    (
+      "gemma4-tiny",
+      *MODELS["gemma4-tiny"],
+      "clip=exact",
+      "mu_dtype=bfloat16",
+      "nu_dtype=dynamic8",
+    ),  # two passes; rows of several layers
     ("deepseek3-tiny", "opt_type=lion", "mu_dtype=float32"),  # two stacks
     ("qwen3-tiny", "num_decoder_layers=3", "opt_type=adafactor", "emb_dim=128", "mlp_dim=136"),
     (*THREE, "dtype=float16"),
