@@ -20,7 +20,6 @@ import pytest
 
 from maxtext_like.analysis import step_xray
 from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, xray_step
-from maxtext_like.config.files import configs_folder
 from maxtext_like.layers.stack import Stack
 from maxtext_like.numerics.jaxprs import frames
 from maxtext_like.sharding.mesh import use_mesh
@@ -31,7 +30,7 @@ from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
 
 HERE = Path(__file__).resolve()
-TINY = sorted(path.stem for path in (configs_folder() / "models").glob("*-tiny.yml"))
+TINY = ("gemma3-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")  # every kind of layer
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,9 @@ def toy_program(config, decoder) -> Any:
   return SimpleNamespace(config=config, step=step, model=SimpleNamespace(decoder=decoder, mesh=mesh, devices=devices)), state
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.slow
-def test_the_tensors_of_a_finite_step(dtype):
-  program, state = toy_program(toy_config(f"dtype={dtype}", "opt_type=sgd"), Scanned(dtype))
+def test_the_tensors_of_a_finite_step():
+  program, state = toy_program(toy_config("dtype=float16", "opt_type=sgd"), Scanned("float16"))
   before = state["params"]["stack_0"]["layer_0"]["kernel"]
   report = xray_step(program, state, toy_batch())
   assert report.finite
@@ -237,8 +235,7 @@ def planted(fault: str, *words: str, row: int = 1):
   return config, xray_step(program, state, program.place(batches(program.global_batch)[0]))
 
 
-FORMS = {
-  "scanned": ["module_api=nnx"],
+FORMS = {  # the tests below have plain scans
   "remat": ["module_api=linen", "remat_policy=full"],
   "unrolled": ["module_api=linen", "scan_layers=false"],
 }
