@@ -63,20 +63,19 @@ def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("form", "model", "meshes"),
+  ("model", "words", "mesh"),
   [
-    ("nf4", "qwen3-moe-tiny", ["expert-context-tensor"]),
-    ("nf4", "qwen3-tiny", ["fsdp", "two-parts-data"]),
-    ("int8", "qwen3-tiny", ["data-fsdp-tensor"]),
-    ("fp8_block", "qwen3-tiny", ["data-fsdp-tensor"]),
+    ("qwen3-moe-tiny", ["base_weights=nf4", "moe_mlp_dim=128", "lora_modules=[q_proj,experts]"], "expert-context-tensor"),
+    ("qwen3-tiny", ["base_weights=nf4", "lora_dora=true", "lora_modules=[q_proj,down_proj]"], "fsdp"),
+    ("qwen3-tiny", ["base_weights=int8", "lora_dropout=0.3"], "data-fsdp-tensor"),
+    ("qwen3-tiny", ["base_weights=fp8_block", "lora_dropout=0.3"], "two-parts-data"),
   ],
+  ids=["experts in nf4", "DoRA over nf4", "int8", "fp8_block"],
 )
-def test_an_adapter_on_quantised_weights(form, model, meshes):
+def test_an_adapter_on_quantised_weights(model, words, mesh):
   """With fsdp=8 each device has a part of every block of 64, of which a weight has two. Norms (DoRA) and masks too."""
-  words = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3", f"base_weights={form}"]
-  words += ["lora_dropout=0.3"] if model == "qwen3-tiny" else ["lora_dora=true"]
-  words += ["moe_mlp_dim=128", "lora_modules=[q_proj,o_proj,experts]"] if model in EXPERTS else []
-  assert_equal(run("tests.training.meshes", model, *words, *meshes))
+  sizes = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3"]
+  assert_equal(run("tests.training.meshes", model, *sizes, *words, mesh))
 
 
 @pytest.mark.slow
