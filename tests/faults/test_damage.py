@@ -31,7 +31,7 @@ def test_f08_f09_f11_damaged_steps(copy: Runs, unbroken: Runs):
   (copy.checkpoints("unbroken") / "100").mkdir()
   code, text = copy.run("unbroken")
   assert code == 0, text
-  assert "100 is empty, not a checkpoint; removed" in text
+  assert "100 is empty and not a checkpoint" in text
   assert "step 30 is corrupt: file " in text
   assert "has changed since it was written" in text
   assert "step 25 is corrupt: file " in text

@@ -34,7 +34,7 @@ def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
   code, text = runs.run("a")
   assert code == 0, text
   assert f"start {newest}\n" in text
-  assert "29.saving-0a1b2c3d is what an interrupted save left; removed" in text
+  assert "29.saving-0a1b2c3d was left by an interrupted save" in text
   assert runs.complete("a")[-1] == 30
   assert_bitwise_equal(runs.state("a", 30), unbroken.state("unbroken", 30))
   assert runs.losses("a") == unbroken.losses("unbroken")

@@ -197,8 +197,8 @@ def test_leftovers_are_told_and_removed(tmp_path, caplog):
     assert manager.restore({"x": jax.ShapeDtypeStruct((3,), jnp.float32)}) is None
   assert sorted(entry.name for entry in tmp_path.iterdir()) == ["80", "notes"]
   assert f"{tmp_path}/100 is empty and not a checkpoint" in caplog.text
-  assert f"{tmp_path}/90.saving-0a1b2c3d is what an interrupted save left; removed" in caplog.text
-  assert f"{tmp_path}/70.dropping-0a1b2c3d is what an interrupted removal left; removed" in caplog.text
+  assert f"{tmp_path}/90.saving-0a1b2c3d was left by an interrupted save" in caplog.text
+  assert f"{tmp_path}/70.dropping-0a1b2c3d was left by an interrupted removal" in caplog.text
   assert f"{tmp_path}/80 is not a checkpoint" in caplog.text
   assert "thesis.tex" in caplog.text
 
