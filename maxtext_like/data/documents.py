@@ -1,13 +1,20 @@
-"""The interface of document sources (jsonl.py, parquet.py and others): ``Documents``, ``Record`` and ``BadRecordError``."""
+"""The interface of document sources: ``Documents``, ``Record``, ``BadRecordError``, and hints about missing fields."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from maxtext_like.data.chat.conversation import Conversation
+from maxtext_like.strict_json import printable
 
 MAX_RECORD_BYTES = 16 * 2**20  # a longer record (JSON line, parquet value) is bad: a newline is missing, it is not a text
+NAMES_SHOWN = 8
+_CHAT = "maxtext-like sft instead of train, or data_format=chat"
+_CONVERSATIONS = ({"messages"}, {"conversations"}, {"conversation"}, {"prompt", "completion"}, {"instruction", "output"},
+                  {"instruction", "response"})  # fmt: skip
+_USUAL = ("content", "body", "document", "raw_content", "article", "story", "code", "sentence", "caption", "completion")
+"""Names of the text field in published data sets, most common first."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +98,29 @@ def locate(stops: Sequence[int], index: int) -> tuple[int, int]:
   """Returns the part that contains ``index`` and the position inside it, for parts that end at ``stops``."""
   part = bisect_right(stops, index)
   return part, index - (stops[part - 1] if part else 0)
+
+
+def list_names(names: Sequence[str]) -> str:
+  """Returns the first names, quoted, and the number of the remaining ones."""
+  listed = ", ".join(f"'{printable(name)[:80]}'" for name in names[:NAMES_SHOWN]) or "none"
+  return listed if len(names) <= NAMES_SHOWN else f"{listed} and {len(names) - NAMES_SHOWN:,} more"
+
+
+def fix_of_missing_field(names: Sequence[str], texts: Sequence[str]) -> str:
+  """Returns what to type if data.text_field names no existing field.
+
+  Args:
+    names: the existing fields.
+    texts: fields that hold texts.
+  """
+  if any(fields <= set(names) for fields in _CONVERSATIONS):
+    return _CHAT
+  usual = next((name for name in _USUAL if name in texts), texts[0] if len(texts) == 1 else None)
+  if usual is not None:
+    return f"text_field={printable(usual)}"
+  return f"text_field=NAME, one of {list_names(texts)}" if texts else "dataset_path=FILES with records that have a text"
+
+
+def text_fields(record: Mapping[str, object]) -> list[str]:
+  """Returns the fields of a record that hold texts."""
+  return [name for name, value in record.items() if isinstance(value, str)]

@@ -17,7 +17,7 @@ from maxtext_like.data.chat import sandbox
 from maxtext_like.data.chat.sandbox import compile_template
 from maxtext_like.data.tokenization import tokenizer as tokenizers
 from maxtext_like.data.tokenization.tokenizer import HuggingFaceTokenizer
-from maxtext_like.data.tokenization.tokenizer_parts import is_bounded
+from maxtext_like.data.tokenization.tokenizer_libraries import is_bounded
 from maxtext_like.data.worker_process import LimitError
 from maxtext_like.errors import RetryableError, UserError
 

@@ -5,9 +5,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from maxtext_like.config.vision import VisionConfig
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Record, check_text
+from maxtext_like.data.documents import (
+  MAX_RECORD_BYTES,
+  BadRecordError,
+  Record,
+  check_text,
+  fix_of_missing_field,
+  list_names,
+  text_fields,
+)
 from maxtext_like.data.image_text.image_names import ImageFields, check_all, means_images, resolve_image
-from maxtext_like.data.readers import named_fields
 from maxtext_like.data.sources import DataConfig
 
 logger = logging.getLogger(__name__)
@@ -76,8 +83,8 @@ class Captions:
     field = self._text_field
     if not isinstance(record, Mapping) or field not in record:
       fields = list(record) if isinstance(record, Mapping) else []
-      fix = named_fields.fix_of_missing(fields, named_fields.text_fields(record) if isinstance(record, Mapping) else [])
-      raise BadRecordError(place, f"no field '{field}' (data.text_field); fields: {named_fields.shown(fields)}", fix)
+      fix = fix_of_missing_field(fields, text_fields(record) if isinstance(record, Mapping) else [])
+      raise BadRecordError(place, f"no field '{field}' (data.text_field); fields: {list_names(fields)}", fix)
     if record[field] is None:
       raise BadRecordError(place, f"field '{field}' is null")
     text = check_text(record[field], place, field)

@@ -13,9 +13,19 @@ import xxhash
 
 from maxtext_like import strict_json
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
+from maxtext_like.data.documents import (
+  MAX_RECORD_BYTES,
+  BadRecordError,
+  ReadRecord,
+  Record,
+  check_text,
+  fix_of_missing_field,
+  list_names,
+  locate,
+  text_fields,
+)
 from maxtext_like.data.image_text.captions import Captions
-from maxtext_like.data.readers import input_files, named_fields
+from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import UserError
 
@@ -184,9 +194,9 @@ class ArrayRecord:
       if self._make is not None:
         return self._make(record, place, folder)
       if not isinstance(record, dict) or self._field not in record:
-        names, texts = (list(record), named_fields.text_fields(record)) if isinstance(record, dict) else ([], [])
-        reason = f"not an object with the field '{self._field}' (data.text_field); fields: {named_fields.shown(names)}"
-        raise BadRecordError(place, reason, named_fields.fix_of_missing(names, texts))
+        names, texts = (list(record), text_fields(record)) if isinstance(record, dict) else ([], [])
+        reason = f"not an object with the field '{self._field}' (data.text_field); fields: {list_names(names)}"
+        raise BadRecordError(place, reason, fix_of_missing_field(names, texts))
       text = check_text(record[self._field], place, self._field)
       return Record(text, images=self._captions.images(record, text, place, folder) if self._captions else ())
     try:
@@ -205,7 +215,7 @@ def _feature(data: bytes, name: str) -> bytes:
   """Returns the single value of a feature of bytes."""
   found = example_features(data)
   if name not in found:
-    raise NotExampleError(f"no feature '{name}'; features: {named_fields.shown(list(found))}")
+    raise NotExampleError(f"no feature '{name}'; features: {list_names(list(found))}")
   kind, encoded = found[name]
   texts = bytes_values(encoded) if kind == "bytes" else []
   if len(texts) != 1:

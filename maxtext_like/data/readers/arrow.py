@@ -20,9 +20,18 @@ import numpy as np
 import xxhash
 
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, Documents, ReadRecord, Record, locate
+from maxtext_like.data.documents import (
+  MAX_RECORD_BYTES,
+  BadRecordError,
+  Documents,
+  ReadRecord,
+  Record,
+  fix_of_missing_field,
+  list_names,
+  locate,
+)
 from maxtext_like.data.image_text.captions import Captions
-from maxtext_like.data.readers import input_files, named_fields
+from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
 
@@ -115,8 +124,8 @@ class Arrow:
     if len(found) != 1:
       what = "no column" if not found else f"{len(found)} columns"
       texts = [field.name for field in schema if types.is_string(field.type) or types.is_large_string(field.type)]
-      fix = "a file whose columns have different names" if found else named_fields.fix_of_missing(schema.names, texts)
-      listed = named_fields.shown(schema.names)
+      fix = "a file whose columns have different names" if found else fix_of_missing_field(schema.names, texts)
+      listed = list_names(schema.names)
       raise UserError(f"{path}: {what} '{self._field}' (data.text_field); columns: {listed}\n  fix: {fix}")
     kind = schema.field(found[0]).type
     if not (types.is_string(kind) or types.is_large_string(kind)):

@@ -12,9 +12,19 @@ from typing import Any
 from maxtext_like import strict_json
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
+from maxtext_like.data.documents import (
+  MAX_RECORD_BYTES,
+  BadRecordError,
+  ReadRecord,
+  Record,
+  check_text,
+  fix_of_missing_field,
+  list_names,
+  locate,
+  text_fields,
+)
 from maxtext_like.data.image_text.captions import Captions
-from maxtext_like.data.readers import input_files, named_fields
+from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.compressed import SUFFIXES as PACKED
 from maxtext_like.data.readers.lines import KEPT_BYTES, ChunkCache, LineFile
 from maxtext_like.errors import UserError
@@ -119,8 +129,8 @@ class JsonLines:
       reason = f"the line is {type(record).__name__}, expected an object with the field '{self._field}'"
       raise BadRecordError(place, reason, fix="dataset_path=FILES with one JSON object on each line")
     if self._field not in record:
-      fix = named_fields.fix_of_missing(list(record), named_fields.text_fields(record))
-      reason = f"no field '{self._field}' (data.text_field); fields: {named_fields.shown(list(record))}"
+      fix = fix_of_missing_field(list(record), text_fields(record))
+      reason = f"no field '{self._field}' (data.text_field); fields: {list_names(list(record))}"
       raise BadRecordError(place, reason, fix)
     text = check_text(record[self._field], place, self._field)
     if self._captions is None:
@@ -171,7 +181,7 @@ def _refuse_table(lines: LineFile) -> None:
   program = f'python -c "{read}; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{kind})]"'
   command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
   raise UserError(
-    f"{lines.path}: looks like a table (CSV) with the columns {named_fields.shown(first[0])}, but dataset=jsonl reads one "
+    f"{lines.path}: looks like a table (CSV) with the columns {list_names(first[0])}, but dataset=jsonl reads one "
     f"JSON object on each line\n  fix: {command} > {made}; then dataset_path={made}"
   )
 

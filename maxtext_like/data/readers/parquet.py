@@ -9,9 +9,18 @@ from typing import Any
 import xxhash
 
 from maxtext_like.data.chat.dataset import record_reader
-from maxtext_like.data.documents import MAX_RECORD_BYTES, BadRecordError, ReadRecord, Record, check_text, locate
+from maxtext_like.data.documents import (
+  MAX_RECORD_BYTES,
+  BadRecordError,
+  ReadRecord,
+  Record,
+  check_text,
+  fix_of_missing_field,
+  list_names,
+  locate,
+)
 from maxtext_like.data.image_text.captions import Captions
-from maxtext_like.data.readers import input_files, named_fields
+from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.arrow import row_object
 from maxtext_like.data.readers.input_files import Unchanged
 from maxtext_like.errors import RetryableError, UserError
@@ -119,8 +128,8 @@ class Parquet:
     if self._field not in schema.names:
       texts = [name for name in schema.names if "string" in str(schema.field(schema.names.index(name)).type)]
       raise UserError(
-        f"{path}: no column '{self._field}' (data.text_field); columns: {named_fields.shown(schema.names)}\n"
-        f"  fix: {named_fields.fix_of_missing(schema.names, texts)}"
+        f"{path}: no column '{self._field}' (data.text_field); columns: {list_names(schema.names)}\n"
+        f"  fix: {fix_of_missing_field(schema.names, texts)}"
       )
     kind = schema.field(self._field).type
     types = self._arrow.types

@@ -18,8 +18,7 @@ from maxtext_like import local_copies
 from maxtext_like.config import hub
 from maxtext_like.data.readers.input_files import open_regular
 from maxtext_like.data.tokenization.special_tokens import SPELLINGS, Spellings
-from maxtext_like.data.tokenization.tokenizer_libraries import TokenizersLibrary
-from maxtext_like.data.tokenization.tokenizer_parts import is_bounded
+from maxtext_like.data.tokenization.tokenizer_libraries import TokenizersLibrary, is_bounded
 from maxtext_like.data.worker_main import RefusedError
 from maxtext_like.data.worker_process import MIB, Limits, Program
 from maxtext_like.errors import UserError
