@@ -48,7 +48,7 @@ Settings: Any = make_dataclass("Settings", DEFAULTS)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-  """Findings about data are kept by themselves for each test."""
+  """Gives each test its own folder for stored findings."""
   folder = tmp_path_factory.mktemp("cache")
   monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
   return folder

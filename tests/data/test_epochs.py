@@ -1,4 +1,4 @@
-"""Data in passes: each document once a pass, rows counted beforehand, and a state to go on from, with more passes too."""
+"""Data in passes: each document once in a pass, rows counted in advance, and resuming, also with more passes."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def chats(tmp_path_factory):
 
 
 def rows_of(source):
-  """Every row of a source that ends, and how many batches they came in."""
+  """Returns every row of a source that ends, and the number of batches."""
   batches = []
   while (batch := next(source))["segments"].any():
     batches.append(batch)
@@ -41,7 +41,7 @@ def rows_of(source):
 
 
 def words(rows):
-  """How often each text, known by the number that it begins and ends with, is in rows."""
+  """Returns how often each text is in the rows. A text begins and ends with its number."""
   return Counter(token for row in rows for token in row)
 
 
@@ -62,13 +62,13 @@ def test_every_document_is_in_each_pass_once_and_the_rows_are_known(make, text, 
     tokenizer = BytesTokenizer()
     ids = [[tokenizer.bos_id, *tokenizer.encode(t), tokenizer.eos_id] for t in TEXTS]
     assert words(once) == words(ids)
-    assert len(rows) == passes * len(once)  # however they are shuffled: rows are cut to length
+    assert len(rows) == passes * len(once)  # for any shuffle: rows are cut to their length
     for i in range(passes):
       assert words(rows[i * len(once) : (i + 1) * len(once)]) == words(once)
   assert words(rows) == Counter({token: passes * count for token, count in words(once).items()})
   assert (whole.counts()["documents"], whole.counts()["rows"]) == (passes * sum(whole.documents.values()), whole.rows)
 
-  # From any batch on, to the bit; and with more passes after the last one.
+  # From any batch on, bitwise equal; and with more passes after the last one.
   at = data.draw(st.integers(0, len(batches)))
   begun = make(**keys, length=length, global_batch=batch, epochs=passes)
   take(begun, at)
@@ -79,7 +79,7 @@ def test_every_document_is_in_each_pass_once_and_the_rows_are_known(make, text, 
   longer = make(**keys, length=length, global_batch=batch, epochs=passes + 1)
   longer.set_state(state)
   left = longer.rows_left(state)
-  assert len(rows_of(longer)[0]) == left >= max(longer.rows - at * batch, 1)  # a last batch was filled up
+  assert len(rows_of(longer)[0]) == left >= max(longer.rows - at * batch, 1)  # the last batch was padded
   other = make(**keys, length=length, global_batch=data.draw(st.integers(1, 5)), epochs=passes)
   other.set_state(state)
   assert len(rows_of(other)[0]) == other.rows_left(state) == max(whole.rows - at * batch, 0)
@@ -100,7 +100,7 @@ def test_of_other_data_the_rows_that_are_left_are_counted_from_where_they_go_on(
   with pytest.raises(UserError, match="cannot resume: the data differ from those of the checkpoint"):
     other.rows_left(state)
   left = other.rows_left(state, accept_changes=True)
-  anew = change == "packing" and shuffle  # there is no buffer to go on in
+  anew = change == "packing" and shuffle  # there is no shuffle buffer to resume in
   assert left == other.rows if anew else 0 < left < other.rows
   with caplog.at_level(logging.WARNING):
     other.set_state(state, accept_changes=True)

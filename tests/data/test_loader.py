@@ -1,4 +1,4 @@
-"""make_data end to end: batches, resume to the last bit, refusals, the held-out split, processes."""
+"""make_data end to end: batches, exact resume, refusals, the held-out split, processes."""
 
 import gzip
 import json
@@ -46,7 +46,7 @@ def same(first, second):
 
 
 def texts_of(batches):
-  """The whole documents in rows of unpacked documents."""
+  """Returns the complete documents in rows of unpacked documents."""
   rows = [row[segments > 0] for b in batches for row, segments in zip(b["tokens"], b["segments"], strict=True)]
   return [BytesTokenizer().decode(row) for row in rows if len(row)]
 
@@ -90,7 +90,7 @@ def test_resume_is_bitwise(make, path, data):
   assert resumed.get_state() == state
   same(take(resumed, 8), rest)
   assert resumed.counts() == unbroken.counts()
-  # another batch size (another number of devices) goes on with the next row
+  # another batch size (another number of devices) resumes with the next row
   other = make(**given_, global_batch=1)
   other.set_state(state)
   rows = take(other, 8 * batch)
@@ -183,7 +183,7 @@ def test_nothing_is_held_out_where_nothing_evaluates(make, path):
   assert source.documents == {"": 40}
   evaluated, trained = make(**given_, split="eval"), make(**given_)
   assert (trained.documents, evaluated.documents) == ({"": 32}, {"": 8})
-  # A run of before the key counted held 20 % out without evaluating: its state says so.
+  # A run of an earlier version held out 20 % without evaluating, and its state says so.
   with pytest.raises(UserError, match=r"(?s)eval_fraction: was 0\.2, is 0\.0.*eval_interval=N goes on"):
     source.set_state(trained.get_state())
   old = json.loads(json.dumps(trained.get_state()))
@@ -201,7 +201,7 @@ def test_files_of_their_own_to_evaluate_on(make, path, tmp_path, caplog):
   assert texts_of(take(evaluated, 2)) == ["one", "two", "three"]
   assert (trained.documents, evaluated.documents) == ({"": 4}, {"": 3})
   without = make(**{**given_, "eval_path": None, "eval_interval": 0}, dataset_documents_max=4)
-  without.set_state(trained.get_state())  # to begin with it, or to end it, leaves the training data as they are
+  without.set_state(trained.get_state())  # adding or removing it leaves the training data unchanged
   with caplog.at_level(logging.WARNING):
     make(**{**given_, "eval_path": [other, path]}, split="eval")
   assert f"1 of the 2 files of data.eval_path are also trained on, such as {path}" in caplog.text
@@ -367,7 +367,7 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_device(make, path, mon
 
 
 def test_a_token_without_a_row_in_a_smaller_table_never_reaches_the_device(make, path):
-  """The table of per-layer embeddings; a placeholder is looked up as padding, wherever it lies."""
+  """The table of per-layer embeddings. A placeholder is looked up as padding, whatever its id is."""
   b = ord("b") + 3
   with pytest.raises(UserError, match=rf"token \d+ has id \d+: the per-layer embedding has rows for ids 0 to {b - 2}"):
     take(make(dataset_path=path, lookup=Lookup(vocab_size=259, per_layer_rows=b - 1)), 1)
@@ -390,7 +390,7 @@ def test_the_default_data_start_quickly(make):
   started = time.process_time()
   source = make(dataset="python-stdlib", length=2048, global_batch=8, eval_fraction=0.05)
   batch = next(source)
-  assert time.process_time() - started < 10  # 0.3 s on the machine it was written on
+  assert time.process_time() - started < 10  # 0.3 s on the machine where the test was written
   assert batch["segments"].all()
   assert "def " in BytesTokenizer().decode(batch["tokens"].ravel())
   same([batch], [next(make(dataset="python-stdlib", length=2048, global_batch=8, eval_fraction=0.05))])
@@ -438,7 +438,7 @@ def test_a_source_that_never_answers_has_the_limit_it_was_given(make, path, monk
 
 
 def test_a_wait_that_is_left_moves_nothing(make, path, monkeypatch):
-  """What `waiting` raises comes out of next, and out of set_state while the thread hangs; the state is as it was."""
+  """An exception of `waiting` leaves next(), and set_state while the thread hangs; the state does not change."""
   answer, left, encode = threading.Event(), [], BytesTokenizer.encode
 
   def waiting():

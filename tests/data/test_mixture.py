@@ -1,4 +1,4 @@
-"""Sources that are mixed: shares of the tokens, exact resume, passes of their own, changes that are told, refusals."""
+"""Mixtures of sources: shares of the tokens, exact resume, separate passes, reported changes, refusals."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def write(path, texts):
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-  """Each source's texts are its letter alone: 9 short documents, 20 of all lengths, 40 longer ones."""
+  """The texts of each source repeat one letter: 9 short documents, 20 of all lengths, 40 longer ones."""
   folder, sizes = (
     tmp_path_factory.mktemp("sources"),
     {"code": [3] * 9, "news": range(1, 21), "web": [30 + i for i in range(40)]},
@@ -38,7 +38,7 @@ WEIGHTS = {"web": 6.0, "code": 1.0, "news": 3.0}
 
 
 def tokens_of(batches):
-  """Tokens of each source in rows, with bos and eos counted where they lie in its documents."""
+  """Returns the tokens of each source in rows, including bos and eos of its documents."""
   found = dict.fromkeys(LETTERS, 0)
   for batch in batches:
     for row, segments in zip(batch["tokens"], batch["segments"], strict=True):
@@ -100,7 +100,7 @@ def test_resume_is_bitwise(make, paths, data):
   take(unbroken, steps)
   state = json.loads(json.dumps(unbroken.get_state()))
   rest = take(unbroken, 6)
-  keys["dataset_path"] = dict(reversed(paths.items()))  # the order in which they are written says nothing
+  keys["dataset_path"] = dict(reversed(paths.items()))  # the order in which the sources are written has no effect
   resumed, other = make(**keys, global_batch=batch), make(**keys, global_batch=1)
   resumed.set_state(state)
   assert resumed.get_state() == state

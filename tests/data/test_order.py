@@ -37,7 +37,7 @@ def test_every_epoch_visits_every_document_once(documents, seed, grouped):
   stream = [order[i] for i in range(3 * documents)]
   for epoch in range(3):
     assert sorted(stream[epoch * documents : (epoch + 1) * documents]) == list(indices)
-  if grouped:  # inside an epoch, a group is read to its end before the next one starts
+  if grouped:  # inside an epoch, a group is read completely before the next one starts
     visited = [number // 7 for number in stream[:documents]]
     assert len([1 for a, b in pairwise(visited) if a != b]) == len(set(visited)) - 1
 

@@ -1,4 +1,4 @@
-"""Packing: nothing is lost, segments and positions restart, targets follow; state is exact."""
+"""Packing: no token is lost, segments and positions restart, targets follow; the state is exact."""
 
 import json
 from typing import Any
@@ -57,7 +57,7 @@ def drain(rows):
 
 
 def check_row(row: Row):
-  """Holds for every row: the definitions of segments, positions and targets, written out token by token."""
+  """Checks the definitions of segments, positions and targets, token by token."""
   length = len(row.tokens)
   for array in (row.tokens, row.targets, row.positions, row.segments):
     assert array.shape == (length,)
@@ -74,7 +74,7 @@ def check_row(row: Row):
     assert row.targets[t] == (row.tokens[t + 1] if follows else IGNORED)
 
 
-# Token ids tell where they come from: document 1000, token 1 -> 1001.
+# Token ids encode their origin: document 1000, token 1 -> 1001.
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=12)
 
 
@@ -127,7 +127,7 @@ def test_state_continues_bitwise(sizes, length, packing, buffer, steps, seed):
     next(unbroken)
   state = json.loads(json.dumps(unbroken.get_state()))
   resumed = build()
-  next(resumed)  # a state must replace whatever went before
+  next(resumed)  # a state must replace everything before it
   resumed.set_state(state)
   assert resumed.get_state() == state
   for _ in range(25):

@@ -1,4 +1,4 @@
-"""The prefetch thread: order, errors in their place, stalls that surface, clean ends."""
+"""The prefetch thread: order, errors at their place, reported stalls, clean ends."""
 
 import itertools
 import logging
@@ -80,7 +80,7 @@ def test_what_is_raised_in_the_wait_ends_it_and_the_item_comes_next_time():
 
 @pytest.mark.parametrize("seconds", ["0", "60"])
 def test_the_process_ends_with_the_thread_at_work_or_hanging(seconds):
-  """Nobody calls stop: a trainer that dies by an exception must neither hang nor crash at its end."""
+  """stop() is never called: a trainer that ends with an exception must neither hang nor crash."""
   program = (
     "import sys, time; from maxtext_like.data.prefetch import Prefetch\n"
     f"prefetch = Prefetch(lambda: (time.sleep({seconds}), 1), warn_seconds=9, limit_seconds=9); sys.exit(42)"

@@ -1,4 +1,4 @@
-"""A look at every record before the first step: all bad ones are listed, and what was found is kept for the same data."""
+"""Every record is validated before the first step: all bad ones are listed, and findings are stored for the same data."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def spoilt(*numbers: int) -> list[str]:
 
 @pytest.fixture
 def scans(monkeypatch):
-  """One entry for each time that records are looked at."""
+  """Has one entry for each validation of the records."""
   counted = []
 
   def scan(self, before=JsonLines.scan):

@@ -27,7 +27,7 @@ LETTERS = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 
 @pytest.fixture
 def low_limits(monkeypatch) -> None:
-  """Reached within a second."""
+  """Limits that are reached within a second."""
   low = replace(tokenizers.LIMITS, spare_seconds=1.0, open_bytes=64 * worker_process.MIB, call_bytes=64 * worker_process.MIB)
   monkeypatch.setattr(tokenizers, "LIMITS", low)
 
@@ -77,7 +77,7 @@ assert os.read(read, 100) == b"01234"
 
 
 def test_a_forked_process_starts_its_own_worker():
-  """In a program without JAX, whose threads a fork would not survive."""
+  """Runs in a program without JAX, because JAX's threads would not survive a fork."""
   subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
@@ -111,7 +111,7 @@ def test_an_interrupted_request_leaves_no_answer_behind():
 
 
 def test_slow_renderings_share_what_is_spare(monkeypatch):
-  """Each of them takes less than the spare time, and together they take more."""
+  """Each rendering takes less than the spare time, and together they take more."""
   monkeypatch.setattr(sandbox, "LIMITS", replace(sandbox.LIMITS, spare_seconds=0.3))
   render = compile_template("{% for a in range(count) %}{% for b in range(1000) %}{% endfor %}{% endfor %}", "x")
 
@@ -191,7 +191,7 @@ def test_an_expression_that_backtracks_is_an_error_and_no_panic(tmp_path):
 
 
 def test_a_tokenizer_of_the_worker_gives_what_the_library_gives(tmp_path):
-  """The same tokenizer here and, with a part that does nothing but is not known, in the worker."""
+  """The same tokenizer in this process and, with an unknown part that has no effect, in the worker."""
   here = HuggingFaceTokenizer(written(tmp_path))
   assert is_bounded(here.files[0].read_bytes())
   (tmp_path / "other").mkdir()
@@ -209,7 +209,7 @@ def test_a_tokenizer_of_the_worker_gives_what_the_library_gives(tmp_path):
 @pytest.mark.parametrize(
   ("parts", "bounded"),
   [
-    # As Gemma, Qwen, DeepSeek and Llama have them.
+    # As in Gemma, Qwen, DeepSeek and Llama.
     ({"normalizer": replaced(" ", "▁"), "decoder": sequence("decoders", replaced("▁", " "), {"type": "ByteFallback"})}, True),
     ({"normalizer": {"type": "NFC"}, "decoder": {"type": "ByteLevel"}}, True),
     ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"}}}, True),

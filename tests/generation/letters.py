@@ -1,4 +1,4 @@
-"""A tokenizer.json of single letters with Gemma's special tokens, small enough for the golden models' 128 tokens."""
+"""Writes a tokenizer.json of single letters with Gemma's special tokens, small enough for the golden models' 128 tokens."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .,:?<>_/\n"
 
 
 def write_letters(folder: Path, **special: int) -> Path:
-  """Writes tokenizer.json into a folder; ``special``: further special tokens, without their angle brackets."""
+  """Writes tokenizer.json into a folder; ``special`` has further special tokens, without their angle brackets."""
   from tokenizers import AddedToken, Tokenizer, decoders, models
 
   tokens = SPECIAL | {f"<{name}>": i for name, i in special.items()}
@@ -22,7 +22,7 @@ def write_letters(folder: Path, **special: int) -> Path:
 
 
 def copy_golden(case: str, folder: Path, eos: object = None, **special: int) -> Path:
-  """A golden checkpoint with this tokenizer, and with a generation_config.json where ``eos`` is given."""
+  """Copies a golden checkpoint with this tokenizer, and with a generation_config.json if ``eos`` is set."""
   import shutil
 
   source = Path(__file__).parents[1] / "golden" / case / "checkpoint"

@@ -1,4 +1,4 @@
-"""Generation: equal to taking the whole text through the model for every token, row by row and whatever the padding."""
+"""Generation equals passing the complete text through the model for every token, for each row and any padding."""
 
 import dataclasses
 
@@ -89,14 +89,14 @@ def with_per_layer_embeddings():
   words = ["dtype=float32", "num_decoder_layers=2", "num_kv_shared_layers=1", "layer_types=[global,global]", "emb_dim=24"]
   config = load_config("gemma4-e2b-tiny", words).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
-  # Far from an initial model, which says its last token again and again.
+  # A trained model: an initial one repeats its last token.
   leaves, tree = jax.tree.flatten(decoder.params())
   draws = [np.random.default_rng(i).normal(size=leaf.shape).astype(np.float32) for i, leaf in enumerate(leaves)]
   return decoder, jax.tree.unflatten(tree, draws)
 
 
 def changed(model, **values):
-  """The model with other values of its decoder's configuration."""
+  """Returns the model with other values in its decoder's configuration."""
   decoder, params = model
   return dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, **values)), params
 
@@ -104,12 +104,12 @@ def changed(model, **values):
 @pytest.mark.slow
 def test_placeholders_are_padding_in_a_prompt_and_in_an_answer(with_per_layer_embeddings):
   decoder, _ = with_per_layer_embeddings
-  assert decoder.cfg.placeholder_ids == (260, 263, 264)  # the model file's, without a tower
+  assert decoder.cfg.placeholder_ids == (260, 263, 264)  # from the model file, without a tower
   padding = decoder.cfg.pad_token_id
   prompts = [[2, 260, 9, 263, 8], [2, padding, 9, padding, 8]]
   one, two = run(with_per_layer_embeddings, prompts)
   assert one == two
-  # A token that the model gives itself, made a placeholder: what follows is what padding in its place is followed by.
+  # A token that the model generates becomes a placeholder: the continuation is that of padding in its place.
   free = run(with_per_layer_embeddings, [[2, 5, 9]])[0]
   marked = changed(with_per_layer_embeddings, placeholder_ids=(free[3],))
   answer = run(marked, [[2, 5, 9]])[0]
@@ -120,7 +120,7 @@ def test_placeholders_are_padding_in_a_prompt_and_in_an_answer(with_per_layer_em
 
 @pytest.mark.slow
 def test_a_token_without_a_row_in_the_per_layer_table_ends_in_an_error(with_per_layer_embeddings):
-  """There transformers has an IndexError; a clamped row would go on with wrong numbers."""
+  """transformers raises IndexError there; a clamped row would continue with wrong numbers."""
   free = run(with_per_layer_embeddings, [[2, 5, 9]])[0]
   decoder, params = with_per_layer_embeddings
   small = dataclasses.replace(decoder.cfg.per_layer_input, vocab_size=max(free[:4], default=0))

@@ -1,4 +1,4 @@
-"""With the extra ``parity`` (torch, transformers): greedy answers to prompts with images are transformers' own."""
+"""Needs the extra ``parity`` (torch, transformers): greedy answers to prompts with images equal those of transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Every golden case decoded token by token from caches, images and padding included, against transformers' whole passes."""
+"""Every golden case decoded token by token from caches, with images and padding, against transformers' passes over the complete
+text."""
 
 from typing import Any
 
@@ -16,14 +17,14 @@ from maxtext_like.layers.decoder import Decoder
 from tests.models.test_golden import GOLDEN, QUICK, TOLERANCE, Case, rms
 
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
-SHORTER = 3  # tokens that the second row's prompt is shorter by, and padded by
-DECODED = 9  # tokens that are decoded one by one, more than the smallest window, where images leave so many
-# The others take other ways through the same caches; test_engine.py runs tiny models of them.
+SHORTER = 3  # the second row's prompt is shorter by this many tokens, which are padding
+DECODED = 9  # tokens decoded one by one, more than the smallest window if the images leave that many
+# The other models use the same caches in other ways; test_engine.py runs tiny models of them.
 QUICK_CASES = ("gemma3_vision",)
 
 
 def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
-  """The case; the positions [B, N] of the logits; logits from caches, those of the prompts' last tokens first."""
+  """Returns the case; the positions [B, N] of the logits; the logits from caches, first those of the prompts' last tokens."""
   case = Case(name)
   vision = ["use_multimodal=true"] if "pixel_values" in case.inputs else []
   directory = GOLDEN / name / "checkpoint"
@@ -33,7 +34,7 @@ def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
   B, S = tokens.shape
   weights = open_weights(directory, config, loaded)
   last = int(np.flatnonzero(batch["token_types"].any(axis=0))[-1]) if "token_types" in batch else 0
-  decoded = min(DECODED, S - 1 - last - SHORTER)  # images are in the prompts
+  decoded = min(DECODED, S - 1 - last - SHORTER)  # the images are in the prompts
   assert decoded >= 3
   T = S - decoded
   first = SHORTER * np.arange(B, dtype=np.int32)  # padding before each row
@@ -54,7 +55,7 @@ def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
 
 
 def run(decoder: Decoder, params, prompt, following, first):
-  """Logits [B, 1 + N, V]: of the prompts' last tokens and of each of the N tokens after them."""
+  """Returns logits [B, 1 + N, V] of the prompts' last tokens and of the N tokens after them."""
   (B, T), N = prompt["tokens"].shape, following.shape[1]
   x, cache, _ = decoder.extend(params, prompt, decoder.empty_cache(B, T + N), Step(jnp.zeros((), jnp.int32), first))
 
@@ -83,7 +84,7 @@ IN_FLOAT16 = ("gemma3_text", "gemma4_e2b", "stress_fp16_mlp", "stress_fp16_visio
   "name", [n if n == "stress_fp16_vision" else pytest.param(n, marks=pytest.mark.slow) for n in IN_FLOAT16]
 )
 def test_in_float16_caches_lose_no_more_than_transformers_does(name: str):
-  """rms(ours - float32) <= 1.5 * rms(transformers' - float32); where transformers overflows, ours is finite and close."""
+  """rms(ours - float32) <= 1.5 * rms(transformers' - float32); if transformers overflows, ours is finite and close."""
   case, at, logits = decode(name, "dtype=float16", "weight_dtype=float16")
   exact, theirs = (np.take_along_axis(case.expected[f"{d}.base.logits"], at[..., None], axis=1) for d in ("fp32", "fp16"))
   assert np.isfinite(logits).all()

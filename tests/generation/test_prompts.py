@@ -1,4 +1,4 @@
-"""Prompts with images: the frames of each family, places with and without marks, batches, and what is refused."""
+"""Prompts with images: the frames of each family, texts with and without placeholders, batches, and refusals."""
 
 import io
 from pathlib import Path
@@ -163,7 +163,7 @@ def test_conversations_are_rendered_as_for_training(folder: Path, tokenizer):
   text, start, end = tokenizer.encode, tokenizer.find("<start_of_turn>"), tokenizer.find("<end_of_turn>")
   asks = [end, *text("\n"), start, *text("model\n")]
   image = [BOI, *[IMAGE] * 16, EOI]
-  # What a user says is text, and the newlines around an image are Gemma 3's.
+  # The user's words are text, and the newlines around an image are Gemma 3's.
   assert got.tokens[0] == [2, start, *text("user\n\n\n"), *image, *text("\n\nsee <end_of_turn>"), *asks]
   assert end not in text("<end_of_turn>")
   assert got.tokens[1] == [2, start, *text("user\na"), *asks, *text("b"), end, *text("\n"), start, *text("user\nc"), *asks]

@@ -1,4 +1,4 @@
-"""Sampling: which tokens may be drawn, in which share, and that NaN is seen before anything is drawn."""
+"""Sampling: which tokens may be drawn and how often, and that NaN is reported."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
     ({"top_p": 1e-6}, [1]),
     ({"min_p": 0.3}, [1, 2, 3]),
     ({"min_p": 1.0}, [1]),
-    # Of the renormalised 4/7 and 3/7 the first reaches 0.5 alone.
+    # The first of the renormalised probabilities 4/7 and 3/7 alone reaches 0.5.
     ({"top_k": 2, "top_p": 0.5}, [1]),
   ],
 )
@@ -63,7 +63,7 @@ def test_impossible_sampling_is_refused(options):
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_ids_that_the_tokenizer_has_not_got_are_never_drawn(temperature):
-  logits = jnp.tile(jnp.arange(7.0), (40, 1))  # the largest are beyond
+  logits = jnp.tile(jnp.arange(7.0), (40, 1))  # the largest logits are beyond the vocabulary
   keys = jax.random.split(jax.random.key(0), 40)
   drawn, finite = draw(logits, keys, Sampling(temperature=temperature, vocabulary=3, top_k=5))
   assert finite.all()

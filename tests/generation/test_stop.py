@@ -1,4 +1,4 @@
-"""What ends an answer: the tokenizer's eos, the lists of a model's files, and names."""
+"""The tokens that end an answer: the tokenizer's eos, the lists in a model's files, and names."""
 
 import json
 from pathlib import Path

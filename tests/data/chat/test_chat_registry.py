@@ -1,4 +1,4 @@
-"""Which template a model takes."""
+"""The choice of a chat template."""
 
 import json
 from pathlib import Path

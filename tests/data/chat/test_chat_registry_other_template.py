@@ -1,4 +1,4 @@
-"""A checkpoint's own template that is not the one of its family is told, and no other."""
+"""A warning is given if and only if a checkpoint's own template differs from the one published for its family."""
 
 import logging
 import re

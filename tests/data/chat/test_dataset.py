@@ -1,4 +1,5 @@
-"""Conversations as a run's data: whole in their rows, learned where the assistant speaks, the same from every kind of file."""
+"""Conversations as the data of a run: complete in their rows, learned where the assistant speaks, equal from every kind of
+file."""
 
 import dataclasses
 import json
@@ -68,7 +69,7 @@ def test_rows_are_the_same_from_every_kind_of_file(kind, make, tmp_path):
   assert learned(third) == "b" * 30 + end
   text = decode(first["tokens"][0])
   assert text == f"<bos><start_of_turn>user\nHello{end}\n<start_of_turn>model\nHi.{end}\n"
-  # The target stands one place before what it is.
+  # the target of a position is the next token
   at = np.flatnonzero(first["targets"][0] != IGNORED)
   np.testing.assert_array_equal(first["tokens"][0][at + 1], first["targets"][0][at])
   assert set(np.unique(first["segments"])) == {0, 1}
@@ -95,7 +96,7 @@ def test_what_other_rows_of_a_table_call_is_no_argument_of_this_one(kind, make, 
 def test_packed_conversations_are_whole(make, tmp_path):
   data = make(**CHAT | {"length": 190}, dataset_path=write(tmp_path, RECORDS))
   rows = [next(data) for _ in range(3)]
-  assert [row["segments"].max() for row in rows] == [1, 1, 1]  # One and two do not fit into a row, nor two and three
+  assert [row["segments"].max() for row in rows] == [1, 1, 1]  # conversations 1 and 2 do not fit in one row, nor do 2 and 3
   data = make(**CHAT | {"length": 260}, dataset_path=write(tmp_path, RECORDS))
   row = next(data)
   assert row["segments"].max() == 2
@@ -143,7 +144,7 @@ def test_going_on_is_exact(make, tmp_path):
 
 
 def test_packing_goes_on_before_a_conversation_that_did_not_fit(make, tmp_path):
-  """What was read for a row that had no room for it is neither lost nor counted twice."""
+  """A conversation that was read for a row without room for it is neither lost nor counted twice."""
   settings = CHAT | {"length": 190, "packing": True, "dataset_path": write(tmp_path, RECORDS)}
   data = make(**settings, split="eval", eval_path=settings["dataset_path"])
   rows = [next(data)["tokens"]]
@@ -172,7 +173,7 @@ def test_bad_records_are_told_before_the_first_step(make, tmp_path, caplog):
 
 
 def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_path):
-  """It would teach to end the turn at once. Earlier answers are not learned with train_on=last, and none with weight 0."""
+  """It would teach the model to end the turn at once. Earlier answers are not learned with train_on=last, nor with weight 0."""
   question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
   for empty in ("", " \n", [{"type": "text", "text": ""}]):
     silent = {"role": "assistant", "content": empty}
@@ -186,7 +187,7 @@ def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_pat
 
 @pytest.mark.parametrize("template", ["gemma4-small", "gemma4", "deepseek3.2"])
 def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, tmp_path):
-  """A thought alone: dropped before the last user's message, where the end of the turn would be left; kept after it."""
+  """A thought alone: dropped before the last user message, so only the end of the turn would remain; kept after it."""
   settings: dict[str, Any] = CHAT | {"chat_template": template}
   question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}
   thought = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
@@ -216,7 +217,7 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
   ],
 )
 def test_an_empty_answer_is_told_by_the_record_s_own_name(record, field, accepts_weight, make, tmp_path):
-  """And to leave it out where there is a place to say so, which then holds."""
+  """The message says how to leave it out if the form of the record has a place for that, and this works."""
   path = write(tmp_path, [*RECORDS, record])
   with pytest.raises(UserError) as error:
     make(**CHAT, dataset_path=path)
@@ -243,7 +244,7 @@ def test_thoughts_that_are_lost_are_counted_once(train_on, told, make, tmp_path,
 
 
 def test_a_thought_that_a_template_drops_from_the_last_answer_is_counted_as_such(make, tmp_path, caplog):
-  """As DeepSeek V3's template does with all that is before </think>."""
+  """DeepSeek V3's template drops everything before </think>."""
   record = said("a", "<think>Hm.</think>b")
   with caplog.at_level(logging.WARNING):
     row = next(make(**CHAT | {"chat_template": "deepseek3"}, dataset_path=write(tmp_path, [record] * 2)))
@@ -283,7 +284,7 @@ def test_excluded_answers_are_not_learned_with_train_on_all(make, tmp_path):
 
 
 def test_a_history_in_the_prompt_is_no_answer(make, tmp_path):
-  """As TRL with completion_only_loss: the completion alone; all tokens with train_on=all."""
+  """As in TRL with completion_only_loss, only the completion is learned; with train_on=all every token is."""
   record = {"prompt": said("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}
   path = write(tmp_path, [record])
   assert learned(next(make(**CHAT, dataset_path=path))) == "d<end_of_turn>"
@@ -292,7 +293,7 @@ def test_a_history_in_the_prompt_is_no_answer(make, tmp_path):
 
 @pytest.mark.parametrize(("key", "tokens"), [(None, 0), ("literal", 0), ("parse", 2), ("error", None)])
 def test_special_tokens_in_what_is_said(key, tokens, make, tmp_path, caplog):
-  """The same key and rule as for text: the token's id for each speaker with parse, letters and a warning by default."""
+  """The same key and rule as for text: with parse the token's id for each speaker, by default characters and a warning."""
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
   path = write(tmp_path, [said("a <eos>", "b <eos> c")] * 2)
   settings = CHAT | {"special_tokens_in_text": key, "tokenizer": str(tmp_path), "vocab_size": 2**10, "packing": False}
@@ -307,7 +308,7 @@ def test_special_tokens_in_what_is_said(key, tokens, make, tmp_path, caplog):
 
 
 def test_more_images_than_a_row_has_places_for(make, tmp_path, caplog):
-  """One is cut at the second, which is said to be the reason; one that has learned nothing until then is left out."""
+  """One conversation is cut at its second image, and the count says so; one without anything to learn before it is left out."""
   Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
   vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
   length = 2 * vision.vision_output_length + 200
@@ -353,7 +354,7 @@ def test_images_and_text_in_one_batch(make, tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("form", ["listed", "one", "path", "part"])
 def test_images_as_tables_store_them(form, kind, make, tmp_path):
-  """Hugging Face's Image: an object with bytes and path, of which the path is no file where there are bytes."""
+  """Hugging Face's Image: an object with bytes and path, whose path need not exist if there are bytes."""
   Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
   vision = load_config("gemma3-tiny", ["use_multimodal=true"]).config.vision
   stored = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "lost.png"}
@@ -382,7 +383,7 @@ def test_images_as_tables_store_them(form, kind, make, tmp_path):
 
 
 def test_images_are_named_by_the_key_or_told(make, tmp_path):
-  """And what was found when another field was looked at holds no more."""
+  """Findings that were stored for another field are not used."""
   Image.new("RGB", (20, 20), "blue").save(tmp_path / "a.png")
   record = said("<image>What?", "Blue.") | {"pics": ["a.png"]}
   path = write(tmp_path, [record])

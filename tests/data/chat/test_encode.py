@@ -1,4 +1,4 @@
-"""Conversations to tokens: the ids of the whole text, those learned, and no token that a user has spelt out."""
+"""Conversations as tokens: the ids of the complete text, the learned ids, and no special token from the text of a user."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ TURNS = [
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
-  """Byte-level, with merges over newlines, and each family's special tokens; some of them not marked as special."""
+  """Byte-level tokenizers with merges over newlines and each family's special tokens, some not marked as special."""
   from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
   made = {}
@@ -68,7 +68,7 @@ def test_ids_are_those_of_the_text(name, tokenizers):
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
 def test_no_token_is_spelt_by_a_user(name, tokenizers):
-  """Prompt injection: every special token of the family, in everybody's text, is letters."""
+  """Prompt injection: the spelling of every special token of the family becomes characters, for every speaker."""
   tokenizer, spelt = tokenizers[name], " ".join(sorted(RENDERERS[name].special - {"</think>", "<|channel>", "<channel|>"}))
   plain = encode(tokenizer, name, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
   messages = [{"role": "user", "content": spelt}, {"role": "assistant", "content": f"{spelt} z"}]
@@ -79,7 +79,7 @@ def test_no_token_is_spelt_by_a_user(name, tokenizers):
 
 
 def test_a_prompt_ends_where_the_answer_begins(tokenizers):
-  """The newline before an answer is no part of its first token, which a server's prompt could not have."""
+  """The newline before an answer is not merged into its first token, because a server's prompt could not have that token."""
   found = encode(tokenizers["gemma4-small"], "gemma4-small", [TURNS[0], {"role": "assistant", "content": "ab", "weight": 1}])
   start = int(found.trained.argmax())
   assert tokenizers["gemma4-small"].decode(found.ids[:start]).endswith("model\n")

@@ -1,4 +1,4 @@
-"""A checkpoint's own template: what the assistant says is found in it, and what is no template of conversations is refused."""
+"""A checkpoint's own template: the assistant's answers are found in its text, and a template for anything else is refused."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from maxtext_like.data.chat.rendering import RenderError
 from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.errors import UserError
 
-# As Qwen3 has it: thoughts of the last answers, an empty one there without thinking, none before.
+# Like Qwen3: the thoughts of the last answers, an empty thought there without thinking, none before.
 CHATML = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
@@ -120,17 +120,17 @@ TURNS = """\
   ("source", "ends"),
   [
     (TURNS, "<|im_end|><|endoftext|>"),
-    # Nothing ends an answer inside the conversation.
+    # No token ends an answer inside the conversation.
     (TURNS.replace("+ '<|im_end|>'", "+ ('<|im_end|>' if m.role == 'user' else '')"), "<|endoftext|>"),
-    # The words of turns are no tokens, as in Llama 2.
+    # The names of the speakers are not tokens, as in Llama 2.
     ("{% for m in messages %}{{ (' USER ' if m.role == 'user' else ' BOT ') + m.content }}{% endfor %}"
      "{% if add_generation_prompt %} BOT {% elif messages[-1].role == 'assistant' %}<|endoftext|>{% endif %}", "<|endoftext|>"),
-    # As Phi 3 has it: every text that does not ask for an answer ends with the token.
+    # Like Phi 3: every text that does not ask for an answer ends with the token.
     (TURNS.replace("m.role == 'assistant'", "not add_generation_prompt"), "<|im_end|><|endoftext|>"),
   ],
 )  # fmt: skip
 def test_a_token_that_ends_the_conversation_does_not_end_its_first_answer(source, ends, tokenizer):
-  """A user's message is never learned: such a conversation becomes one sample for each answer."""
+  """A user message is never learned: such a conversation becomes one sample for each answer."""
   conversation = read_conversation({"messages": [ASK, ANSWER, *MORE]}, "", "/")
   samples = Jinja(source, "x.jinja", tokenizer).samples(conversation, frozenset({1, 3}))
   said = ["".join(piece.text for piece in sample.pieces if piece.trained) for sample in samples]
@@ -146,14 +146,14 @@ def test_a_template_may_read_a_thought_from_any_of_its_fields(field, tokenizer):
     assert learned(tokenizer, ASK, ANSWER | {given: "Greet."}, source=source) == ["<think>\nGreet.\n</think>\n\nHi.<|im_end|>"]
 
 
-# As Qwen3-Instruct-2507 has it: no thoughts, every message as it is.
+# Like Qwen3-Instruct-2507: no thoughts, every message unchanged.
 PLAIN = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 def encoded(tokenizer: Tokenizer, record: dict[str, Any], source: str, *, parse: bool = False, learn: Any = "assistant"):
-  """The learned text of each sample, and all ids."""
+  """Returns the learned text of each sample, and all ids."""
   renderer = Jinja(source, "x.jinja", tokenizer)
   read = read_conversation(record, "", "/")
   answers = answers_to_learn(read, learn)
@@ -164,7 +164,7 @@ def encoded(tokenizer: Tokenizer, record: dict[str, Any], source: str, *, parse:
 
 @pytest.mark.parametrize("content", ["<think>\nAdd.\n</think>\n\n4", "Add.</think>4", "\n<think></think>4"])
 def test_a_thought_in_the_content_is_written_by_a_template_without_thoughts(content, tokenizer):
-  """With the tokens of the tokenizer, as transformers gives them for the rendered text."""
+  """The ids are those that transformers makes from the rendered text."""
   messages = [ASK, {"role": "assistant", "content": content}]
   text = f"<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n{content}<|im_end|>\n"
   _, (ids,) = encoded(tokenizer, {"messages": messages}, PLAIN)
@@ -176,7 +176,7 @@ def test_a_thought_in_the_content_is_written_by_a_template_without_thoughts(cont
 
 
 def test_a_part_of_an_answer_that_the_template_drops_is_an_error(tokenizer):
-  """Qwen3's template keeps what is after the last </think>."""
+  """Qwen3's template keeps only the text after the last </think>."""
   source = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
   for content in ("a<think>b</think>c<think>d</think>e", "<think>a</think>b</think>c"):
     with pytest.raises(RenderError, match="so the template drops or changes a part of it"):
@@ -204,7 +204,7 @@ def test_special_tokens_in_an_answer_are_letters_or_tokens(tokenizer):
 
 
 def test_a_template_sees_the_spellings_of_the_record(tokenizer):
-  """Qwen3's template takes a user's message that is a tool's answer for no question."""
+  """Qwen3's template does not treat a user message that holds a tool's answer as a question."""
   source = CHATML.replace("m.role == 'user'", "m.role == 'user' and not m.content.endswith('<tool_call>')")
   asked = [ASK, ANSWER, {"role": "user", "content": "It is <tool_call>"}, ANSWER]
   assert "<think>\n\n</think>\n\nHi.<|im_end|>\n<|im_start|>user\nIt is <tool_call>" in (
@@ -233,7 +233,7 @@ AGENT = [
 
 
 def test_an_agent_whose_earlier_thoughts_are_dropped_is_learned_as_several_samples(tokenizer):
-  """The text before "Hi." differs once the user speaks again: each turn is learned after its prompt at inference."""
+  """The text before "Hi." changes once the user speaks again, so each turn is learned after its prompt at inference."""
   renderer = Jinja(CHATML, "x.jinja", tokenizer)
   read = read_conversation({"messages": AGENT}, "", "/")
   first, second = renderer.samples(read, answers_to_learn(read, "assistant"))
@@ -379,7 +379,7 @@ def test_where_a_template_lies(tokenizer, tmp_path: Path):
 
 def test_the_template_for_tools_renders_conversations_with_tools(tokenizer, tmp_path: Path):
   (tmp_path / "tokenizer.json").write_bytes(tokenizer.files[0].read_bytes())
-  blind = CHATML.replace("{%- if tools %}", "{%- if false %}")  # the default refuses tools, as those of such lists do
+  blind = CHATML.replace("{%- if tools %}", "{%- if false %}")  # the default template refuses tools
   plain = read_conversation({"messages": [ASK, ANSWER]}, "", "/")
   tools = read_conversation({"messages": [ASK, ANSWER], "tools": [{"function": {"name": "add"}}]}, "", "/")
   entries = {"rag": "r", "tool_use": CHATML, "default": blind}

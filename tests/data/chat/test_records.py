@@ -1,4 +1,4 @@
-"""Records in the forms that people have, to conversations; what is wrong is told with its place."""
+"""Every form of record becomes a conversation, and an error names its place."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The renderers against what the published templates made of generated conversations, and where the assistant speaks."""
+"""The renderers against the output of the published templates for generated conversations, and the assistant's parts in it."""
 
 import json
 import lzma
@@ -32,7 +32,7 @@ def render(name: str, *messages: dict[str, Any], purpose: Purpose = "history", *
 
 
 def learned(rendered: Rendered) -> list[str]:
-  """The runs of text that are learned."""
+  """Returns the runs of text that are learned."""
   runs, open_ = [], False
   for piece in rendered.pieces:
     if piece.trained:
@@ -86,7 +86,7 @@ def test_learned_is_what_the_assistant_says_through_the_end_of_its_turn(name, an
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
 def test_training_stands_after_the_prompt(name):
-  """What a run learns follows, letter by letter, what the model is asked with: not so in the template's history."""
+  """In training, the text before an answer equals the prompt at inference. In the template's history it does not."""
   messages = [said("user", "Hello"), said("assistant", "Hi."), said("user", "No")]
   prompt = render(name, *messages, purpose="prompt").text
   whole = render(name, *messages, said("assistant", "Bye."), purpose="training")
@@ -136,7 +136,7 @@ def test_a_call_what_the_tool_answers_and_the_answer_are_one_turn_of_gemma_4():
 
 
 def test_after_a_tool_the_thought_has_begun_already():
-  """The prompt of a thinking Gemma 4 opens the channel: the model does not have to."""
+  """The prompt of a thinking Gemma 4 already opens the channel, so the model need not."""
   messages = [said("user", "Oslo?"), CALL | {"reasoning_content": "Ask."}, RESULT]
   prompt = render("gemma4", *messages, purpose="prompt", enable_thinking=True).text
   assert prompt.endswith("<tool_response|><|channel>thought\n")

@@ -1,4 +1,4 @@
-"""Texts with images from every kind of file whose records have fields: the same rows, and nothing left out in silence."""
+"""Texts with images from every kind of file whose records have fields: equal rows, no image dropped without a warning."""
 
 import dataclasses
 import json
@@ -88,7 +88,7 @@ def test_a_model_that_takes_no_images_is_told_once(kind, make, folder: Path, cap
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_columns_of_other_things_are_not_read(kind, make, folder: Path):
-  """A table without images is read by its text alone, in the order that it had."""
+  """From a table without images only the text column is read, in the same order as before."""
   path = write(folder, [{"text": "see <image>!", "source": "a.txt", "image_id": 7}] * 2, kind)
   data = make(**SETTINGS, dataset=kind, dataset_path=path, vision=VISION)
   plain = make(**SETTINGS, dataset=kind, dataset_path=path)

@@ -34,7 +34,7 @@ NAMES = [f"{h}x{w}" for h, w in record.SIZES] + ["photo"]
 
 
 def image_of(name: str, folder: Path) -> Path:
-  """The file of a recorded image."""
+  """Returns the file of a recorded image."""
   if name == "photo":
     return GOLDEN / "photo.jpg"
   height, width = map(int, name.split("x"))
@@ -42,11 +42,11 @@ def image_of(name: str, folder: Path) -> Path:
   return folder / "a.png"
 
 
-DECODED = 1387178543  # CRC-32 of the photo as libjpeg-turbo 3.2.0 decodes it, which it is not bound to do to the last bit
+DECODED = 1387178543  # CRC-32 of the photo as decoded by libjpeg-turbo 3.2.0; other decoders may differ in the last bit
 
 
 def assert_within_one_grey_level(pixels: np.ndarray, key: str) -> None:
-  """One level off the recorded pixels; two for a JPEG that this machine's library decodes one level off already."""
+  """Allows one level of difference; two for a JPEG that this machine's library decodes with one level of difference."""
   levels = 1
   if ".photo." in key:
     with Image.open(GOLDEN / "photo.jpg") as photo:
@@ -123,7 +123,7 @@ def test_grey_palette_transparency_and_orientation(tmp_path: Path):
     square.convert(mode).save(path)
     assert read_image(path).mode == "RGB"
   turned = square.getexif()
-  turned[0x0112] = 6  # a quarter turn, as a phone writes it
+  turned[0x0112] = 6  # rotated by 90 degrees, as phones write photos
   square.save(tmp_path / "a.jpg", exif=turned)
   assert read_image(tmp_path / "a.jpg").size == (20, 30)
 

@@ -1,4 +1,4 @@
-"""Records of text and images: what they become, what is refused with file and line, and rows that never split an image."""
+"""Records of text and images: their tokens, refusals with file and line, and rows that never divide an image."""
 
 import base64
 import dataclasses
@@ -37,11 +37,11 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rows(folder: Path, make):
-  """The batches' only source: records in order, one row a batch."""
+  """Makes batches from records in order, one row in a batch."""
 
   def build(records: list[dict], vision: VisionConfig, **given):
     path, text = folder / "data.jsonl", "".join(json.dumps(record) + "\n" for record in records)
-    if not path.exists() or path.read_text() != text:  # another source of the test may be reading it
+    if not path.exists() or path.read_text() != text:  # another source of the test may be reading the file
       path.write_text(text)
     given = {"shuffle": False, "length": 64, "global_batch": 1, "vocab_size": 512} | given
     return make(dataset_path=str(path), vision=vision, **given)
@@ -89,7 +89,7 @@ def test_rows_without_images_need_none_and_a_literal_placeholder_is_text(rows):
 @pytest.mark.parametrize("name", VISION)
 @pytest.mark.parametrize("places", [1, 3])
 def test_packing_splits_no_image_and_loses_no_token(name: str, places: int, rows, folder: Path):
-  """Every row: each run of image tokens is whole and framed, and the images belong to it in order."""
+  """In every row each run of image tokens is complete and framed, and the images belong to it in order."""
   vision = dataclasses.replace(VISION[name], max_images_per_row=places)
   random = np.random.default_rng(7)
   records = []
@@ -98,7 +98,7 @@ def test_packing_splits_no_image_and_loses_no_token(name: str, places: int, rows
     text = "".join("x" * random.integers(0, 30) + "<image>" for _ in names) + "y" * random.integers(1, 60)
     records.append({"text": f"{i}" + text, "images": names})
   source = rows(records, vision)
-  # One document a row gives the tokens that the packed rows have to add up to.
+  # One document in a row gives the tokens that the packed rows must add up to.
   whole = rows(records, dataclasses.replace(vision, max_images_per_row=3), packing=False, length=400)
   levels = {image: tower_arrays([load_image(folder / image, vision)], vision)["pixel_values"][0] for image in SIZES}
   expected = [batch["tokens"][batch["segments"] > 0] for batch in (next(whole) for _ in records)]
@@ -143,7 +143,7 @@ def test_resuming_inside_a_document_with_images_gives_the_same_rows(rows):
 @pytest.mark.parametrize("name", VISION)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_the_rows_of_each_process_are_those_of_one(name: str, processes: int, rows, monkeypatch):
-  """To the bit, whatever else is left out; and nobody unpacks the images of another's rows."""
+  """Rows are bitwise equal, and no process decodes the images of another process's rows."""
   records = [{"text": "ab<image>cd" * (i % 4) + str(i), "images": [*SIZES, "a.png"][: i % 4]} for i in range(16)]
   vision = dataclasses.replace(VISION[name], max_images_per_row=2)
   whole = [next(source) for source in [rows(records, vision, shuffle=True, global_batch=4)] for _ in range(3)]
@@ -159,7 +159,7 @@ def test_the_rows_of_each_process_are_those_of_one(name: str, processes: int, ro
           assert not np.delete(array, own, axis=0).any()
         elif key != "image_position_ids":
           np.testing.assert_array_equal(array, batch[key])
-    source.close()  # waits for what it makes ahead
+    source.close()  # wait for the batches that are made ahead
   made = sum(
     len(batch["pixel_values"][batch["pixel_values"].any(axis=tuple(range(2, batch["pixel_values"].ndim)))]) for batch in whole
   )

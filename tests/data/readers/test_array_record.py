@@ -1,4 +1,4 @@
-"""ArrayRecord files: three forms of records, groups, damage; and tf.train.Example written out by hand."""
+"""ArrayRecord files: three forms of records, groups, damage; and tf.train.Example encoded independently."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def write(path, records, options="group_size:1"):
 
 
 def _example_type():
-  """tf.train.Example as TensorFlow's example.proto and feature.proto declare it, made by Google's own library."""
+  """Returns tf.train.Example as TensorFlow's example.proto and feature.proto declare it, built with Google's library."""
   from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
   file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow", syntax="proto3")

@@ -1,4 +1,4 @@
-"""Arrow files as `datasets` writes them: rows, nulls, several batches and shards, damage, and what stands beside them."""
+"""Arrow files as `datasets` writes them: rows, nulls, several batches and shards, damage, other files in the folder."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def write(path, values, kind=None, *, batch=2, of_file=False, options=None, name
 
 
 def save_to_disk(folder, shards):
-  """What datasets 4.x writes: the shards, state.json and dataset_info.json."""
+  """Writes a folder like datasets 4.x: the shards, state.json and dataset_info.json."""
   folder.mkdir(parents=True)
   names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
   for name, values in zip(names, shards, strict=True):
@@ -39,7 +39,7 @@ def save_to_disk(folder, shards):
 
 
 def texts(documents):
-  """By reading each, and in one pass: both give the same."""
+  """Returns the texts, read one by one; checks that one pass gives the same."""
   scanned = [None if isinstance(record, BadRecordError) else record.text for record in documents.scan()]
   for i in reversed(range(len(documents))):
     if scanned[i] is None:
@@ -91,7 +91,7 @@ def test_of_several_splits_one_has_to_be_named(tmp_path):
 
 
 def test_a_cut_or_damaged_file_is_refused_or_harmless(tmp_path):
-  """Cut anywhere, it is refused; a flipped byte of what is not text gives an error, the right texts, or a bad record."""
+  """A file cut anywhere is refused. A flipped byte outside the text gives an error, the right texts, or a bad record."""
   path = tmp_path / "a.arrow"
   write(path, values := [f"document number {i}" for i in range(40)], batch=10)
   data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Compressed jsonl: the records of the plain file, from any place, whatever was cut where; damage and bombs are refused."""
+"""Compressed jsonl: the records of the plain file, read from any position, for any division; damage, bombs."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ SKIPPABLE = (0x184D2A53).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"a
 
 
 def members(pack: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
-  """Several members or frames, cut anywhere."""
+  """Compresses data as several members or frames, divided anywhere."""
   return lambda data: b"".join(pack(data[at : at + 7919]) for at in range(0, len(data), 7919))
 
 
@@ -39,7 +39,7 @@ PLAIN = b"\xef\xbb\xbf" + b"\n\n".join(json.dumps({"text": value}).encode() for 
 
 @pytest.fixture
 def small(monkeypatch):
-  """Chunks and pieces so small that every file has many, and only a part of them is kept."""
+  """Makes chunks and pieces so small that every file has many, and only some of them stay in memory."""
   monkeypatch.setattr(compressed, "PIECE_BYTES", 4000)
   monkeypatch.setattr(compressed, "_GZIP_READ", 1500)
   monkeypatch.setattr(compressed, "_ZSTD_READ", 1500)
@@ -171,7 +171,7 @@ def test_bombs_are_refused_in_bounded_memory(name, tmp_path):
     elif name == "zst":
       file.write(LEVEL.compress(b"\n" * 10**7) * 1000)  # 10 GB of empty lines, in 350 KB
     else:
-      file.truncate(700 * 10**6)  # a hole, which costs no disk
+      file.truncate(700 * 10**6)  # a sparse file, which takes no disk space
   done = subprocess.run([sys.executable, "-c", MEASURED, str(path)], capture_output=True, text=True, check=True)
   if " " in name:
     assert "a.jsonl:1: the line has 700000000 bytes, more than the limit of 16777216" in done.stdout

@@ -1,4 +1,4 @@
-"""What is no regular file is never opened, wherever one is named."""
+"""A file that is not regular is never opened, wherever it is named."""
 
 import os
 import socket
@@ -16,8 +16,8 @@ from maxtext_like.errors import UserError
 
 @pytest.fixture
 def odd(tmp_path, monkeypatch):
-  """A FIFO that nobody writes to, a socket, a folder, a device."""
-  monkeypatch.chdir(tmp_path)  # the path of a socket is short
+  """A FIFO without a writer, a socket, a folder, a device."""
+  monkeypatch.chdir(tmp_path)  # the path of a socket must be short
   os.mkfifo("fifo.json")
   with socket.socket(socket.AF_UNIX) as listening:
     listening.bind("socket.json")

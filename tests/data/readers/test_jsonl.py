@@ -1,4 +1,4 @@
-"""JSON lines: what is accepted, and every kind of bad record with its file and line."""
+"""JSON lines: accepted records, and every kind of bad record with its file and line."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Files that change under the run: what was appended does no harm, anything else is refused."""
+"""Files that change during the run: appended lines are ignored, any other change is refused."""
 
 import json
 import logging

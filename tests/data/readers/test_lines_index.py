@@ -1,4 +1,4 @@
-"""Where lines are: against a loop over the bytes, and kept between starts."""
+"""The positions of lines: compared with a loop over the bytes, and stored between starts."""
 
 import gzip
 import os
@@ -50,7 +50,7 @@ def test_what_is_kept_counts_while_all_is_the_same(path, change, cache):
   JsonLines([str(path)], "text")
   (entry,) = (cache / "maxtext-like" / "data").glob("lines-*")
   data = entry.read_bytes()
-  if change == "contents":  # of the same size and time: the time of the change of the inode tells
+  if change == "contents":  # same size and modification time: only the change time of the inode differs
     time.sleep(0.02)
     path.write_text(path.read_text().replace("one", '1"}').replace('1"}"}', '1"}  '))
     os.utime(path, (1, 1))
@@ -71,7 +71,7 @@ def test_a_file_that_was_just_written_is_not_kept(path, cache, monkeypatch):
 
 
 def test_a_packed_file_is_entered_in_its_middle_all_the_same(path, monkeypatch):
-  """The points of a gzip file are not kept: they come back on the way to the first chunk that is asked for."""
+  """The restart points of a gzip file are not stored: they are found again on the way to the first chunk that is read."""
   for module in (lines, compressed):
     monkeypatch.setattr(module, "SPACING_BYTES", 2**21)
   whole = b"".join(b'{"text": "%d%s"}\n' % (i, b"x" * (i * 37 % 991)) for i in range(20_000))

@@ -74,7 +74,7 @@ def test_not_parquet(tmp_path, content):
 
 
 def test_every_flipped_byte_is_found(tmp_path):
-  """With checksums in the file, no flip changes a text in silence: it is refused, or does not matter."""
+  """With checksums in the file, a flipped bit never changes a text unnoticed: the file is refused, or the bit is unused."""
   values = [f"document number {i} with its own words {i * i}" for i in range(40)]
   path = tmp_path / "a.parquet"
   write(path, values, write_page_checksum=True, compression="none", use_dictionary=False)
@@ -111,7 +111,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
 
 
 def test_bombs_are_refused_by_what_the_file_says(tmp_path, monkeypatch):
-  """Texts that unpack to far more than the file holds, and rows that hold nothing at all."""
+  """Texts that expand far beyond the size of the file, and rows that hold nothing."""
   monkeypatch.setattr("maxtext_like.data.readers.input_files.UNPACKED_UP_TO", 2**20)
   monkeypatch.setattr("maxtext_like.data.readers.parquet.ROWS_UP_TO", 2**10)
   path = write(tmp_path / "a.parquet", ["x" * 10**6] * 4, compression="zstd", use_dictionary=False)
@@ -133,7 +133,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_equal_texts_are_in_memory_once(tmp_path):
-  """4.8 GB of text in 1 KB of file: a text that the file stores once is not multiplied by reading it."""
+  """4.8 GB of text in a file of 1 KB: reading does not multiply a text that the file stores once."""
   once = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * 16_000_000]))
   pq.write_table(pa.table({"text": once}), tmp_path / "a.parquet", compression="zstd", store_schema=False)
   assert (tmp_path / "a.parquet").stat().st_size < 2000

@@ -1,4 +1,4 @@
-"""Text files: decoding, pieces, and the ways of naming files."""
+"""Text files: decoding, pieces, and the forms of dataset_path."""
 
 import os
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_pieces_end_at_lines_when_there_are_lines(tmp_path):
 
 
 def test_no_piece_ends_inside_a_spelling_that_is_to_stay_whole(tmp_path):
-  """At every place that a cut may have in a line without an end; characters of several bytes stand around."""
+  """At every possible position of a cut in a line without an end, surrounded by characters of several bytes."""
   for shift in range(20):
     path = write(tmp_path / f"{shift}.txt", "é" * 10 + "." * shift + "<|turn>é<turn|>" * 3 + "é" * 20)
     documents = TextFiles([path], piece_bytes=16, undivided=("<|", "<|turn>", "<turn|>"))
@@ -130,7 +130,7 @@ def test_an_unreadable_file(tmp_path, monkeypatch):
   path = write(tmp_path / "a.txt", "a")
   documents = TextFiles([path])
   os.chmod(path, 0)
-  if os.access(path, os.R_OK):  # root may read everything
+  if os.access(path, os.R_OK):  # root may read every file
     monkeypatch.setattr(os, "access", lambda *_: False)
   else:
     with pytest.raises(UserError, match="Permission denied"):

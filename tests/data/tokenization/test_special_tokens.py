@@ -1,4 +1,4 @@
-"""Special tokens by meaning and by spelling, and prompts in which their spellings are meant."""
+"""Special tokens by meaning and by spelling, and prompts in which a spelling is the token."""
 
 import io
 from pathlib import Path
@@ -17,7 +17,7 @@ DEEPSEEK |= {"user": "<｜User｜>", "assistant": "<｜Assistant｜>"}
 
 
 def made(folder: Path, spellings: list[str]) -> Tokenizer:
-  """A tokenizer.json of a few letters and these special tokens, from id 40 on."""
+  """Writes a tokenizer.json of a few letters and these special tokens, from id 40 on."""
   from tokenizers import AddedToken, Tokenizer, models
 
   vocab = {letter: i for i, letter in enumerate("abc<>_|tunr")} | {name: 40 + i for i, name in enumerate(spellings)}

@@ -1,4 +1,4 @@
-"""Special tokens that the text spells: parsed they give what `generate` gives for the same text, else they are text, told."""
+"""Special tokens that the text spells: with parse they become the ids that `generate` uses, otherwise text and a warning."""
 
 import dataclasses
 import io
@@ -40,7 +40,7 @@ def tokenizer(request, tmp_path_factory) -> str:
     letters = ["▁", "\n", *map(chr, range(33, 127))]
     vocab = {name: i for i, name in enumerate(NAMES)} | {letter: 10 + i for i, letter in enumerate(letters)}
     library = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    # As Llama's: a space is set before a text, but not before what follows a special token.
+    # Like Llama: a space is added before a text, but not after a special token.
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # pyright: ignore[reportAttributeAccessIssue]
     library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in NAMES])
     library.save(str(folder / request.param))
@@ -58,7 +58,7 @@ def tokenizer(request, tmp_path_factory) -> str:
 
 
 def write(folder: Path, kind: str, records: list[dict[str, Any]]) -> dict[str, Any]:
-  """The records as one of the data sets."""
+  """Writes the records as one of the kinds of data sets."""
   path = folder / f"data.{kind}"
   if kind == "jsonl":
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -121,7 +121,7 @@ def test_unset_they_are_text_and_told(key, make, tokenizer, tmp_path, caplog):
 
 def test_as_an_error_they_are_bad_records(make, tokenizer, tmp_path):
   given = write(tmp_path, "jsonl", [{"text": text} for text in CHAT[:3]]) | {"tokenizer": tokenizer}
-  if tokenizer == "bytes":  # which spells none
+  if tokenizer == "bytes":  # a tokenizer without spellings
     assert len(rows(make(**given, special_tokens_in_text="error"), 3)) == 3
     return
   with pytest.raises(UserError, match=r"(?s)2 bad records among the 3.*jsonl:1: the text spells special tokens: '<bos>' once"):

@@ -18,7 +18,7 @@ TEXT = "the quick brown fox <eos> jumps over the lazy dog; naïve café 漢字 �
 
 @pytest.fixture(scope="session")
 def hugging_face(tmp_path_factory):
-  """A folder with a byte-level BPE tokenizer.json of 300 ids or so: <pad> 0, <eos> 1, <bos> 2."""
+  """A folder with a byte-level BPE tokenizer.json of about 300 ids: <pad> 0, <eos> 1, <bos> 2."""
   from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
   library = Tokenizer(models.BPE())
