@@ -71,7 +71,7 @@ def printed(page: str) -> list[Printed]:
     if (match := _OURS.fullmatch(line)) is not None:
       words = shlex.split(_SYNOPSIS.sub("", match[2]).replace("$'", "'"), comments=True)
       words = (["train"] if match[1] else []) + words
-      if words:
+      if words and words[0] != "VERB":
         found.append(Printed(page, line, tuple(words)))
   return list(dict.fromkeys(found))
 

@@ -56,3 +56,12 @@ def test_every_link_of_a_page_has_a_target(page):
     if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
       missing.append(link)
   assert not missing, f"{page.relative_to(ROOT)}: {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_source_file_that_a_page_names_exists(page):
+  text = page.read_text(encoding="utf-8")
+  for name in re.findall(r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sh|yml|yaml|sbatch))(?::\d+)?[ `]", text):
+    if name not in ("layers/moe.py", "trainers/pre_train/train.py"):  # MaxText's
+      bases = (ROOT, ROOT / "maxtext_like", ROOT / "src", ROOT / "configs", page.parent)
+      assert any((base / name).exists() for base in bases), name
