@@ -25,6 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+_monitoring: Any = getattr(sys, "monitoring", None)  # of Python 3.12
 KEY = "float32_logits"
 DATA = ("DataSource._produce", "DataSource.__next__")
 STEP = ("TrainStep.__call__",)
@@ -83,7 +84,7 @@ class Tracer:
   def start(self, code: CodeType, _: int) -> Any:
     """A function begins, or a generator goes on."""
     if self.file(code) is None:
-      return sys.monitoring.DISABLE
+      return _monitoring.DISABLE
     if code.co_flags & inspect.CO_NEWLOCALS:  # not the body of a class, which an import runs
       self._change(code, 1)
     return None
@@ -115,7 +116,7 @@ class Tracer:
 
   @contextlib.contextmanager
   def watching(self) -> Iterator[None]:
-    monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
+    monitoring, tool = _monitoring, _monitoring.PROFILER_ID
     monitoring.use_tool_id(tool, "journeys")
     started, ended = (monitoring.events.PY_START, monitoring.events.PY_RESUME), (
       monitoring.events.PY_RETURN, monitoring.events.PY_YIELD, monitoring.events.PY_UNWIND)  # fmt: skip
@@ -207,6 +208,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--list", action="store_true", help="print the files too")
   words = parser.parse_args()
+  if _monitoring is None:
+    sys.exit("benchmarks/journeys.py needs Python 3.12 or newer, which has sys.monitoring")
   os.environ["JAX_PLATFORMS"] = "cpu"
   sys.path.insert(0, str(ROOT))
   for journey in trace():

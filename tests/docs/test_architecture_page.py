@@ -60,7 +60,7 @@ def test_no_journey_is_long():
 def test_a_trace_counts_no_more_files_than_the_page_says():
   run = subprocess.run([sys.executable, "benchmarks/journeys.py"], cwd=ROOT, capture_output=True, text=True, check=True)
   counted = re.findall(r"^ *(\d+) files: (.+)$", run.stdout, flags=re.MULTILINE)
-  said = dict(map(reversed, re.findall(r"^ *(\d+) files: (.+)$", PAGE, flags=re.MULTILINE)))
+  said = {journey: number for number, journey in re.findall(r"^ *(\d+) files: (.+)$", PAGE, flags=re.MULTILINE)}
   assert len(counted) == 3
   for number, journey in counted:
     assert int(number) <= int(said[journey]), journey
