@@ -31,7 +31,6 @@ PARTS = {
   "models": ("models", "one folder per family: from a configuration to a decoder on a mesh"),
   "sharding": ("sharding", "devices, mesh, processes"),
   "config": ("config", "files, keys, types and checks"),
-  "registry": ("registry.py", "names of families, data sets, objectives and optimizers"),
   "numerics": ("numerics", "x-ray of any JAX function; knows no model and no trainer"),
   "layers": ("layers (src/layers)", "parameters and equations; imports only JAX and Flax"),
 }

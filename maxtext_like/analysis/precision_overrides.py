@@ -44,7 +44,7 @@ def candidates(config: Config, platform: str = "cpu") -> tuple[Remedy, ...]:
   """
   found = []
   for key in REMEDIES:
-    if key.mends == "hides":  # lowering the loss scale hides nothing, so it comes before the keys that do
+    if key.repairs == "hides":  # lowering the loss scale hides nothing, so it comes before the keys that do
       found += [Remedy(LOSS_SCALE, None)] if config.precision.dtype == "float16" else []
     if key.lacking(config.model, config.vision) or not key.acts_with(_dtypes(config), platform):
       continue

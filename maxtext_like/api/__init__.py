@@ -1,1 +1,1 @@
-"""What the package offers to Python code: ``maxtext_like`` itself hands out these names; the command line calls them."""
+"""The Python API: one module per verb of the command line. ``maxtext_like`` exports the names; see ``verbs.py``."""

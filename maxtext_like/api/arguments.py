@@ -1,4 +1,4 @@
-"""What callers give: words and keywords of a configuration, directories, and where lines go; and what mistakes are told."""
+"""Checks of arguments that the API functions share: overrides, keywords, directories, numbers and progress targets."""
 
 import inspect
 import numbers
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
 
 
 class Saved:
-  """What a function of the API has written, with its ``directory``; it may be given where a directory may."""
+  """Base class of results that are directories. API functions accept them wherever they accept a directory."""
 
   directory: Path | Place
 
   @property
   def place(self) -> str:
-    """By which it may be named: the directory, or the URL of what is in a store."""
+    """The directory as text, or its URL in a store."""
     return str(self.directory)
 
 
 def words(overrides: tuple[Any, ...], keys: dict[str, Any], of: Callable[..., Any] | None = None) -> list[str]:
-  """Overrides and keywords as the words of a command line.
+  """Return overrides and keywords as ``key=value`` words.
 
   Args:
-    overrides: of a call.
-    keys: of the call.
-    of: the function that was called, whose own keywords may have been meant.
+    overrides: positional overrides of a call.
+    keys: keyword arguments of the call that are configuration keys.
+    of: the called function, to suggest its own keywords for a misspelled one.
 
   Raises:
-    UserError: an override that is no text, a keyword that is no key but nearly one of the function's own.
+    UserError: an override is not a text, or a keyword is not a key but similar to a keyword of the function.
   """
   if wrong := [word for word in overrides if not isinstance(word, str | Path)]:
     raise UserError(
       f"override {wrong[0]!r:.60} ({type(wrong[0]).__name__}): neither a text nor a path\n"
-      '  fix: keys as keywords, as steps=20, or texts, as "steps=20"; a dict as **settings, a list as *settings'
+      '  fix: pass steps=20 or "steps=20"; pass a dict as **settings and a list as *settings'
     )
   if of is not None:
     own = [name for name, p in inspect.signature(of).parameters.items() if p.kind is p.KEYWORD_ONLY]
@@ -62,11 +62,11 @@ def _plain(value: Any) -> Any:
   if isinstance(value, Saved):
     return value.place
   value = dtype_name(value)
-  return value.item() if hasattr(value, "item") else value  # a number of numpy's
+  return value.item() if hasattr(value, "item") else value  # a NumPy scalar
 
 
 def dtype_name(value: Any) -> Any:
-  """``jnp.bfloat16`` and the like by name; anything else as it is."""
+  """Return the name of a dtype such as ``jnp.bfloat16``; any other value unchanged."""
   if isinstance(value, type) or hasattr(value, "kind"):
     import numpy as np
 
@@ -75,28 +75,28 @@ def dtype_name(value: Any) -> Any:
 
 
 def require_number(of: Callable[..., Any], name: str, value: Any, *, whole: bool = False) -> None:
-  """UserError for an argument of a function that is no number, or no whole one."""
+  """Raise UserError if an argument is not a number, or with ``whole`` not a whole number."""
   if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
     raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a {'whole ' if whole else ''}number")
 
 
 def require_function(of: Callable[..., Any], name: str, value: Any) -> None:
-  """UserError for an argument of a function that cannot be called."""
+  """Raise UserError if an argument is not callable."""
   if not callable(value):
     raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a function")
 
 
 def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
-  """The directory that was named: by its path, by a name in this machine's Hugging Face cache, or by what wrote it.
+  """Return a directory named by a path, a name in the local Hugging Face cache, a URL, or a result of the API.
 
-  Of a URL what its checkpoint needs is copied to this machine first.
+  For a URL, the needed files are copied to this machine first.
 
   Args:
-    given: what a caller said.
-    what: what it is to be, for the error.
+    given: argument of the caller.
+    what: name of the argument in errors.
 
   Raises:
-    UserError: neither of these; or nothing in that store.
+    UserError: the argument names no directory, or the store has none there.
     RetryableError: the store does not answer.
   """
   found = place_or_url(given, what)
@@ -108,22 +108,22 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
 
 
 def place_or_url(given: "str | os.PathLike[str] | Saved", what: str) -> Path | Place:
-  """The same without a copy: what is in a store stays there.
+  """Return a directory as ``place_of``, or the place of a URL without a copy.
 
   Raises:
-    UserError: neither of these.
+    UserError: the argument names no directory.
   """
   directory = given.place if isinstance(given, Saved) else given
   if not isinstance(directory, str | os.PathLike):
     raise UserError(
       f"{what} {given!r:.80} ({type(given).__name__}) names no directory\n"
-      "  fix: a path, a name of the Hugging Face cache, or what train, import_checkpoint or export_checkpoint returned"
+      "  fix: pass a path, a name in the Hugging Face cache, or a result of train, import_checkpoint or export_checkpoint"
     )
   text = os.fspath(directory)
   if text in model_names() and not Path(text).exists():
     raise UserError(
-      f"{what} {text}: the name of a configuration, which has no weights\n"
-      "  fix: name what it was trained into, as runs/NAME, or a Hugging Face checkpoint"
+      f"{what} {text}: this is the name of a configuration, which has no weights\n"
+      "  fix: pass a run directory, as runs/NAME, or a Hugging Face checkpoint"
     )
   if is_remote(text):
     return Place(text)
@@ -131,15 +131,15 @@ def place_or_url(given: "str | os.PathLike[str] | Saved", what: str) -> Path | P
 
 
 def require_shown(progress: "Shown") -> None:
-  """UserError for a ``progress`` that takes no lines."""
+  """Raise UserError if ``progress`` is neither None, nor callable, nor a stream."""
   if progress is not None and not callable(progress) and not hasattr(progress, "write"):
     raise UserError(
-      f"progress={progress!r:.60} takes no lines\n  fix: a function of a line, as print, or a stream, as sys.stdout"
+      f"progress={progress!r:.60} takes no lines\n  fix: pass a function of a line, as print, or a stream, as sys.stdout"
     )
 
 
 def line_taker(progress: "Shown") -> Callable[[str], None]:
-  """``progress`` as a function of a line."""
+  """Return ``progress`` as a function that takes a line."""
   require_shown(progress)
   if progress is None:
     return lambda _: None

@@ -1,31 +1,31 @@
-"""What a train step computes in which dtype, read from its program, and the precision keys that it honours."""
+"""``audit``: reads dtypes from the program of a train step, and checks that it honours the precision keys."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.analysis.lowered import PLATFORMS
 from maxtext_like.api.arguments import words
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.config import load_config
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.analysis.audit_keys import KeyVerdict
   from maxtext_like.analysis.program_audit import Row, Unasked
-  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.api.config import Configuration
   from maxtext_like.training.step.program import TrainProgram
 
 
 @dataclass(frozen=True)
 class Audit:
-  """The reading of a program. As text: its tables.
+  """Result of an audit. As text: the tables.
 
   Attributes:
-    program: that was lowered.
-    platform: for which.
-    topology: the TPU slice that it was compiled for; None: it was not compiled.
+    program: the lowered program.
+    platform: platform that it was lowered for.
+    topology: TPU slice that it was compiled for; None if it was not compiled.
     rows: dtypes of operands, accumulators and results by named part, forward and backward.
     keys: a verdict for every precision key.
-    unasked: work in a dtype that no key asked for.
+    unasked: operations in a dtype that no key asks for.
   """
 
   program: "TrainProgram"
@@ -37,11 +37,11 @@ class Audit:
 
   @property
   def honoured(self) -> bool:
-    """No key is dishonoured."""
+    """True if the program honours every key."""
     return not any(key.verdict == "not honoured" for key in self.keys)
 
   def to_json(self) -> dict[str, Any]:
-    """The tables."""
+    """Return the tables as JSON data."""
     from maxtext_like.analysis import program_audit
 
     model = self.program.model
@@ -71,33 +71,33 @@ class Audit:
 def audit(
   config: "Configuration", *overrides: str, platform: str | None = None, topology: str | None = None, **keys: Any
 ) -> Audit:
-  """Lowers the train step for a platform that need not be here, and reads the program.
+  """Lower the train step for a platform, which this machine need not have, and read its program.
 
   Args:
-    config: a name, a path, or what ``load_config`` returned.
-    overrides: words laid over it.
+    config: a configuration, as for ``load_config``.
+    overrides: words that override the configuration.
     platform: "tpu", "cuda" or "cpu".
-    topology: a TPU slice, as "v6e-8": compiles for it with libtpu and reads the compiler's program too.
-    keys: values laid over it.
+    topology: a TPU slice, as "v6e-8": also compile for it with libtpu, and read the compiled program.
+    keys: the same as Python values.
 
   Raises:
-    UserError: no such platform or slice, or a configuration whose layers differ in precision.
+    UserError: the platform or slice does not exist, or layers of the configuration differ in precision.
   """
   from maxtext_like.capacity.topologies import find_topology
 
   given = words(overrides, keys, audit)
   if topology and platform not in (None, "tpu"):
-    raise UserError(f"audit: topology {topology} is a TPU slice, platform {platform} is not\n  fix: leave one out")
+    raise UserError(f"audit: topology {topology} is a TPU slice, but platform is {platform}\n  fix: leave one of them out")
   platform = platform or ("tpu" if topology else None)
   if platform not in PLATFORMS:
-    said = f"platform {platform} is none of" if platform else "no platform\n  fix: name one of"
+    said = f"platform {platform} is not one of" if platform else "no platform\n  fix: name one of"
     raise UserError(f"audit: {said} {', '.join(PLATFORMS)}")
   slice_ = find_topology(topology) if topology else None
   c = load_config(config, *given).config
   if c.precision.layer_precision:
     raise UserError(
-      "audit: layer_precision gives layers dtypes of their own, and a site's verdict is for all layers\n"
-      "  fix: audit without it, and once more with its keys for the whole model"
+      "audit: layer_precision sets different dtypes for layers, but a verdict covers all layers\n"
+      "  fix: audit once without it, and once with its keys set for the model"
     )
   import jax
 

@@ -1,4 +1,4 @@
-"""The smallest set of precision keys that mends a step, with what each of them does and costs."""
+"""``bisect``: finds the smallest set of precision keys that repairs a step, with the effect and cost of each key."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import line_taker, place_or_url, require_number, words
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.config import load_config
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
   from maxtext_like.analysis.distance import Distance
   from maxtext_like.analysis.key_bisection import Bisection, Result
   from maxtext_like.api.arguments import Saved
-  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.api.config import Configuration
   from maxtext_like.config.load import Loaded
   from maxtext_like.storage import Place
   from maxtext_like.training.loop.progress import Shown
 
 COST_REPEATS = 10
-ROWS, LENGTH = 2, 128  # of the batch, where a Hugging Face checkpoint is all that is named
-SHOWN = 3  # arrays that are named for a key
+ROWS, LENGTH = 2, 128  # batch for a Hugging Face checkpoint without a configuration
+SHOWN = 3  # maximum number of arrays listed for a key
 
 
 @dataclass(frozen=True)
 class Bisected:
-  """What a search found. As text: errors, the keys as YAML, and a table of what each mends and costs.
+  """Result of a search. As text: errors, the keys as YAML, and a table with the effect and cost of each key.
 
   Attributes:
     result: the keys, and errors before and after.
-    text: of it.
+    text: the printed report.
   """
 
   result: "Result"
@@ -41,7 +41,7 @@ class Bisected:
 
   @property
   def hopeless(self) -> bool:
-    """Nothing mends it."""
+    """True if no key repairs the step."""
     return self.result.outcome == "hopeless"
 
 
@@ -53,30 +53,30 @@ def bisect(
   progress: "Shown" = None,
   **keys: Any,
 ) -> Bisected:
-  """Compares one training step with the same step in float32: same weights, same batch.
+  """Compare one training step with the same step in float32 (same weights, same batch).
 
-  If it is not finite, or further away than the tolerance, searches the smallest set of precision keys that mends it, first
-  in the whole model, then layer by layer.
+  If the step is not finite, or its error exceeds the tolerance, search for the smallest set of precision keys that repairs it,
+  first for the model as a whole, then for single layers.
 
   Args:
-    config: a name, a path, or what ``load_config`` returned; None: a Hugging Face checkpoint's own, on random tokens.
-    overrides: words laid over it, as ``"dtype=float16"``.
-    checkpoint: weights to look at: a run, one of its checkpoints, or Hugging Face's, also by URL; None: those that a run would
-      start with.
-    tolerance: largest relative error of loss, gradients (of each array too) and update; None: chosen for model and dtype.
-    progress: where lines go, as in ``train``: notes on the configuration, and one for each measurement.
-    keys: values laid over it.
+    config: a configuration, as for ``load_config``; None: that of a Hugging Face checkpoint, on random tokens.
+    overrides: words that override the configuration, as ``"dtype=float16"``.
+    checkpoint: weights to use: a run, one of its checkpoints, a Hugging Face checkpoint, or a URL; None: the weights that a run
+      starts with.
+    tolerance: maximum relative error of loss, gradients (also of each array) and update; None: chosen by model and dtype.
+    progress: target of printed lines, as in ``train``: notes on the configuration, and a line for each measurement.
+    keys: the same as Python values.
 
   Raises:
-    UserError: configuration, data or checkpoint are not usable.
-    DoesNotFitError: the float32 step does not fit the memory.
+    UserError: the configuration, the data or the checkpoint is invalid.
+    DoesNotFitError: not enough memory for the float32 step.
     NonFiniteError: the float32 step is not finite.
   """
   given, say = words(overrides, keys, bisect), line_taker(progress)
   if tolerance is not None:
     require_number(bisect, "tolerance", tolerance)
   if tolerance is not None and not 0 < tolerance < float("inf"):
-    raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: as in 0.5")
+    raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: pass a positive number, as 0.5")
   place = None
   if checkpoint is not None:
     place = place_or_url(checkpoint, "checkpoint")
@@ -93,10 +93,10 @@ def bisect(
 
 
 def _configuration_of(checkpoint: "Path | Place | None", overrides: Sequence[str]) -> "Loaded":
-  """The configuration of a Hugging Face checkpoint on random tokens; the words may say else.
+  """Return the configuration of a Hugging Face checkpoint on random tokens, with overrides.
 
   Raises:
-    UserError: there is none in the directory.
+    UserError: the directory has no config.json.
   """
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
   from maxtext_like.checkpoint.weight_sources import hugging_face_here, is_hugging_face
@@ -111,11 +111,11 @@ def _configuration_of(checkpoint: "Path | Place | None", overrides: Sequence[str
 def _prepare(
   loaded: "Loaded", checkpoint: "Path | Place | None", tolerance: float | None, say: Callable[[str], None]
 ) -> "Bisection":
-  """The search over a configuration's first batch, on fresh weights or those of a checkpoint.
+  """Return the search for the first batch of a configuration, with new weights or those of a checkpoint.
 
   Raises:
-    UserError: configuration, data or checkpoint are not usable.
-    DoesNotFitError: the float32 step does not fit the memory.
+    UserError: the configuration, the data or the checkpoint is invalid.
+    DoesNotFitError: not enough memory for the float32 step.
     NonFiniteError: the float32 step is not finite.
   """
   import dataclasses
@@ -137,11 +137,11 @@ def _prepare(
 
   if (place := launchers.place()) is not None:
     raise UserError(
-      f"bisect compares programs in one process, and {place.launcher} started several\n"
-      "  fix: run it on one host, outside of the launcher; num_decoder_layers=... makes a model that fits it"
+      f"bisect runs in one process, but {place.launcher} started several\n"
+      "  fix: run it on one host without the launcher; num_decoder_layers=... makes the model small enough"
     )
   config = loaded.config
-  # A stored dtype is no obstacle: everything is compared in float32.
+  # Any stored dtype is accepted, because everything is compared in float32.
   source = checkpoint or (config.checkpoint.init_from and located(config.checkpoint.init_from))
   stored = {"allow_dtype_change": True, "resume": False, "init_from": str(source) if source else None}
   config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **stored))
@@ -161,7 +161,7 @@ def _prepare(
 
 
 def _require_loadable(loaded: "Loaded", result: "Result") -> None:
-  """What is printed has to load, as the very configuration that was measured."""
+  """Check that the printed keys load as the configuration that was measured."""
   from maxtext_like.analysis import precision_overrides
 
   again = load_config(loaded, *precision_overrides.words(loaded.config, result.config)).config
@@ -170,7 +170,7 @@ def _require_loadable(loaded: "Loaded", result: "Result") -> None:
 
 
 def _report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
-  """What was found, for people."""
+  """Return the printed report."""
   from maxtext_like.analysis import precision_overrides
   from maxtext_like.analysis.key_bisection import summary
 
@@ -178,27 +178,31 @@ def _report(loaded: "Loaded", search: "Bisection", result: "Result") -> str:
   lines = [f"{model} in {precision.dtype}: {_distance(result.before)}"]
   within = f"within the tolerance of {_tolerance(search)}"
   if result.outcome == "fine":
-    return "\n".join([*lines, f"nothing to mend: {within}"])
+    return "\n".join([*lines, f"nothing to repair: {within}"])
   if result.outcome == "hopeless":
-    nearest = f"nearest, with {summary(result.remedies)}: {_distance(result.after)}" if result.remedies else "as it is: nearest"
+    nearest = (
+      f"smallest error, with {summary(result.remedies)}: {_distance(result.after)}"
+      if result.remedies
+      else "no key reduces the error"
+    )
     return "\n".join([*lines, f"no precision key brings it {within}; {result.steps} configurations were measured", nearest])
-  lines += [f"mended: {_distance(result.after)}; {result.steps} configurations were measured", ""]
+  lines += [f"repaired: {_distance(result.after)}; {result.steps} configurations were measured", ""]
   lines += [precision_overrides.yaml(loaded.config, result.config), "", _table(result)]
   return "\n".join(lines)
 
 
 def _tolerance(search: "Bisection") -> str:
-  """One number where all parts have the same; else by part, and where those come from."""
+  """Return the tolerance as text: one number, or one per part with their origin."""
   if len(set(search.limits.values())) == 1:
     return f"{search.limits['loss']:g}"
   text = ", ".join(f"{part} {limit:.2g}" for part, limit in search.limits.items())
-  return f"{text} (what {search.config.precision.dtype} makes of this model with every other key at its safer value, doubled)"
+  return f"{text} (twice the error of {search.config.precision.dtype} with every other key at its safer value)"
 
 
 def _table(result: "Result") -> str:
   from maxtext_like.analysis.key_bisection import error_text, summary
 
-  rows = [("key", "without it", "with it", "step time", "mends")]
+  rows = [("key", "without it", "with it", "step time", "repairs")]
   for f in result.findings:
     name = summary([r for r in result.remedies if r.key == f.key])
     arrays = f": {', '.join(f.arrays[:SHOWN])}" + (f" and {len(f.arrays) - SHOWN} more" if len(f.arrays) > SHOWN else "")

@@ -1,18 +1,18 @@
-"""Whether a train step fits machines that are not here: compiled for a TPU slice or GPUs, or for GPUs estimated."""
+"""``compile_step``: compiles a train step for TPUs or GPUs, which this machine need not have, and reports whether it fits."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.config import load_config
 from maxtext_like.capacity.chips import GIB
 from maxtext_like.capacity.topologies import TOPOLOGIES, GpuHost, Topology, find_machine
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.analysis.audit_keys import KeyVerdict
-  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.api.config import Configuration
   from maxtext_like.capacity.aot_gpu import CompiledForGpus
   from maxtext_like.capacity.aot_tpu import CompiledStep, MachineCode, Work
   from maxtext_like.capacity.memory import Limit, MemoryEstimate
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Change:
-  """Other values of keys, that were tried. As text: the values and what came of it.
+  """Other settings that were tried. As text: the settings and the result.
 
   Attributes:
-    values: as on the command line.
-    step: what the compiler says with them.
+    values: ``key=value`` words.
+    step: result of the compiler with these settings.
   """
 
   values: tuple[str, ...]
@@ -40,14 +40,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Compiled:
-  """What libtpu says of a train step. As text: the table, in GiB (2**30 bytes) or MiB of one chip.
+  """A train step compiled by libtpu. As text: a table, in GiB (2**30 bytes) or MiB per chip.
 
   Attributes:
-    config: of it.
-    step: memory, work, seconds.
-    flags: the group of XLA flags that it was compiled with.
-    tried: where it does not fit: changes that were compiled until memory was laid out, the last of which may fit.
-    keys: verdicts on the precision keys of the compiled program; empty where there is none, or layers differ in precision.
+    config: configuration of the step.
+    step: memory, work and compilation time.
+    flags: name of the group of XLA flags.
+    tried: if the step does not fit, other settings that were compiled until memory was assigned; the last one may fit.
+    keys: verdicts on the precision keys; empty without a compiled program, or if layers differ in precision.
   """
 
   config: "Config"
@@ -58,7 +58,7 @@ class Compiled:
 
   @property
   def fits(self) -> bool:
-    """Whether a chip has the memory."""
+    """True if the step fits the memory of a chip."""
     return self.step.fits
 
   def __str__(self) -> str:
@@ -101,11 +101,11 @@ class Compiled:
 
   def _remedy(self) -> str:
     if self.tried and self.tried[-1].step.fits:
-      return f"it does with {' '.join(self.tried[-1].values)}"
-    return "neither with what was tried; more chips, or opt_type=adafactor, or a smaller max_target_length"
+      return f"it fits with {' '.join(self.tried[-1].values)}"
+    return "nor do the settings tried; use more chips, opt_type=adafactor, or a smaller max_target_length"
 
   def to_json(self) -> dict[str, Any]:
-    """All of it."""
+    """Return everything as JSON data."""
     from maxtext_like.capacity.aot_tpu import version
 
     step, t = self.step, self.step.topology
@@ -145,12 +145,12 @@ def _memory_rows(layout: "MemoryLayout") -> list[tuple[str, str]]:
 
 
 def host_rows(size: int, device: str) -> list[tuple[str, str]]:
-  """What lies in the host's memory for a device, which is called ``device``; nothing where nothing does."""
-  return [("host", f"{size_words(size)} a {device} lie in the host's memory")] if size else []
+  """Return a row about host memory per device, named ``device``; no row if none is used."""
+  return [("host", f"{size_words(size)} a {device} in host memory")] if size else []
 
 
 def work_rows(work: "Work") -> list[tuple[str, str]]:
-  """Products, transfers and, where the device's speed is known, the bounds."""
+  """Return rows about matrix products, transfers and, if the device's speed is known, bounds of the time."""
   from maxtext_like.capacity.compiled_program import HOST_COPIES
 
   bounds = work.roofline
@@ -179,7 +179,7 @@ def work_rows(work: "Work") -> list[tuple[str, str]]:
 
 
 def audit_summary(keys: "tuple[KeyVerdict, ...]") -> str:
-  """The verdicts in a line."""
+  """Return the verdicts in one line."""
   by: dict[str, list[str]] = {}
   for key in keys:
     by.setdefault(key.verdict, []).append(key.key)
@@ -189,15 +189,15 @@ def audit_summary(keys: "tuple[KeyVerdict, ...]") -> str:
 
 @dataclass(frozen=True)
 class OnGpus:
-  """What a train step needs of each GPU, from shapes and shardings, and as compiled. As text: the table, in GB (1e9 bytes).
+  """Memory of a train step on each GPU, estimated from shapes and, if possible, compiled. As text: a table, in GB (1e9 bytes).
 
   Attributes:
     host: the GPUs.
-    program: of the step.
-    need: the estimate that a run makes before it allocates anything.
-    limit: what there is.
-    compiled: what XLA says; None where it was not asked.
-    why_not: it was not.
+    program: program of the step.
+    need: estimate that a run makes before it allocates anything.
+    limit: memory of a GPU.
+    compiled: result of XLA; None if the step was not compiled.
+    why_not: reason why it was not compiled.
   """
 
   host: GpuHost
@@ -209,16 +209,16 @@ class OnGpus:
 
   @property
   def bytes(self) -> int:
-    """By estimate, by which a run is refused at its start, or as compiled, whichever is more: the device takes no less."""
+    """The larger of the estimate, which a run checks at its start, and the compiled size."""
     return max(self.need.total, 0 if self.compiled is None else self.compiled.total)
 
   @property
   def fits(self) -> bool:
-    """Whether that is within the limit."""
+    """True if ``bytes`` is within the limit."""
     return self.bytes <= self.limit.bytes
 
   def to_json(self) -> dict[str, Any]:
-    """All of it."""
+    """Return everything as JSON data."""
     c, need = self.program.config, asdict(self.need)
     return {
       "model": c.model.model_name,
@@ -246,28 +246,26 @@ class OnGpus:
       *(("attention", str(use)) for use in program.model.kernels),
       (
         "by estimate",
-        "the arrays that follow from shapes and shardings, as train counts them at its start; of each GPU:",
+        "arrays by shapes and shardings, as train estimates them at its start; per GPU:",
       ),
     ]
-    share = f"{self.bytes / self.limit.bytes:.0%} of what there is"
+    share = f"{self.bytes / self.limit.bytes:.0%} of the memory"
     if (x := self.compiled) is None:
       by = " by estimate"
       tail = [
         ("not compiled", self.why_not),
-        ("not counted", "what XLA, cuDNN and NCCL work in, and a head that is gathered: the device tells"),
+        ("not counted", "workspaces of XLA, cuDNN and NCCL, and a gathered output head; only the device shows them"),
       ]
     else:
       from maxtext_like.capacity.aot_gpu import installed
 
       by = ""
-      sizes = (
-        f"{x.argument_bytes / memory.GB:.2f} GB of state and batch, {x.output_bytes / memory.GB:.2f} that come out besides"
-      )
+      sizes = f"{x.argument_bytes / memory.GB:.2f} GB of state and batch, {x.output_bytes / memory.GB:.2f} of other outputs"
       tail = [
         ("as compiled", f"{x.total / memory.GB:.2f} GB: {sizes}, {x.temporary_bytes / memory.GB:.2f} of temporaries"),
-        *([("host", f"{x.host_bytes / memory.GB:.2f} GB of the host's memory besides")] if x.host_bytes else []),
+        *([("host", f"{x.host_bytes / memory.GB:.2f} GB of host memory in addition")] if x.host_bytes else []),
         ("compiled", f"in {x.seconds:.0f} s with {installed()}"),
-        ("not counted", "what the device chooses by trial, matrix kernels and cuDNN's plans, works in, and NCCL"),
+        ("not counted", "workspaces of matrix kernels and cuDNN plans, which the device chooses by autotuning, and of NCCL"),
       ]
     tail.append(("verdict", f"fits{by}, with {share}" if self.fits else f"does not fit{by}: {share}"))
     parts = [columns(rows), memory.table(self.need, self.limit), columns(tail)]
@@ -284,31 +282,31 @@ def compile_step(
   machine_code: "MachineCode" = "quick",
   **keys: Any,
 ) -> Compiled | OnGpus:
-  """Compiles the train step for TPU slices with libtpu, for GPUs with JAX's CUDA libraries, on any Linux machine. Nothing runs.
+  """Compile the train step for TPU slices with libtpu or for GPUs with JAX's CUDA libraries, on any Linux machine.
 
-  Without CUDA's libraries the arrays are counted for GPUs, as a run counts them at its start. What does not fit a TPU is tried
-  with other values, one after the other, until one fits.
+  Without CUDA libraries the memory of GPUs is estimated, as a run does at its start. If the step does not fit a TPU, other
+  settings are tried one after the other until one fits.
 
   Args:
-    config: a name, a path, or what ``load_config`` returned.
-    overrides: words laid over it.
+    config: a configuration, as for ``load_config``.
+    overrides: words that override the configuration.
     topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2".
     memory: memory of a GPU, such as "24GB", instead of the table's value; without a topology, one GPU of any kind.
-    num_slices: of TPUs: how many such slices, joined by the data-center network.
-    xla_flags: of TPUs: "base" (None), or "all", with those that put collectives behind computation.
-    machine_code: False: of TPUs the compiler is stopped once memory is laid out, which is a tenth of the work; all but its own
-      peak and its objections to kernels is known then. "quick": it compiles the same with little optimisation to the end, for
-      these. True: what it compiles to the end is the program of a run. For GPUs nothing is compiled with False.
-    keys: values laid over it.
+    num_slices: TPU: number of slices, connected by the data-center network.
+    xla_flags: TPU: "base" (None), or "all", which adds the flags that overlap collectives with computation.
+    machine_code: False: stop the TPU compiler when memory is assigned, after a tenth of the work; the compiler's own peak
+      memory and errors in kernels are then unknown. "quick": then also compile to the end with little optimization, to find
+      those. True: compile to the end as a run does. For GPUs, False compiles nothing.
+    keys: the same as Python values.
 
   Raises:
-    UserError: no such topology, a mesh that does not fit it, no libtpu.
+    UserError: the topology is unknown, the mesh does not fit it, or libtpu is not installed.
   """
   given = words(overrides, keys, compile_step)
   target = find_machine(topology, memory)
   if isinstance(target, GpuHost) and (xla_flags is not None or num_slices != 1):
     what = f"xla_flags={xla_flags}" if xla_flags is not None else f"num_slices={num_slices}"
-    raise UserError(f"compile: {what} is for TPUs, {target.name} is not\n  fix: leave it out")
+    raise UserError(f"compile: {what} is only for TPUs, and {target.name} is not a TPU\n  fix: leave it out")
   if not isinstance(machine_code, bool) and machine_code != "quick":
     raise UserError(f"compile: machine_code={machine_code!r}\n  fix: True, False or 'quick'")
   if num_slices < 1:
@@ -339,7 +337,7 @@ def _on_gpus(c: "Config", host: GpuHost, compiled: "MachineCode") -> OnGpus:
 
 
 def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterator[Change]":
-  """Values that make a step smaller, those first that change no number: tried until one fits."""
+  """Yield settings that make a step smaller, first those that change no result, until one fits."""
   from maxtext_like.capacity import aot_tpu
   from maxtext_like.layers.remat import offload_under
   from maxtext_like.models.build import runs_in_loops
@@ -378,7 +376,7 @@ def _changes(c: "Config", topology: Topology, flags: dict[str, Any]) -> "Iterato
 
 
 def _any_size(c: "Config") -> bool:
-  """Whether an axis of the mesh takes whatever chips a slice has."""
+  """Return True if an axis of the mesh takes all remaining chips of a slice."""
   return any(size == -1 for axis, size in vars(c.mesh).items() if axis.startswith("ici_"))
 
 
@@ -394,7 +392,7 @@ def _verdicts(c: "Config", step: "CompiledStep") -> "tuple[KeyVerdict, ...]":
 
 
 def run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]:
-  """What is looked at: model and training, the batch as that of a device, which is called ``device``."""
+  """Return rows about model and training, with the batch of a device, named ``device``."""
   t = c.training
   shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a {device}"
   offload = "" if t.remat_offload == "none" else f", {t.remat_offload} on the host"
@@ -407,10 +405,10 @@ def run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]
 
 
 def size_words(size: float) -> str:
-  """GiB, or MiB of less than 0.1 GiB."""
+  """Return a size in GiB, or in MiB if it is below 0.1 GiB."""
   return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / GIB * 1024:.2f} MiB"
 
 
 def columns(rows: list[tuple[str, str]]) -> str:
-  """Names and what they say, a line each."""
+  """Return rows as lines with two columns."""
   return "\n".join(f"  {name:<12} {value}" for name, value in rows)

@@ -1,35 +1,36 @@
-"""What a run would make of its data, from Python."""
+"""``look_at_data``: shows records as a run tokenizes them, and counts one pass over the data."""
 
 import numbers
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
-from maxtext_like.api.configuration import load_config, load_for_sft
+from maxtext_like.api.config import load_config, load_for_sft
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
-  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.api.config import Configuration
   from maxtext_like.data.preview import DataPreview
 
 
 def look_at_data(
   config: "Configuration", *overrides: str, show: int = 3, documents: int = 10_000, for_sft: bool = False, **keys: Any
 ) -> "DataPreview":
-  """What a run would make of its training data: records as they are tokenised, with what is learned, and counts of a pass.
+  """Tokenize the first training records as a run does, mark the learned tokens, and count one pass over the data.
 
   Args:
-    config: a name, a path, or what ``load_config`` returned.
-    overrides: words laid over it, as ``"data_format=chat"``.
-    show: records of each source that are shown, the first.
-    documents: of each source that are counted, the first.
-    for_sft: the words are those of ``sft``, which adds what it needs.
-    keys: values laid over it, as ``data_format="chat"``.
+    config: a configuration, as for ``load_config``.
+    overrides: words that override the configuration, as ``"data_format=chat"``.
+    show: number of first records to return from each source.
+    documents: number of first documents to count in each source.
+    for_sft: treat the arguments as those of ``sft``.
+    keys: the same as Python values, as ``data_format="chat"``.
 
   Returns:
-    ``records`` with ``parts``, texts and whether they are learned; ``counts`` by source; bad records are counted, not raised.
+    An object with ``records``, whose ``parts`` are pairs of text and True if it is learned, and ``counts`` by source. Bad
+    records are counted and raise no error.
 
   Raises:
-    UserError: configuration or files cannot be used.
+    UserError: the configuration or a file is invalid.
   """
   for name, value in {"show": show, "documents": documents}.items():
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:

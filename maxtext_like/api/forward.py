@@ -1,4 +1,4 @@
-"""A checkpoint on given arrays, with everything that transformers can be compared on.
+"""``forward``: runs a checkpoint on arrays and returns every output that can be compared with transformers.
 
 B batch, T position, D model, V vocabulary, E experts.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs:
-  """What a model makes of arrays.
+  """Outputs of a model.
 
   Attributes:
-    arrays: by name, float32 unless they are indices: "logits", "loss" with labels, "hidden.layerNN", "router.layerNN.*", ...;
-      in float16 "rescued"; with gradients "grad_global_norm" and "grad.<name of the parameter in transformers>".
-    notes: on what was not used, and the kernels.
+    arrays: arrays by name, float32 unless they are indices: "logits", "loss" with labels, "hidden.layerNN", "router.layerNN.*",
+      ...; in float16 "rescued"; with gradients "grad_global_norm" and "grad.<parameter name in transformers>".
+    notes: remarks on unused inputs and on the attention kernels.
   """
 
   arrays: "dict[str, np.ndarray]"
@@ -43,20 +43,20 @@ def forward(
   gradients: bool = False,
   **keys: Any,
 ) -> Outputs:
-  """Runs a checkpoint on arrays. With ``dtype=float32``, ``matmul_precision`` is highest unless it is given.
+  """Run a checkpoint on arrays. With ``dtype=float32``, the default of ``matmul_precision`` is highest.
 
   Args:
-    checkpoint: a directory with config.json and safetensors, or the name of one in this machine's Hugging Face cache; or a run,
-      or one of its checkpoints: of an adapter, with the weights below it and the adapter added.
-    inputs: an .npz file, or its arrays: input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask,
-      position_ids, segment_ids; with images pixel_values, token_type_ids or mm_token_type_ids [B, T], and Gemma 4's
+    checkpoint: a directory with config.json and safetensors, its name in the local Hugging Face cache, a run, or one of its
+      checkpoints. An adapter is merged into the weights below it.
+    inputs: an .npz file or a dict of arrays: input_ids [B, T]; optional labels (not shifted, -100 is ignored), attention_mask,
+      position_ids, segment_ids; with images pixel_values, token_type_ids or mm_token_type_ids [B, T], and for Gemma 4
       image_position_ids.
-    overrides: words laid over the configuration.
-    gradients: of the loss, as well; needs labels.
-    keys: values laid over the configuration.
+    overrides: words that override the configuration.
+    gradients: also compute gradients of the loss; needs labels.
+    keys: the same as Python values.
 
   Raises:
-    UserError: anything wrong with the checkpoint, the inputs or the overrides.
+    UserError: the checkpoint, the inputs or the overrides are invalid.
   """
   import numpy as np
 
@@ -72,7 +72,7 @@ def forward(
       arrays = {name: np.asarray(x) for name, x in inputs.items()}
     except (AttributeError, ValueError) as error:
       raise UserError(
-        f'{named}: no arrays by name: {error}\n  fix: as {{"input_ids": [[5, 6, 7], [8, 9, 10]]}}, rows of one length'
+        f'{named}: not a dict of arrays: {error}\n  fix: pass {{"input_ids": [[5, 6], [8, 9]]}}, with rows of equal length'
       ) from None
   step = None if (place / "config.json").is_file() else find_step(place)
   loaded, weights = _open_hugging_face(place, given, arrays) if step is None else _open_step(step, given)
@@ -80,7 +80,7 @@ def forward(
   lookup = weights.decoder.cfg.lookup
   read = make_batch(arrays, named, vocab_size=model.vocab_size, lookup=lookup, vision=loaded.config.vision)
   if gradients and "targets" not in read.batch:
-    raise UserError(f"{named}: gradients needs labels, which are missing")
+    raise UserError(f"{named}: gradients need labels, which are missing\n  fix: add labels [B, T]")
   kernels = _settle_kernels(weights, loaded, read.batch)
   outputs = evaluator(weights, loaded.config, gradients=gradients)(weights.load(), read.batch)
   unused = [f"{named}: not used: {', '.join(read.unused)}"] if read.unused else []
@@ -89,14 +89,14 @@ def forward(
 
 @dataclass
 class StepWeights:
-  """The weights of a step of ours, as ``Weights`` are those of a Hugging Face checkpoint.
+  """Weights of a checkpoint of this project, with the interface of ``Weights``, which reads Hugging Face checkpoints.
 
   Attributes:
     decoder: the model.
-    model: the same on its device.
-    step: where they are.
-    exact: an adapter is added in float32, whatever the weights are stored in.
-    notes: remarks about the weights; complete once they are loaded.
+    model: the model on its device.
+    step: directory of the checkpoint.
+    exact: merge an adapter in float32 for any dtype of the stored weights.
+    notes: remarks about the weights, complete after ``load``.
   """
 
   decoder: "Decoder"
@@ -106,7 +106,7 @@ class StepWeights:
   notes: tuple[str, ...] = ()
 
   def load(self) -> Any:
-    """The parameters, an adapter added to those below it. Raises UserError, NonFiniteError."""
+    """Return the parameters, with an adapter merged. Raises UserError, NonFiniteError."""
     from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
     from maxtext_like.checkpoint.read_weights import read_merged, read_weights
     from maxtext_like.checkpoint.store import manifest
@@ -116,11 +116,11 @@ class StepWeights:
     if not (self.exact and stored_in != "float32" and self.model.base is None and holds_adapter_alone(stored)):
       return read_weights(self.step, self.model)
     params, _ = read_merged(self.step, stored, self.model, "float32")
-    self.notes += (f"the adapter is added in float32 to weights of {stored_in}; weight_dtype={stored_in} would round the sums",)
+    self.notes += (f"the adapter is merged in float32 into {stored_in} weights; weight_dtype={stored_in} would round the sums",)
     return params
 
   def in_transformers(self, tree: dict) -> "Iterator[tuple[str, np.ndarray]]":
-    """Arrays of a tree like the parameters by transformers' names."""
+    """Yield the arrays of a tree with the structure of the parameters by their names in transformers."""
     from maxtext_like.checkpoint.huggingface.weights import in_transformers
 
     config = self.model.config
@@ -133,9 +133,9 @@ def _open_hugging_face(place: Path, given: list[str], arrays: "Mapping[str, np.n
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 
   shape = arrays["input_ids"].shape if "input_ids" in arrays else ()
-  # The tower is read where there are images for it, unless an override has a say.
+  # Read the vision tower only if there are images; an override may change this.
   tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
-  # max_target_length begins at 2: training needs a target. Here one token is enough, and nothing depends on the other.
+  # The minimum of max_target_length is 2, because training needs a target. A single token is enough here.
   config, loaded = load_checkpoint_config(place, [*tower, *given], length=max(shape[1], 2) if len(shape) == 2 else None)
   return loaded, open_weights(place, config, loaded)
 
@@ -153,20 +153,20 @@ def _open_step(step: Path, given: list[str]) -> "tuple[Loaded, StepWeights]":
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   model = make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
-  # The stored configuration has every key, so only a word that was given has another origin.
+  # The stored configuration has every key, so only an override has another origin.
   chosen = not loaded.origins["precision.weight_dtype"].startswith(("configs/base.yml", str(loaded.path)))
   return loaded, StepWeights(_decoder(loaded), model, step, exact=loaded.config.precision.dtype == "float32" and not chosen)
 
 
 def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded") -> "Weights":
-  """The checkpoint's weights matched against the decoder that the configuration describes."""
+  """Return the weights of a checkpoint, matched with the decoder of its configuration."""
   from maxtext_like.checkpoint.huggingface.weights import Weights
 
   return Weights(checkpoint, _decoder(loaded), config)
 
 
 def _decoder(loaded: "Loaded") -> "Decoder":
-  """The model of a configuration, whose float32 is whole unless a word says otherwise."""
+  """Return the decoder of a configuration. With float32, the default of ``matmul_precision`` is highest."""
   import dataclasses
 
   import jax
@@ -176,7 +176,9 @@ def _decoder(loaded: "Loaded") -> "Decoder":
   settings, training = loaded.config.precision, loaded.config.training
   precision = precision_of(settings)
   origin = loaded.origins["precision.matmul_precision"]
-  if precision.dtype == "float32" and origin.startswith(("configs/base.yml", str(loaded.path))):  # a step has every key
+  if precision.dtype == "float32" and origin.startswith(
+    ("configs/base.yml", str(loaded.path))
+  ):  # a stored configuration has every key
     precision = dataclasses.replace(precision, matmul_precision="highest")
   return build_decoder(
     loaded.config.model,
@@ -191,7 +193,7 @@ def _decoder(loaded: "Loaded") -> "Decoder":
 
 
 def _settle_kernels(weights: "Weights | StepWeights", loaded: "Loaded", batch: dict[str, "np.ndarray"]) -> list[str]:
-  """Gives the decoder the attention kernels that pass their self-test here; returns what each fused one came to."""
+  """Give the decoder attention kernels that pass their self-test on this device; return a note for each fused kernel."""
   import jax
 
   from maxtext_like.models.attention_kernels import settle
@@ -215,13 +217,13 @@ def _settle_kernels(weights: "Weights | StepWeights", loaded: "Loaded", batch: d
 def evaluator(
   weights: "Weights | StepWeights", config: "Config", *, gradients: bool, compiler_options: dict | None = None
 ) -> Callable[[dict, dict[str, "np.ndarray"]], dict[str, "np.ndarray"]]:
-  """A function of parameters and a batch to outputs by the names of ``DESCRIPTION``; compiled once for batches of one shape.
+  """Return a function (parameters, batch) -> outputs by name, compiled once per shape of the batch.
 
   Args:
     weights: checkpoint and decoder.
-    config: of the run; its ``module_api`` is the face that is called.
-    gradients: of the loss as well; the batch then needs "targets".
-    compiler_options: of XLA.
+    config: configuration of the run; ``module_api`` is the Flax API that is called.
+    gradients: also return gradients of the loss; the batch then needs "targets".
+    compiler_options: options of XLA.
   """
   import jax
   import numpy as np
@@ -250,7 +252,7 @@ def evaluator(
 
 
 def _packed_images(outputs: dict[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:
-  """Gemma 4's image tokens as transformers has them, one image after the other without padding: [tokens, ...]."""
+  """Return Gemma 4's image tokens as in transformers: all images in a row without padding, [tokens, ...]."""
   outputs = dict(outputs)
   valid = outputs.pop("vision.valid", None)
   if valid is not None and "vision.pooled" in outputs:
@@ -259,7 +261,7 @@ def _packed_images(outputs: dict[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:
 
 
 def _plain(name: str, array: "np.ndarray") -> "np.ndarray":
-  """float32, or int32 for indices; the router's rows are tokens, as transformers has them: [B * T, ...]."""
+  """Convert to float32, or int32 for indices. Router outputs get shape [B * T, ...], as in transformers."""
   import numpy as np
 
   array = array.astype(np.int32 if array.dtype.kind in "iu" else np.float32)

@@ -1,4 +1,4 @@
-"""A decoder with its loss and everything that transformers can be compared on, as one layer for either face.
+"""A decoder with its loss and captured outputs as one layer, for both Flax APIs.
 
 B batch, T position, V vocabulary.
 """
@@ -17,12 +17,12 @@ from maxtext_like.training.objectives.language_modelling import token_losses
 
 @dataclass(frozen=True)
 class ForwardLayer:
-  """The mean loss over real targets, and logits and captured arrays.
+  """Computes the mean loss over targets, the logits and captured arrays.
 
   Attributes:
     decoder: the model.
-    padding_idx: the row of the embedding tables that lookups give no gradient to, as ``torch.nn.Embedding`` has it;
-      a tied output head still does. None: no such row.
+    padding_idx: row of the embedding tables whose lookups have no gradient, as in ``torch.nn.Embedding``; a tied output head
+      still adds one. None: every row has a gradient.
   """
 
   decoder: Decoder
@@ -32,8 +32,8 @@ class ForwardLayer:
     return self.decoder.params()
 
   def __call__(self, p: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss (float32, 0 without targets) and outputs by name: "logits" [B, T, V], "loss" with targets,
-    "rescued" in float16, captures."""
+    """Return the loss (float32, 0 without targets) and outputs by name: "logits" [B, T, V], "loss" with targets,
+    "rescued" in float16, and captured arrays."""
     x_BTD, aux = self.decoder.hidden(self._without_padding_gradient(p), batch, frozenset(CAPTURES))
     logits = self.decoder.head(p, x_BTD)
     outputs = {name: value for name, value in aux.items() if name.partition(".")[0] in CAPTURES}

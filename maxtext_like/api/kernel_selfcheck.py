@@ -1,4 +1,4 @@
-"""The self-test of attention kernels, for anybody's."""
+"""``kernel_self_test``: tests an attention function against attention in float32."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelTest:
-  """What came of a kernel's trials. As text: a line for each.
+  """Results of a self-test. As text: a line for each case.
 
   Attributes:
-    results: of the trials, in order.
+    results: result of each case, in order.
   """
 
   results: "tuple[CaseResult, ...]"
 
   @property
   def passed(self) -> bool:
-    """Nothing is wrong."""
+    """True if every case passed."""
     return not any(result.problem for result in self.results)
 
   def __str__(self) -> str:
@@ -40,24 +40,24 @@ def kernel_self_test(
   window: bool = False,
   segments: bool = False,
 ) -> KernelTest:
-  """Tries an attention function on JAX's default device, values and gradients, against attention written out in float32.
+  """Compare values and gradients of an attention function on JAX's default device with attention in float32.
 
-  What is looked at is what masks get wrong: windows, documents packed into one row, rows that see nothing, scores far below any
-  number that stands for "masked", odd lengths.
+  The cases cover common errors of masks: windows, documents packed into one row, rows that see no key, scores below the value
+  used for masked positions, and odd lengths.
 
   Args:
     attention: ``(q, k, v, tokens, *, window, scale) -> [B, T, N, H]`` of q [B, T, N, H], k and v [B, T, K, H], causal;
-      ``tokens.segments`` int32 [B, T]: a position sees those of its own number, and 0 is padding.
-    dtype: of q, k and v: "bfloat16", "float16" or "float32"; or as ``jnp.bfloat16``.
-    head_dim: H.
-    query_heads: N of a layer.
-    kv_heads: K of a layer.
-    length: T.
-    window: there is a sliding window, whose size ``window`` is; else it is None.
-    segments: rows hold documents and padding.
+      ``tokens.segments`` is int32 [B, T]: a position sees positions with the same number, and 0 is padding.
+    dtype: dtype of q, k and v: "bfloat16", "float16" or "float32", or as ``jnp.bfloat16``.
+    head_dim: size of a head, H.
+    query_heads: number of query heads, N.
+    kv_heads: number of kv heads, K.
+    length: length of a row, T.
+    window: test a sliding window; the function gets its size as ``window``, otherwise None.
+    segments: test rows with several documents and padding.
 
   Raises:
-    UserError: another dtype, or heads that do not share keys evenly.
+    UserError: the dtype is not supported, or query_heads is not a multiple of kv_heads.
   """
   from maxtext_like.layers.precision import Dtype
   from maxtext_like.numerics.attention_selfcheck import self_test, shape_class
@@ -67,7 +67,7 @@ def kernel_self_test(
     require_number(kernel_self_test, name, size, whole=True)
   dtype = str(dtype_name(dtype))
   if dtype not in get_args(Dtype):
-    raise UserError(f"kernel_self_test: dtype {dtype!r}\n  fix: one of {', '.join(get_args(Dtype))}")
+    raise UserError(f"kernel_self_test: unknown dtype {dtype!r}\n  fix: pass one of {', '.join(get_args(Dtype))}")
   if min(head_dim, query_heads, kv_heads, length) < 1 or query_heads % kv_heads:
     raise UserError(
       f"kernel_self_test: head_dim={head_dim}, query_heads={query_heads}, kv_heads={kv_heads}, length={length}\n"

@@ -1,28 +1,28 @@
-"""What a train step needs and takes at least on machines that are not here, by arithmetic: ``compile_step`` in seconds."""
+"""``plan``: estimates memory and time of a train step from shapes, without compiling."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
 from maxtext_like.api.compile import columns, host_rows, run_rows, size_words, work_rows
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.config import load_config
 from maxtext_like.capacity.topologies import Topology, find_machine
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
-  from maxtext_like.api.configuration import Configuration
+  from maxtext_like.api.config import Configuration
   from maxtext_like.capacity.plan import Plan
 
-SHOWN = 5  # of what a search found
+SHOWN = 5  # maximum number of printed search results
 
 
 @dataclass(frozen=True)
 class Planned:
-  """The table of a step by arithmetic. As text: the table, and of a search the best.
+  """Estimate of a train step. As text: a table, and the best results of a search.
 
   Attributes:
-    plan: of the configuration.
-    found: of a search: plans that fit, best bound first; None: nothing was searched.
+    plan: estimate for the configuration.
+    found: plans of a search that fit, fastest bound first; None without a search.
   """
 
   plan: "Plan"
@@ -30,7 +30,7 @@ class Planned:
 
   @property
   def fits(self) -> bool:
-    """Whether the configuration fits, by this arithmetic."""
+    """True if the configuration fits, by this estimate."""
     return self.plan.fits
 
   def __str__(self) -> str:
@@ -50,9 +50,15 @@ class Planned:
           flops=p.flops, model_flops=p.model_flops, memory_bytes=int(p.memory_bytes), transfers=p.transfers, roofline=p.roofline
         )
       ),
-      *([] if p.roofline else [("at least", "not known: this device is in no table of speeds")]),
-      ("by arithmetic", "nothing was compiled; transfers of layers count as hidden, which xla_flags=all or a GPU makes them"),
-      ("verdict", "nobody knows what there is" if p.limit is None else "fits" if p.fits else "does not fit"),
+      *([] if p.roofline else [("at least", "unknown: there is no table of speeds for this device")]),
+      (
+        "by arithmetic",
+        "not compiled; assumes that transfers of layers overlap with computation, as with xla_flags=all or on a GPU",
+      ),
+      (
+        "verdict",
+        "unknown: the memory of this device is not known" if p.limit is None else "fits" if p.fits else "does not fit",
+      ),
     ]
     if self.found is not None:
       rows += [("search", "nothing fits")] if not self.found else []
@@ -60,7 +66,7 @@ class Planned:
     return columns(rows)
 
   def to_json(self) -> dict[str, Any]:
-    """The table, and what a search found."""
+    """Return the estimate and the results of a search as JSON data."""
     found = None if self.found is None else [_plan_json(p) for p in self.found]
     return _plan_json(self.plan) | {"found": found}
 
@@ -105,21 +111,21 @@ def plan(
   search: bool = False,
   **keys: Any,
 ) -> Planned:
-  """The table that ``compile_step`` makes, from arithmetic on shapes: memory by class, products, transfers, bounds. In seconds.
+  """Estimate the table of ``compile_step`` from shapes, in seconds: memory by use, matrix products, transfers, bounds.
 
   Args:
-    config: a name, a path, or what ``load_config`` returned.
-    overrides: words laid over it.
+    config: a configuration, as for ``load_config``.
+    overrides: words that override the configuration.
     topology: a slice, as "v6e-32", GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2", or CPU devices, as
       "cpu-8", whose speed is not known.
     memory: memory of a GPU or CPU device, such as "24GB", instead of the table's value; without a topology, one GPU of any
       kind.
-    num_slices: of TPUs: how many such slices.
-    search: also tries meshes, rows a device and remat policies; what fits comes back, best bound first.
-    keys: values laid over it.
+    num_slices: TPU: number of slices.
+    search: also try meshes, batch sizes and remat policies, and return those that fit, fastest bound first.
+    keys: the same as Python values.
 
   Raises:
-    UserError: no such topology, a mesh that does not fit it.
+    UserError: the topology is unknown, or the mesh does not fit it.
   """
   given = words(overrides, keys, plan)
   target = find_machine(topology, memory, cpus=True)
@@ -128,7 +134,7 @@ def plan(
       raise UserError(f"plan: num_slices={num_slices}\n  fix: 1 or more")
     target = replace(target, slices=num_slices)
   elif num_slices != 1:
-    raise UserError(f"plan: num_slices={num_slices} is for TPUs, {target.name} is not\n  fix: leave it out")
+    raise UserError(f"plan: num_slices={num_slices} is only for TPUs, and {target.name} is not a TPU\n  fix: leave it out")
   c = load_config(config, *given).config
   from maxtext_like.capacity import plan as by_arithmetic
 

@@ -1,31 +1,34 @@
-"""What a checkpoint's numbers can become in a dtype, told from its weights alone."""
+"""``risk``: estimates from weights which numbers overflow in a dtype. ``initial_risk``: attention scores of random weights."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import Saved, place_of, require_number, words
+from maxtext_like.api.config import load_config
 from maxtext_like.config import hub
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.analysis.risk.overflow_risk import Risk
   from maxtext_like.analysis.risk.parameters import Reader
+  from maxtext_like.api.config import Configuration
   from maxtext_like.checkpoint.store.manifest import Manifest
   from maxtext_like.config.model import ModelConfig
   from maxtext_like.config.schema import Config
   from maxtext_like.layers.decoder import Decoder
+  from maxtext_like.models.initial_values import InitialScores
 
 
 @dataclass(frozen=True)
 class Risks:
-  """Every quantity of a model against the limits of the dtypes, worst first. As text: the table, and what it comes to.
+  """Estimated size of every quantity of a model and its headroom in each dtype, worst first. As text: a table and a summary.
 
   Attributes:
-    dtype: of the model.
-    tokens: that expected sizes are over.
-    risks: one for each quantity of each layer.
-    notes: on what was read.
+    dtype: dtype of the model.
+    tokens: number of tokens for the expected maximum.
+    risks: one entry for each quantity of each layer.
+    notes: remarks on the checkpoint.
   """
 
   dtype: str
@@ -38,36 +41,36 @@ class Risks:
 
   @property
   def overflows(self) -> "list[Risk]":
-    """Those whose expected size is beyond what holds it, and that no key protects."""
+    """Quantities whose expected size overflows and that no key protects."""
     from maxtext_like.analysis.risk.overflow_risk import unprotected_overflows
 
     return unprotected_overflows(self.risks)
 
   def table(self, rows: int = 20) -> str:
-    """The worst ``rows`` of the table (0: all), and a summary."""
+    """Return the worst ``rows`` rows of the table (0: all), and a summary."""
     from maxtext_like.analysis.risk.overflow_risk import table
 
     return f"{table(self.risks, rows)}\n{summary(list(self.risks), self.dtype)}"
 
   def to_json(self) -> dict[str, Any]:
-    """Every row, with numbers in full."""
+    """Return every row as JSON data, with unrounded numbers."""
     from maxtext_like.analysis.risk.overflow_risk import records
 
     return {"dtype": self.dtype, "tokens": self.tokens, "risks": records(self.risks)}
 
 
 def risk(checkpoint: str | Path | Saved, *overrides: str, tokens: int = 4096, **keys: Any) -> Risks:
-  """Reads the weights of a checkpoint, one tensor at a time, and tells how large its numbers can become. Nothing is run.
+  """Read the weights of a checkpoint, one tensor at a time, and estimate how large its numbers become. The model is not run.
 
   Args:
-    checkpoint: a Hugging Face checkpoint or its name in this machine's cache, a run, one of its checkpoints, or what
-      ``import_checkpoint`` made.
-    overrides: words laid over its configuration, as ``"dtype=float16"``.
-    tokens: that an expected maximum is over, at least 100.
+    checkpoint: a Hugging Face checkpoint or its name in the local cache, a run, one of its checkpoints, or an imported
+      checkpoint.
+    overrides: words that override its configuration, as ``"dtype=float16"``.
+    tokens: number of tokens for the expected maximum, at least 100.
     keys: the same as Python values.
 
   Raises:
-    UserError: no checkpoint, a damaged one, or overrides that do not fit it; a family without a formula.
+    UserError: there is no checkpoint or a damaged one, an override is invalid, or the family has no formula.
   """
   from maxtext_like.analysis.risk.model_risk import measure
   from maxtext_like.analysis.risk.overflow_risk import assess
@@ -75,20 +78,20 @@ def risk(checkpoint: str | Path | Saved, *overrides: str, tokens: int = 4096, **
   given = words(overrides, keys, risk)
   require_number(risk, "tokens", tokens, whole=True)
   if tokens < 100:
-    raise UserError(f"risk: tokens={tokens}: too few for an expected maximum\n  fix: 100 or more")
+    raise UserError(f"risk: tokens={tokens}: too few for an expected maximum\n  fix: pass 100 or more")
   model, decoder, read, notes = open_checkpoint(place_of(checkpoint, "checkpoint"), given)
   found = assess(measure(model, decoder, read, tokens), decoder.precision)
   return Risks(decoder.precision.dtype, tokens, tuple(found), tuple(notes))
 
 
 def summary(risks: list["Risk"], dtype: str) -> str:
-  """What it comes to, in one line or a few."""
+  """Return a summary of one or a few lines."""
   from maxtext_like.analysis.risk.overflow_risk import ALWAYS
 
   lines = []
   meanings = (
     ("overflow", f"{dtype} is expected to overflow in"),
-    ("possible", "no input can be ruled out to overflow in"),
+    ("possible", "some input may overflow in"),
     ("coarse", "rounding is coarse in"),
   )
   for verdict, meaning in meanings:
@@ -106,10 +109,10 @@ def summary(risks: list["Risk"], dtype: str) -> str:
 
 
 def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig", "Decoder", "Reader", list[str]]:
-  """The configuration and decoder of a checkpoint, a function that reads parts of its parameters, and notes for the user.
+  """Return configuration and decoder of a checkpoint, a function that reads parts of its parameters, and notes.
 
   Raises:
-    UserError: no checkpoint, a damaged one, or overrides that do not fit it.
+    UserError: there is no checkpoint or a damaged one, or an override is invalid.
   """
   if not directory.is_dir():
     raise UserError(f"{directory}: no such directory{hub.advice(str(directory))}")
@@ -119,7 +122,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 
     given = [*(["use_multimodal=true"] if read_config(directory).has_tower else []), *overrides]
-    config, loaded = load_checkpoint_config(directory, given, length=2)  # no rows are run
+    config, loaded = load_checkpoint_config(directory, given, length=2)  # no batch is run
     weights = open_weights(directory, config, loaded)
     read_part, notes = weights.part, [*loaded.notes, *weights.notes]
     if loaded.config.adapter.base_weights:
@@ -146,7 +149,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     )
   home = step.absolute().parent.parent
   try:
-    # What import made has no configuration of a run; the step holds the model's own.
+    # An imported checkpoint has no configuration of a run; the step has that of the model.
     ran = home / "config.yml"
     stored = read(step)
     config = (load_file(ran, overrides) if ran.is_file() else load_stored(stored.config, str(step), overrides)).config
@@ -158,7 +161,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
 
 
 def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
-  """What reads the weights below a step's adapter, as they are stored there, with the adapter added."""
+  """Return a function that reads the weights below an adapter as they are stored, with the adapter added."""
   import numpy as np
 
   from maxtext_like.checkpoint.adapters.adapted_weights import with_base
@@ -177,3 +180,51 @@ def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
     *_, read, _ = open_checkpoint(on_this_machine(below.source), [])
   adapter, factors = read_adapter(step, stored, model)
   return WeightsAtWork(read, with_base(model, config.adapter).base, adapter, factors)
+
+
+@dataclass(frozen=True)
+class InitialRisk:
+  """Attention scores before training. As text: a table, and a note with the fix if attention starts saturated.
+
+  Attributes:
+    init_scheme: scheme of the initial values.
+    scores: scores of every group of equal layers.
+    note: the problem and its fix; None if no layer starts saturated.
+  """
+
+  init_scheme: str
+  scores: "tuple[InitialScores, ...]"
+  note: str | None
+
+  def __str__(self) -> str:
+    lines = [f"attention scores of random weights, init_scheme={self.init_scheme}", "layers    stddev  keys    softmax"]
+    for s in self.scores:
+      layers = f"{s.first}-{s.last}" if s.last > s.first else str(s.first)
+      lines.append(f"{layers:<9} {s.stddev:<7.3g} {s.keys:<7} {'nearly one-hot' if s.saturated else 'spread'}")
+    return "\n".join([*lines, self.note or "no layer starts saturated"])
+
+  def to_json(self) -> dict[str, Any]:
+    """Return every row as JSON data, with unrounded numbers."""
+    rows = [asdict(s) | {"saturated": s.saturated} for s in self.scores]
+    return {"init_scheme": self.init_scheme, "scores": rows, "note": self.note}
+
+
+def initial_risk(model: "Configuration", *overrides: str, **keys: Any) -> InitialRisk:
+  """Compute the standard deviation of attention scores before training. No array is made.
+
+  Args:
+    model: a configuration, as for ``load_config``.
+    overrides: words that override the configuration, as ``"init_scheme=maxtext"``.
+    keys: the same as Python values.
+
+  Raises:
+    UserError: the configuration is invalid.
+  """
+  from maxtext_like.models.build import build_decoder, precision_of
+  from maxtext_like.models.initial_values import initial_scores, saturation
+
+  config = load_config(model, *overrides, **keys).config
+  training = config.training
+  layers = build_decoder(config.model, precision_of(config.precision), init_scheme=training.init_scheme).layers
+  length = training.max_target_length
+  return InitialRisk(training.init_scheme, tuple(initial_scores(layers, length)), saturation(layers, length))

@@ -111,7 +111,7 @@ class Comparison:
     while True:
       # Apply the words to this run's model. A contradiction is then between a key of the run and one of the checkpoint.
       mixed = unchecked_section("model", {**here, **{c.key: c.stored for c in changes if c.section == "model"}})
-      wrong = [key for problem in (*mixed.problems(), *mixed.pointless()) for key in problem.keys]
+      wrong = [key for problem in (*mixed.problems(), *mixed.ignored_values()) for key in problem.keys]
       more = [key for key in dict.fromkeys(wrong) if key not in words and there.get(key) != here.get(key)]
       if not more:
         return [*words.values()]

@@ -1,1 +1,1 @@
-"""The command line: a module for each verb, which reads words, calls one function of the API, and prints."""
+"""The command line: one module per verb, which parses its arguments, calls a function of the API, and prints the result."""

@@ -1,4 +1,4 @@
-"""What the verbs share in reading their words: the model first, then what the configuration understands or refuses."""
+"""Argument parsing that the verbs share: the model first, then overlays and ``key=value`` words."""
 
 import argparse
 import os
@@ -9,20 +9,20 @@ from maxtext_like.errors import UserError
 
 
 def split_configuration(verb: str, description: str, argv: list[str], epilog: str = "") -> tuple[str, list[str]]:
-  """Splits ``CONFIG [overlay.yml ...] [key=value ...]``; prints the help of the verb and exits when asked to.
+  """Split ``CONFIG [overlay.yml ...] [key=value ...]``. With --help, print the help of the verb and exit.
 
   Args:
-    verb: the verb, for the usage line.
-    description: what it does.
-    argv: the words after the verb.
-    epilog: printed below the help, as it is.
-
-  Raises:
-    UserError: the first word is no configuration, and no word is ``model_name=MODEL`` or ``init_from=DIR``.
+    verb: name of the verb, for the usage line.
+    description: description of the verb.
+    argv: words after the verb.
+    epilog: text printed after the help.
 
   Returns:
-    The configuration and the other words in order. Words that look like options (``--steps=5``) are left in, since
-    ``maxtext_like.config.overrides`` understands or refuses them.
+    The configuration, and the other words in order. Words that look like options (``--steps=5``) are included;
+    ``maxtext_like.config.overrides`` parses them or reports them.
+
+  Raises:
+    UserError: the first word is not a configuration, and no word is ``model_name=MODEL`` or ``init_from=DIR``.
   """
   if "-h" in argv or "--help" in argv:
     configuration_parser(verb, description, epilog).parse_args(["--help"])
@@ -30,33 +30,33 @@ def split_configuration(verb: str, description: str, argv: list[str], epilog: st
     if names_model(argv):
       return "base.yml", argv
     if sources := initial_weights(argv):
-      return sources[-1], argv  # a checkpoint names its model too
-    written = f"; {argv[0]!r} is not one" if argv else ""
+      return sources[-1], argv  # a checkpoint contains the configuration of its model
+    written = f": {argv[0]!r} is not a configuration" if argv else ""
     raise UserError(
-      f"no configuration named{written}\n  fix: maxtext-like {verb} MODEL [key=value ...], with a name as gemma4-tiny or a "
-      "checkpoint's directory as MODEL"
+      f"the model is missing{written}\n  fix: maxtext-like {verb} MODEL [key=value ...]; MODEL is a name, as gemma4-tiny, or a "
+      "checkpoint's directory"
     )
   return argv[0], argv[1:]
 
 
 def initial_weights(words: list[str]) -> list[str]:
-  """The values of ``init_from`` among the words."""
+  """Return the values of ``init_from`` in the words."""
   return [word.partition("=")[2] for word in words if re.match(r"-*(checkpoint\.)?init_from=.", word)]
 
 
 def names_model(words: list[str]) -> bool:
-  """Whether the words name the model as MaxText's commands do, by ``model_name``, which is laid over the defaults."""
+  """Return True if the words name the model with ``model_name``, as MaxText's commands do."""
   return any(re.match(r"-*(model\.)?model_name(=|$)", word) for word in words)
 
 
 def print_notes(notes: Iterable[str], margin: str = "") -> None:
-  """What a configuration has to say to whoever runs it, with ``margin`` before every line."""
+  """Print the notes of a configuration, with ``margin`` before every line."""
   for note in notes:
     print(f"{margin}note: " + note.replace("\n", f"\n{margin}  "))
 
 
 def configuration_parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-  """The parser that writes the help of a verb ``VERB CONFIG [key=value ...]``; a verb may add options of its own."""
+  """Return a parser for the help of a verb ``VERB CONFIG [key=value ...]``; the verb may add options."""
   parser = argparse.ArgumentParser(
     prog=f"maxtext-like {verb}",
     usage=f"maxtext-like {verb} CONFIG [overlay.yml ...] [key=value ...]",
@@ -65,25 +65,27 @@ def configuration_parser(verb: str, description: str, epilog: str = "") -> argpa
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
-  parser.add_argument("CONFIG", help="a model's name, as gemma4-tiny, the path of a .yml file, or a checkpoint's directory")
-  what = "files with some keys each, laid over the model file in order: your own settings, the mesh of a machine"
+  parser.add_argument("CONFIG", help="name of a model, as gemma4-tiny, path of a .yml file, or directory of a checkpoint")
+  what = "files with keys that override the model file, in order: your settings, or the mesh of a machine"
   parser.add_argument("overlay.yml", nargs="*", help=what)
-  parser.add_argument("key=value", nargs="*", help="values laid over the files; maxtext-like train --help-keys lists the keys")
+  parser.add_argument(
+    "key=value", nargs="*", help="values that override the files; maxtext-like train --help-keys lists the keys"
+  )
   return parser
 
 
 def parse_words(
   parser: argparse.ArgumentParser, argv: list[str], needed: dict[str, str]
 ) -> tuple[argparse.Namespace, list[str]]:
-  """Options of a verb and the words that are none of them, usually ``key=value``; prints the help and exits when asked to.
+  """Return the options of a verb and the other words, usually ``key=value``. With --help, print the help and exit.
 
   Args:
-    parser: of the verb, with ``exit_on_error=False`` and nothing required, which would end the process.
-    argv: the words after the verb.
-    needed: what has to be there, and how the help calls it.
+    parser: parser of the verb, with ``exit_on_error=False`` and without required arguments, since these exit the process.
+    argv: words after the verb.
+    needed: required arguments, with their names in the help.
 
   Raises:
-    UserError: an option without its value, with a wrong one, or missing.
+    UserError: an option has no value or a wrong one, or a required argument is missing.
   """
   fix = f"\n  fix: see {parser.prog} --help"
   try:
@@ -98,5 +100,5 @@ def parse_words(
 
 
 def on_the_host() -> None:
-  """For verbs that move weights between files: JAX uses the memory of this machine, unless the environment says otherwise."""
+  """Make JAX use the CPU, unless JAX_PLATFORMS is set. For verbs that only move weights between files."""
   os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -1,4 +1,4 @@
-"""``maxtext-like audit``: what the train step computes in which dtype, read from the program, and the keys it honours."""
+"""``maxtext-like audit``: reads dtypes from the program of the train step, and checks that it honours the precision keys."""
 
 import argparse
 import json
@@ -11,16 +11,16 @@ from maxtext_like.cli.compile import split_own
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError
 
-DESCRIPTION = f"""Lowers the train step for a platform that need not be here, reads the program and prints for every named part
-of the model the dtypes of operands, accumulators and results, forward and backward, and for every precision key whether
-the program honours it.
+DESCRIPTION = f"""Lowers the train step for a platform, which this machine need not have, and reads the program. Prints the
+dtypes of operands, accumulators and results for every named part of the model, forward and backward, and for every precision
+key whether the program honours it.
 
   --platform tpu|cuda|cpu  the platform
-  --topology NAME          compiles for a TPU slice with libtpu and reads the compiler's program too:
+  --topology NAME          also compile for a TPU slice with libtpu, and read the compiled program:
                            {", ".join(TOPOLOGIES)}
-  --json FILE              also writes the tables as JSON
+  --json FILE              also write the tables as JSON
 
-Exit code 0: every key is honoured, 3: one is not, 2: wrong usage."""
+exit codes: 0 every key is honoured; 2 wrong usage; 3 a key is not honoured"""
 EXAMPLES = """examples:
   maxtext-like audit gemma4-31b --platform cuda
   maxtext-like audit deepseek3.2-671b --platform tpu float32_logits=false
@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 
 
 def run(argv: list[str]) -> int:
-  """Audits; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like audit", add_help=False, allow_abbrev=False, exit_on_error=False)
   parser.add_argument("--json", type=new_file)
   own, words = parse_words(parser, argv, {})

@@ -1,4 +1,4 @@
-"""``maxtext-like bisect``: the smallest set of precision keys that mends a step, with what each of them does and costs."""
+"""``maxtext-like bisect``: finds the smallest set of precision keys that repairs a step, with the effect and cost of each."""
 
 import argparse
 from pathlib import Path
@@ -8,19 +8,19 @@ from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.storage import is_remote
 
-DESCRIPTION = """One training step of a configuration is compared with the same step in float32: same weights, same batch. If it
-is not finite, or further away than the tolerance, the smallest set of precision keys that mends it is searched for, first
-in the whole model, then layer by layer, and printed as YAML."""
+DESCRIPTION = """Compares one training step with the same step in float32 (same weights, same batch). If the step is not finite,
+or its error exceeds the tolerance, searches for the smallest set of precision keys that repairs it, first for the model as a
+whole and then for single layers, and prints the keys as YAML."""
 EPILOG = """examples:
   maxtext-like bisect gemma4-tiny dtype=float16 float32_gate_product=false
   maxtext-like bisect --checkpoint gemma-3-4b-pt dtype=float16
   maxtext-like bisect gemma4-31b --checkpoint runs/mine gpu/h200.yml max_target_length=512 --tolerance 0.05
 
-exit codes: 0 fine as it is, or mended; 2 wrong usage; 3 nothing mends it, or float32 is not finite either; 4 does not fit"""
+exit codes: 0 nothing to repair, or repaired; 2 wrong usage; 3 no key repairs it, or float32 is not finite; 4 does not fit"""
 
 
 def run(argv: list[str]) -> int:
-  """Searches and prints; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   options, words = _parse(argv)
   checkpoint = options.checkpoint
   if checkpoint and not is_remote(checkpoint) and not Path(checkpoint).expanduser().is_dir():
@@ -49,17 +49,21 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     "--checkpoint",
     type=checkpoint_path,
     metavar="DIR",
-    help="weights to look at: a run, one of its checkpoints, or Hugging Face's",
+    help="weights to use: a run, one of its checkpoints, or a Hugging Face checkpoint",
   )
-  what = "largest relative error of loss, gradients (of each array too) and update (from 0.5 to 2, chosen for model and dtype)"
+  what = (
+    "maximum relative error of loss, gradients (also of each array) and update (default: chosen by model and dtype, 0.5 to 2)"
+  )
   parser.add_argument("--tolerance", metavar="X", type=float, help=what)
   options, words = parse_words(parser, argv, {})
   if options.config is not None and "=" in options.config:
     options.config, words = None, [options.config, *words]
   elif options.config is None and words and "=" not in words[0] and not words[0].startswith("-"):
-    options.config, words = words[0], words[1:]  # behind an option, where Python 3.11's argparse overlooks it
+    options.config, words = words[0], words[1:]  # Python 3.11's argparse misses a positional argument after an option
   if options.config is None and options.checkpoint is None and names_model(words):
     options.config = "base.yml"
   if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
-    raise UserError(f"--tolerance {options.tolerance:g}: not a relative error above 0\n  fix: as in --tolerance 0.5")
+    raise UserError(
+      f"--tolerance {options.tolerance:g}: not a relative error above 0\n  fix: write a positive number, as in --tolerance 0.5"
+    )
   return options, words

@@ -1,4 +1,4 @@
-"""``maxtext-like compile``: the train step compiled for a TPU slice or the GPUs of a host, and whether it fits there."""
+"""``maxtext-like compile``: compiles the train step for a TPU slice or GPUs ahead of time, and reports whether it fits."""
 
 import argparse
 import json
@@ -14,24 +14,24 @@ from maxtext_like.errors import DoesNotFitError, UserError
 
 LIST = "\n                    ".join(machines(cpus=False).split("; "))
 
-DESCRIPTION = f"""Compiles the train step of a configuration ahead of time for a TPU slice, on any Linux machine with libtpu
-(pip install -e '.[tpu]'), and prints the memory that one chip needs, what lies there, what the step does (products, bytes,
-transfers between chips) and the time that this takes at least. Nothing runs, no TPU is needed. What does not fit is tried with
-other values. For GPUs it prints the estimate that train makes before it allocates anything and, with JAX's CUDA libraries
-(pip install -e '.[cuda]'; no GPU is needed), what XLA's compiler for CUDA says.
+DESCRIPTION = f"""Compiles the train step ahead of time for a TPU slice, on any Linux machine with libtpu
+(pip install -e '.[tpu]'; no TPU is needed). Prints the memory of one chip by use, the work of a step (matrix products, bytes,
+transfers between chips) and a lower bound for its time. If the step does not fit, other settings are tried. For GPUs it prints
+the memory estimate that train makes before it allocates anything and, with JAX's CUDA libraries (pip install -e '.[cuda]'; no
+GPU is needed), the result of XLA's compiler.
 
   topology=NAME     {LIST}
-  memory=SIZE       of a GPU, as 24GB, in the place of what the table has; alone it is one GPU of any kind
-  num_slices=N      TPU: so many such slices, joined by the data-center network (the mesh: dcn_data_parallelism=N)
-  machine_code=false  TPU: stop once memory is laid out, after a tenth of the work; all but the compiler's own peak and its
-                    objections to kernels is known then. GPUs: the estimate alone
-  machine_code=quick  TPU (default): and compile the same with little optimisation to the end, for these
-  machine_code=true   TPU: compile what a run compiles, to the end
-  --json FILE       also writes all of it as JSON
-  xla_flags=GROUP   TPU: base (default), or all: with the flags that put collectives behind computation, as tpu/env.sh sets
-                    them for a run; compiles 2 to 3 times as long and needs about as much memory
+  memory=SIZE       GPU: memory of one GPU, as 24GB, instead of the table's; without topology: one GPU of any kind
+  num_slices=N      TPU: number of slices, connected by the data-center network (mesh: dcn_data_parallelism=N)
+  machine_code=false  TPU: stop when memory is assigned, after a tenth of the work; the compiler's own peak memory and errors
+                    in kernels are then unknown. GPU: print only the estimate
+  machine_code=quick  TPU (default): then also compile to the end with little optimization, to find those
+  machine_code=true   TPU: compile to the end as a run does
+  --json FILE       also write the result as JSON
+  xla_flags=GROUP   TPU: base (default) or all. all adds the flags that overlap collectives with computation, as tpu/env.sh
+                    sets them for a run; compilation takes 2 to 3 times as long and needs about as much memory
 
-Exit code 0: fits, 4: does not fit, 2: wrong usage."""
+exit codes: 0 fits; 2 wrong usage; 4 does not fit"""
 EXAMPLES = """examples:
   maxtext-like compile gemma4-tiny topology=v6e-1
   maxtext-like compile gemma4-31b topology=v6e-32
@@ -41,13 +41,15 @@ EXAMPLES = """examples:
 
 
 def run(argv: list[str]) -> int:
-  """Compiles and prints the verdict; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like compile", add_help=False, allow_abbrev=False, exit_on_error=False)
   parser.add_argument("--json", type=new_file)
   options, argv = parse_words(parser, argv, {})
   config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
   own, overrides = split_own(words)
-  find_machine(own.get("topology"), own.get("memory"))  # its errors and those of the configuration come before JAX, at once
+  find_machine(
+    own.get("topology"), own.get("memory")
+  )  # errors here and in the configuration are reported before JAX is imported
   loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -65,7 +67,7 @@ def split_own(
   verb: str = "compile",
   names: tuple[str, ...] = ("topology", "memory", "xla_flags", "num_slices", "machine_code"),
 ) -> tuple[dict[str, Any], list[str]]:
-  """The words that are a verb's own (``topology=NAME``, ``--topology=NAME``, ``--topology NAME``), and all others in order."""
+  """Split the words into options of the verb (``topology=NAME``, ``--topology=NAME``, ``--topology NAME``) and the others."""
   own: dict[str, Any] = {}
   others = []
   left = list(words)
@@ -83,7 +85,9 @@ def split_own(
     try:
       own[name] = _OWN[name](value)
     except (KeyError, ValueError):
-      raise UserError(f"command line {word!r}: {value} is no value of {name}\n  fix: see maxtext-like {verb} --help") from None
+      raise UserError(
+        f"command line {word!r}: {value} is not a value of {name}\n  fix: see maxtext-like {verb} --help"
+      ) from None
   return own, others
 
 

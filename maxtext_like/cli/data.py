@@ -1,4 +1,4 @@
-"""``maxtext-like data``: records as a run takes them, with what is learned marked, and the counts of a pass."""
+"""``maxtext-like data``: shows records as a run tokenizes them, with the trained tokens marked, and counts of one pass."""
 
 import os
 import sys
@@ -9,19 +9,19 @@ from maxtext_like.cli.arguments import configuration_parser, parse_words, split_
 if TYPE_CHECKING:
   from maxtext_like.data.preview import ShownRecord, SourceCounts
 
-DESCRIPTION = """Shows the first records as a run takes them, rendered and tokenised, with the tokens that are learned marked
-(green on a terminal, else between ⟦ and ⟧), and counts of a pass: tokens, learned tokens, what is cut or left out, bad
-records with file, line and reason. It is the first thing to look at when a loss is not what it should be."""
+DESCRIPTION = """Shows the first records as a run renders and tokenizes them. Learned tokens (those with a loss) are green on a
+terminal, otherwise between ⟦ and ⟧. Also prints counts for one pass over the data: tokens, learned tokens, truncated and
+skipped documents, and bad records with file, line and reason. Check this first if a loss looks wrong."""
 EXAMPLES = """examples:
   maxtext-like data --sft gemma3-4b init_from=gemma-3-4b-it dataset_path=chats.jsonl --show 3
   maxtext-like data gemma4-tiny --show 1
 
-exit codes: 2 wrong usage, configuration or input, also where records are bad, or a source has nothing to learn"""
+exit codes: 0 done; 2 wrong usage, configuration or input, including bad records and a source without trained tokens"""
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def run(argv: list[str]) -> int:
-  """Shows and counts; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = configuration_parser("data", DESCRIPTION, EXAMPLES)
   if "-h" in argv or "--help" in argv:
     _options(parser)
@@ -46,10 +46,12 @@ def run(argv: list[str]) -> int:
 
 def _options(parser):
   parser.add_argument(
-    "--sft", action="store_true", help="as `sft` takes the same words: data_format=chat, and dataset as the files say"
+    "--sft", action="store_true", help="treat the arguments as `sft` does: data_format=chat, dataset chosen by the files"
   )
-  parser.add_argument("--show", type=int, default=3, metavar="N", help="records of each source that are shown (3)")
-  parser.add_argument("--documents", type=int, default=10_000, metavar="N", help="of each source that are counted (10,000)")
+  parser.add_argument("--show", type=int, default=3, metavar="N", help="number of records to show from each source (3)")
+  parser.add_argument(
+    "--documents", type=int, default=10_000, metavar="N", help="number of documents to count in each source (10,000)"
+  )
   return parser
 
 
@@ -62,8 +64,8 @@ def _record(record: "ShownRecord", length: int, colour: bool) -> str:
   if record.kept is None:
     return f"{head}{record.learned:,} learned\n{text}"
   lost = record.learned - record.kept
-  head += f"{record.kept:,} learned, cut at max_target_length={length}: {lost:,} more tokens would be learned after the cut"
-  return f"{head}\n{text}\n--- cut here, what follows is not trained on:\n{printable(record.rest)}"
+  head += f"{record.kept:,} learned, truncated at max_target_length={length}: {lost:,} more learned tokens are after the cut"
+  return f"{head}\n{text}\n--- truncated here; the rest is not trained on:\n{printable(record.rest)}"
 
 
 def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
@@ -74,14 +76,14 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
   lines = [
     f"documents {of}{f' of {name}' * bool(name)}, {c.empty:,} empty, {c.bad:,} bad",
     f"tokens    {c.tokens:,}, {c.learned:,} learned{share}",
-    f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} left out with nothing to learn"
+    f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} skipped without a learned token"
     + (f", {c.cut_at_image:,} with more images than max_images_per_row" if c.cut_at_image else "")
-    + (f", {c.excluded:,} left out as their records mark them" if c.excluded else ""),
+    + (f", {c.excluded:,} skipped because of a field of the record" if c.excluded else ""),
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
   lines += [f"note      {printable(note)}" for note in c.notes]
   if not c.learned:
-    lines += ["nothing is learned: train refuses this", f"  fix: {_more_to_learn(c, length)}"]
+    lines += ["no token is learned: train stops with an error", f"  fix: {_more_to_learn(c, length)}"]
   lines += [f"bad       {printable(reason)}" for reason in c.reasons]
   lines += [f"bad       ... and {c.bad - len(c.reasons):,} more"] if c.bad > len(c.reasons) else []
   return lines + ([f"  fix: {printable(c.fix)}"] if c.bad and c.learned else [])
@@ -89,7 +91,7 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
 
 def _more_to_learn(c: "SourceCounts", length: int) -> str:
   if c.unlearned:
-    return f"max_target_length above {length}, in which the first learned token is to come, or train_on=all"
+    return f"set max_target_length above {length}, so that a learned token fits, or train_on=all"
   if c.excluded:
-    return "dataset_path with records that are not marked as bad (label, weight, train, ... in the records)"
-  return c.fix or "dataset_path=FILES of records that have text: these are empty"
+    return "set dataset_path to records whose fields do not exclude them (label, weight, train, ...)"
+  return c.fix or "set dataset_path to files with text; these records are empty"

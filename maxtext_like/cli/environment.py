@@ -1,4 +1,4 @@
-"""Judges environment variables and the machine before JAX does, which aborts, speaks of backends, or takes the CPU."""
+"""Checks environment variables and the machine before JAX starts, because JAX's own errors do not name the cause."""
 
 import importlib.metadata
 import importlib.util
@@ -14,11 +14,11 @@ from maxtext_like.config.problems import did_you_mean
 from maxtext_like.errors import DoesNotFitError, UserError
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "metal", "proxy")
-"""Names that JAX knows without a plugin, or whose plugin registers itself when it is imported."""
+"""Platforms that JAX supports without a plugin, or whose plugin registers itself on import."""
 
 
 ACCELERATORS = {"cuda": "an NVIDIA GPU", "tpu": "a TPU"}
-"""Platforms with an extra of their own, which is called as they are, and what they run on."""
+"""Platforms with an extra of the same name, and their devices."""
 
 
 # Measured with `train gemma3-tiny`, JAX 0.12, two CPU cores and an empty compilation cache. At 1.84 and 2.01 GB the process
@@ -27,11 +27,12 @@ _LEAST_ADDRESS_SPACE = 2_200_000_000
 
 
 def check_environment() -> None:
-  """Refuses what JAX would fail on; tells of an accelerator that the installed JAX cannot use.
+  """Raise an error for settings that JAX would fail on, and print a note about an accelerator that this JAX cannot use.
 
   Raises:
-    UserError: ``JAX_PLATFORMS`` names no platform, or one whose package or device is not there; ``XLA_FLAGS`` holds a flag
-      that the installed XLA does not know.
+    UserError: ``JAX_PLATFORMS`` has an unknown platform, or one whose package or device is missing; ``XLA_FLAGS`` has a flag
+      that the installed XLA does not have.
+    DoesNotFitError: the address space of this process is too small for JAX.
   """
   _check_address_space()
   chosen = os.environ.get("JAX_PLATFORMS", "")
@@ -40,11 +41,14 @@ def check_environment() -> None:
   if not chosen.strip():
     for platform, what in ACCELERATORS.items():
       if (device := find_device(platform)) and not _installed(platform):
-        print(f"note: {what} is here ({device}), but JAX has the CPU only: {install(platform)}", file=sys.stderr)
+        print(
+          f"note: this machine has {what} ({device}), but the installed JAX supports only the CPU: {install(platform)}",
+          file=sys.stderr,
+        )
 
 
 def _check_address_space() -> None:
-  """Refuse a limit of the address space in which JAX cannot start its threads: it aborts without a reason."""
+  """Raise an error if the address space is too small for JAX's threads: JAX would abort without a message."""
   if sys.platform != "linux":
     return
   import resource
@@ -58,44 +62,46 @@ def _check_address_space() -> None:
 
 
 def install(extra: str) -> str:
-  """The command that installs an extra, of a checkout or of a wheel."""
+  """Return the command that installs an extra, for a checkout or a wheel."""
   checkout = (configs_folder().parent / "pyproject.toml").is_file()
   return f"pip install -e '.[{extra}]'" if checkout else f"pip install 'maxtext-like[{extra}]'"
 
 
 def find_device(platform: str, root: Path = Path("/")) -> str | None:
-  """The file by which a device of a platform shows, None where there is none. Nothing is started or opened.
+  """Return a file that shows that a device of a platform exists, or None. No driver is started and no file is opened.
 
   Args:
-    platform: of ``ACCELERATORS``.
-    root: of the file system.
+    platform: a key of ``ACCELERATORS``.
+    root: root of the file system.
   """
   if platform == "cuda":
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
       return None
-    # The last one is that of Windows' subsystem for Linux, where /dev/dxg may be any GPU.
+    # The last pattern is for Windows Subsystem for Linux, where /dev/dxg may be a GPU of any vendor.
     patterns = ["dev/nvidia[0-9]*", "dev/nvidiactl", "proc/driver/nvidia/gpus/*", "usr/lib/wsl/lib/nvidia-smi"]
   else:
     patterns = ["dev/accel[0-9]*", "dev/accel/accel[0-9]*"]
     if any(name in os.environ for name in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_NAME")):
-      patterns.append("dev/vfio/[0-9]*")  # newer chips; alone it is any device that is handed to a program
+      patterns.append("dev/vfio/[0-9]*")  # newer TPUs; without one of the variables above it may be another device
   return next((f"/{found.relative_to(root)}" for pattern in patterns for found in sorted(root.glob(pattern))), None)
 
 
 def _installed(platform: str) -> bool:
-  """Whether the package that runs a platform is there."""
+  """Return True if the package for a platform is installed."""
   if platform == "tpu":
     return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
   return any(platform in name for name in _plugins())
 
 
 def backend_error(error: RuntimeError) -> UserError | None:
-  """JAX's failure to start a platform as an error that names the variable; None for any other error."""
+  """Return JAX's failure to start a platform as an error that names JAX_PLATFORMS, or None for any other error."""
   if not str(error).startswith("Unable to initialize backend"):
     return None
   chosen = os.environ.get("JAX_PLATFORMS")
   cause = f"environment variable JAX_PLATFORMS={chosen}" if chosen else "JAX"
-  return UserError(f"{cause}: {str(error).splitlines()[0]}\n  fix: unset JAX_PLATFORMS, or install what it needs")
+  return UserError(
+    f"{cause}: {str(error).splitlines()[0]}\n  fix: unset JAX_PLATFORMS, or install the package for this platform"
+  )
 
 
 def _check_platforms(value: str) -> None:
@@ -107,18 +113,18 @@ def _check_platforms(value: str) -> None:
   for name in names:
     if name.lower() not in known:
       raise UserError(
-        f"{place}: no platform {name!r}{did_you_mean(name, PLATFORMS)}\n  fix: unset it, or set it to cpu, cuda or tpu"
+        f"{place}: unknown platform {name!r}{did_you_mean(name, PLATFORMS)}\n  fix: unset it, or set it to cpu, cuda or tpu"
       )
     platform = {"gpu": "cuda"}.get(name.lower(), name.lower())
     if name.lower() == "gpu" and _installed("rocm"):
       continue
     if platform in ACCELERATORS and not _installed(platform):
       raise UserError(
-        f"{place}: JAX is installed without what runs {ACCELERATORS[platform]}\n  fix: {install(platform)}, or unset it"
+        f"{place}: JAX is installed without support for {ACCELERATORS[platform]}\n  fix: {install(platform)}, or unset it"
       )
     if platform == "cuda" and find_device(platform) is None:
       hidden = "CUDA_VISIBLE_DEVICES hides it" if "CUDA_VISIBLE_DEVICES" in os.environ else "nvidia-smi should show it"
-      raise UserError(f"{place}: no NVIDIA GPU is here ({hidden})\n  fix: unset it to run on the CPU")
+      raise UserError(f"{place}: no NVIDIA GPU was found ({hidden})\n  fix: unset it to run on the CPU")
     if platform in ("rocm", "metal") and not _installed(platform):
       raise UserError(
         f"{place}: JAX is installed without a plugin for {platform}\n  fix: unset it, or set it to cpu, cuda or tpu"
@@ -135,17 +141,17 @@ def _plugins() -> set[str]:
 def _check_flags(value: str) -> None:
   flags = [word for word in value.split() if word.startswith("--")]
   library = _xla_library()
-  if not flags or library is None:  # without '--' the value names a file of flags, which XLA reads and judges
+  if not flags or library is None:  # without '--' the value is the name of a file, which XLA reads and checks
     return
   with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
     for flag in flags:
       name = re.split("=", flag[2:])[0]
-      # A flag's name lies in the library as a C string. A word that lies there for another reason passes, and XLA then
-      # aborts with its own message, which names the variable too.
+      # The library contains the name of a flag as a C string. Another string of the library also passes this check; XLA then
+      # aborts with its own message, which names the variable.
       if text.find(b"\0" + name.encode() + b"\0") < 0:
         raise UserError(
           f"environment variable XLA_FLAGS: the installed XLA has no flag --{name}"
-          "\n  fix: take it out; flags of TPU programs belong into LIBTPU_INIT_ARGS"
+          "\n  fix: remove it; flags of TPU programs belong in LIBTPU_INIT_ARGS"
         )
 
 

@@ -1,4 +1,4 @@
-"""``maxtext-like export``: the weights of a run, or of an imported checkpoint, for transformers and vLLM."""
+"""``maxtext-like export``: writes the weights of a run or an imported checkpoint for transformers and vLLM."""
 
 import argparse
 
@@ -7,18 +7,17 @@ from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import new_place
 from maxtext_like.errors import UserError
 
-DESCRIPTION = """Writes the newest complete checkpoint of a run, or what `maxtext-like import` made, as a directory that
-transformers and vLLM load: config.json, safetensors (with an index when there are several), generation_config.json and
-the files of the tokenizer, where the model came with them. The dtype is by default that of the weights the run began
-with, else bfloat16. Of a run that trained an adapter (lora_rank), it writes the weights with the adapter added, or, with
---adapter, the adapter alone for peft."""
+DESCRIPTION = """Writes the newest complete checkpoint of a run, or an imported checkpoint, as a directory that transformers and
+vLLM load: config.json, safetensors files (with an index if there are several), generation_config.json, and the tokenizer's
+files if the model has them. The default dtype is that of the weights the run started from, or bfloat16. For a run that trained
+an adapter (lora_rank), it writes the weights with the adapter merged or, with --adapter, only the adapter for peft."""
 EPILOG = """examples:
   maxtext-like export runs/gemma4-tiny --out exported
   maxtext-like export runs/a/checkpoints/500 --out exported --dtype float32 --shard-size 2GB"""
 
 
 def run(argv: list[str]) -> int:
-  """Runs the verb; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like export",
     usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB] [--merge | --adapter]",
@@ -35,16 +34,16 @@ def run(argv: list[str]) -> int:
     nargs="?",
     help="a run, one of its checkpoints, or an imported checkpoint",
   )
-  parser.add_argument("--out", type=new_place, metavar="HF_DIR", help="a new directory; also in a store, as gs://bucket/x")
-  parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights")
-  parser.add_argument("--shard-size", default="5GB", help="bytes of one file, as 5GB or 500MB (default: %(default)s)")
+  parser.add_argument("--out", type=new_place, metavar="HF_DIR", help="a new directory, or a URL as gs://bucket/x")
+  parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the written weights")
+  parser.add_argument("--shard-size", default="5GB", help="maximum size of one file, as 5GB or 500MB (default: %(default)s)")
   kinds = parser.add_mutually_exclusive_group()
   kinds.add_argument(
     "--merge",
     action="store_true",
-    help="of a run with lora_rank alone: whole weights, the adapter added (the default)",
+    help="only for a run with lora_rank: write weights with the adapter merged (the default)",
   )
-  kinds.add_argument("--adapter", action="store_true", help="of a run with lora_rank: the adapter alone, as peft loads it")
+  kinds.add_argument("--adapter", action="store_true", help="only for a run with lora_rank: write the adapter for peft")
   options, rest = parse_words(parser, argv, {"source": "RUN_OR_DIR", "out": "--out"})
   if rest:
     raise UserError(f"export: unknown word '{rest[0]}'\n  fix: see maxtext-like export --help")
@@ -53,11 +52,11 @@ def run(argv: list[str]) -> int:
 
   if options.adapter:
     if options.dtype is not None:
-      raise UserError("export: --dtype with --adapter, which is float32\n  fix: leave one of them out")
+      raise UserError("export: --dtype has no effect with --adapter, which is always float32\n  fix: leave one of them out")
     written = export_adapter(options.source, options.out)
     for note in written.notes:
       print(f"note: {note}")
-    print(f"{written.directory}: an adapter of {written.maps} linear maps, rank {written.rank}, of {written.below}")
+    print(f"{written.directory}: an adapter for {written.maps} linear maps, rank {written.rank}, trained on {written.below}")
     return 0
   done = export_checkpoint(options.source, options.out, dtype=options.dtype, shard_size=options.shard_size, merge=options.merge)
   for note in done.notes:

@@ -1,4 +1,4 @@
-"""``maxtext-like forward``: a checkpoint on given arrays, written out for comparison with transformers."""
+"""``maxtext-like forward``: runs a checkpoint on arrays and saves its outputs, to compare them with transformers."""
 
 import argparse
 import os
@@ -14,25 +14,29 @@ DESCRIPTION = """Runs a Hugging Face checkpoint (config.json, safetensors), or a
 inputs:  input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask, position_ids, segment_ids;
          with images pixel_values, token_type_ids or mm_token_type_ids [B, T], Gemma 4 also image_position_ids
 outputs: logits, loss, hidden.embed, hidden.layerNN, hidden.final_norm, router.layerNN.*, indexer.layerNN.topk_idx,
-         ple.layerNN, vision.pooled, vision.tower_out, vision.projected, in float16 rescued (how many values left its
-         range and were clipped or zeroed), and with --gradients grad_global_norm and
-         grad.<name of the parameter in transformers>"""
+         ple.layerNN, vision.pooled, vision.tower_out, vision.projected; in float16 rescued (number of values that
+         overflowed and were clipped or set to zero); with --gradients grad_global_norm and
+         grad.<parameter name in transformers>"""
 EPILOG = """examples:
   maxtext-like forward --checkpoint gemma-3-4b-it --inputs in.npz --output out.npz dtype=float32
   maxtext-like forward --checkpoint DIR --inputs in.npz --output out.npz --gradients module_api=linen scan_layers=false
 
-With dtype=float32, matmul_precision is highest unless it is given."""
+With dtype=float32, the default of matmul_precision is highest.
+
+exit codes: 0 done; 2 wrong usage or input"""
 
 
 def run(argv: list[str]) -> int:
-  """Runs the verb; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
   for name in ("checkpoint", "inputs", "output"):
     if getattr(options, name) is None:
       raise UserError(f"forward needs --{name}\n  fix: see maxtext-like forward --help")
   output = Path(options.output)
   if not output.parent.is_dir() or not os.access(output.parent, os.W_OK) or output.is_dir():
-    raise UserError(f"{output}: cannot be written; its folder is missing or not writable")
+    raise UserError(
+      f"{output}: cannot be written, because its folder is missing or not writable\n  fix: choose another --output"
+    )
   from maxtext_like import forward
 
   found = forward(options.checkpoint, options.inputs, *overrides, gradients=options.gradients)
@@ -50,12 +54,12 @@ def run(argv: list[str]) -> int:
 
 
 def rescued_line(count: int) -> str:
-  """How many values float16 could not hold, and what that means for the numbers."""
+  """Return a line about the values that overflowed in float16."""
   if count == 0:
     return "float16: 0 values rescued"
   return (
-    f"float16: {count} values left its range and were rescued (clipped, or zeroed where not finite), so these are not the "
-    "model's numbers\n  fix: dtype=bfloat16 or dtype=float32"
+    f"float16: {count} values overflowed and were rescued (clipped, or set to zero if not finite), so the results are not the "
+    "model's\n  fix: dtype=bfloat16 or dtype=float32"
   )
 
 
@@ -73,8 +77,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     "--checkpoint", type=checkpoint_path, metavar="DIR", help="directory with config.json and safetensors, or a run"
   )
   parser.add_argument("--inputs", type=existing_path, metavar="IN.npz", help="the input arrays")
-  parser.add_argument("--output", type=local_path, metavar="OUT.npz", help="where to write the results; replaced if it exists")
-  parser.add_argument("--gradients", action="store_true", help="gradients of the loss as well; needs labels")
+  parser.add_argument("--output", type=local_path, metavar="OUT.npz", help="file to write; an existing file is replaced")
+  parser.add_argument("--gradients", action="store_true", help="also compute gradients of the loss; needs labels")
   try:
     return parser.parse_known_args(argv)
   except argparse.ArgumentError as error:
@@ -82,7 +86,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _save(path: Path, outputs: dict[str, Any]) -> None:
-  """Writes the whole file beside its place first, so that a stop leaves no half-written one."""
+  """Write to a temporary file first and rename it, so that an interruption leaves no partial file."""
   import numpy as np
 
   part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -1,4 +1,4 @@
-"""``maxtext-like generate``: continues prompts with a trained run or a Hugging Face checkpoint."""
+"""``maxtext-like generate``: generates text with a trained run or a Hugging Face checkpoint."""
 
 import argparse
 import sys
@@ -12,26 +12,26 @@ from maxtext_like.errors import UserError
 if TYPE_CHECKING:
   from maxtext_like.generation.prompts import Prompt
 
-DESCRIPTION = """Continues prompts, one from the command line or one a line of a .jsonl file:
+DESCRIPTION = """Continues prompts: one from the command line, or one per line of a .jsonl file:
 
   {"prompt": "What is this? <image>", "images": ["cat.png"]}
   {"messages": [{"role": "user", "content": "What is 1+1?"}]}
 
-A conversation, or --prompt with --chat, is rendered with the model's chat template, and answered.
+A conversation, or --prompt with --chat, is rendered with the model's chat template.
 
-DIR is a run directory, one of its checkpoints, what `maxtext-like import` made, or a Hugging Face checkpoint. The tokenizer
-is the one that lies in it. The name of a special token in a prompt, as <start_of_turn>, is that token. An answer ends at the
-tokenizer's end of text, at what generation_config.json lists, and at --stop."""
+DIR is a run directory, one of its checkpoints, an imported checkpoint, or a Hugging Face checkpoint. Its tokenizer is used.
+Special tokens in a prompt, as <start_of_turn>, become those tokens. An answer ends at the tokenizer's end-of-text token, at a
+token that generation_config.json lists, or at --stop."""
 EPILOG = """examples:
   maxtext-like generate --checkpoint runs/gemma4-tiny --prompt "def main():" --max-tokens 100
   maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --temperature 0 dtype=bfloat16
   maxtext-like generate --checkpoint gemma-3-4b-it --image cat.jpg --prompt "<image>A photograph of" --stop end_of_turn
 
-exit codes: 2 wrong usage or input; 3 the logits are not finite"""
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite"""
 
 
 def run(argv: list[str]) -> int:
-  """Runs the verb; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
   from maxtext_like import Prompt, load
   from maxtext_like.cli.forward import rescued_line
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
   model = load(options.checkpoint, *overrides, images=images, adapters=options.adapters)
   for note in model.notes:
     print(f"note: {note}", file=sys.stderr)
-  shown: list[str] = []  # of a lone prompt, itself and its answer as they come
+  shown: list[str] = []  # for a single prompt: the prompt and its answer as it is generated
 
   def show(number: int, text: str) -> None:
     shown.extend([text] if shown else [prompts[number].text, text])
@@ -76,8 +76,8 @@ def run(argv: list[str]) -> int:
   if made > found.first_tokens:
     rate = f"then {_rate(made - found.first_tokens, found.seconds)}"
   else:
-    rate = f"{_rate(made, found.first_seconds + found.seconds)} with that"
-  started = f"the first {found.first_tokens} after {found.first_seconds:.2f} s (compiling included)"
+    rate = f"{_rate(made, found.first_seconds + found.seconds)} in total"
+  started = f"the first {found.first_tokens} after {found.first_seconds:.2f} s (including compilation)"
   print(f"{made} tokens, {started}, {rate}", file=sys.stderr)
   if found.rescued is not None:
     print(rescued_line(found.rescued), file=sys.stderr)
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
 
 
 def _asked(text: str, images: tuple[str, ...], think: bool) -> "Prompt":
-  """What a user says; images that the text does not place come before it."""
+  """Return a chat prompt with a user message. Images without <image> in the text come before it."""
   from maxtext_like import Prompt
 
   if "<image>" in text or not images:
@@ -108,26 +108,43 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="what to generate with")
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="checkpoint to generate with")
   parser.add_argument("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters",
-                      help="LoRA to add to the weights: of peft, or a run with lora_rank; may be given again")  # fmt: skip
+                      help="LoRA adapter to add to the weights: of peft, or a run with lora_rank; may be repeated")  # fmt: skip
   parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
-  parser.add_argument("--chat", action="store_true", help="the prompt is what a user says: the model's chat template frames it")
-  parser.add_argument("--think", action="store_true", help="the same, and the model is told to think")
-  parser.add_argument("--image", type=existing_path, metavar="FILE", action="append", default=[], dest="images",
-                      help="PNG or JPEG, put where the prompt says <image>, else before it; several in order")  # fmt: skip
   parser.add_argument(
-    "--batch", type=existing_path, metavar="FILE", help='a .jsonl file with a "prompt" and perhaps "images" in every line'
+    "--chat", action="store_true", help="the prompt is a user message, rendered with the model's chat template"
   )
-  parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="longest answer, in tokens (128)")
-  parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 takes the most likely token (1)")
-  parser.add_argument("--top-k", type=int, default=0, metavar="N", help="the N most likely tokens only (all)")
-  parser.add_argument("--top-p", type=float, default=1.0, metavar="X", help="the most likely tokens that make up X (1)")
-  parser.add_argument("--min-p", type=float, default=0.0, metavar="X", help="tokens X times as likely as the top one (0)")
-  parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
-  parser.add_argument("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, by its "
-                      "spelling or as end_of_turn, user, ...; may be given again")  # fmt: skip
-  parser.add_argument("--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="the same by id")
+  parser.add_argument("--think", action="store_true", help="as --chat, with thinking switched on in the template")
+  parser.add_argument("--image", type=existing_path, metavar="FILE", action="append", default=[], dest="images",
+                      help="PNG or JPEG, inserted at <image> in the prompt or before it; may be repeated")  # fmt: skip
+  parser.add_argument(
+    "--batch",
+    type=existing_path,
+    metavar="FILE",
+    help='a .jsonl file with "prompt" and optionally "images", or "messages", in every line',
+  )
+  parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="maximum length of an answer in tokens (128)")
+  parser.add_argument(
+    "--temperature", type=float, default=1.0, metavar="X", help="sampling temperature; 0: the most likely token (1)"
+  )
+  parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens (all)")
+  parser.add_argument(
+    "--top-p", type=float, default=1.0, metavar="X", help="sample from the most likely tokens with total probability X (1)"
+  )
+  parser.add_argument(
+    "--min-p",
+    type=float,
+    default=0.0,
+    metavar="X",
+    help="sample from tokens at least X times as likely as the most likely one (0)",
+  )
+  parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
+  parser.add_argument("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, as "
+                      "spelled or by role: end_of_turn, user, ...; may be repeated")  # fmt: skip
+  parser.add_argument(
+    "--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="a token id that ends an answer"
+  )
   try:
     options, overrides = parser.parse_known_args(argv)
   except argparse.ArgumentError as error:
@@ -135,9 +152,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   if options.checkpoint is None or (options.prompt is None) == (options.batch is None):
     raise UserError("generate needs --checkpoint and either --prompt or --batch\n  fix: see maxtext-like generate --help")
   if (options.chat or options.think) and options.batch is not None:
-    raise UserError('generate: --chat goes with --prompt\n  fix: in a file, lines with "messages" are conversations')
+    raise UserError('generate: --chat needs --prompt\n  fix: in a --batch file, write conversations as lines with "messages"')
   if options.images and options.batch is not None:
-    raise UserError('generate: --image goes with --prompt\n  fix: name the images of a batch in its file, as "images"')
+    raise UserError('generate: --image needs --prompt\n  fix: in a --batch file, name images in the field "images"')
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
     raise UserError(f"generate: unknown word {unknown[0]!r}\n  fix: see maxtext-like generate --help")
   return options, overrides

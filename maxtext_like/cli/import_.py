@@ -1,4 +1,4 @@
-"""``maxtext-like import``: a Hugging Face checkpoint, or peft's adapter, as one of ours, to train from."""
+"""``maxtext-like import``: converts a Hugging Face checkpoint, or an adapter of peft, to train from."""
 
 import argparse
 
@@ -6,20 +6,20 @@ from maxtext_like.cli.arguments import on_the_host, parse_words
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 
-DESCRIPTION = """Reads a Hugging Face checkpoint (config.json, safetensors) and writes one of ours:
+DESCRIPTION = """Converts a Hugging Face checkpoint (config.json, safetensors) to this project's format:
 
-  DIR/model.yml        the model, to train with
-  DIR/checkpoints/0    the weights, with the tokenizer's files
-  DIR/hugging_face     config.json and the files of the tokenizer
+  DIR/model.yml        the model file
+  DIR/checkpoints/0    the weights and the tokenizer's files
+  DIR/hugging_face     config.json and the tokenizer's files
 
-Weights are stored in weight_dtype, which keeps every digit of 16-bit and 8-bit files by default.
+Weights are stored in weight_dtype; the default float32 represents 16-bit and 8-bit weights exactly.
 
 An adapter of peft (adapter_config.json) becomes
 
-  DIR/checkpoints/0    what a run that trained it would have saved: generate and export take DIR as one
-  DIR/adapter.yml      its keys, to lay over the model and train on
+  DIR/checkpoints/0    the checkpoint of a run that trained the adapter; generate and export accept DIR
+  DIR/adapter.yml      an overlay with the adapter's keys, to continue training
 
-The weights below it are init_from, else those that adapter_config.json names."""
+The weights below the adapter are those of init_from, or those that adapter_config.json names."""
 EPILOG = """examples:
   maxtext-like import gemma-3-4b-it --out models/gemma3-4b
   maxtext-like train models/gemma3-4b/model.yml init_from=models/gemma3-4b dataset=text dataset_path=notes/*.txt
@@ -28,7 +28,7 @@ EPILOG = """examples:
 
 
 def run(argv: list[str]) -> int:
-  """Runs the verb; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like import",
     usage="maxtext-like import HF_DIR --out DIR [key=value ...]",
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     type=checkpoint_path,
     metavar="HF_DIR",
     nargs="?",
-    help="directory with config.json and safetensors, or an adapter",
+    help="directory with config.json and safetensors, or with an adapter of peft",
   )
   parser.add_argument("--out", type=local_path, metavar="DIR", help="a new directory")
   options, overrides = parse_words(parser, argv, {"source": "HF_DIR", "out": "--out"})

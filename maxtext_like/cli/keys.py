@@ -1,4 +1,4 @@
-"""``maxtext-like train --help-keys [PATTERN]``: every configuration key with its type, default and meaning."""
+"""``maxtext-like train --help-keys [PATTERN]``: lists configuration keys with type, default and description."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 
 def run(argv: list[str]) -> int:
-  """Lists the keys whose name, section or meaning matches ``argv[0]``, a regular expression; all without it."""
+  """List the keys whose name, section or description matches the regular expression ``argv[0]``, or all keys."""
   if len(argv) > 1:
-    raise UserError(f"--help-keys takes one pattern, not {len(argv)}: {' '.join(argv)}")
+    raise UserError(
+      f"--help-keys takes one pattern, not {len(argv)}: {' '.join(argv)}\n  fix: put quotes around a pattern with spaces"
+    )
   found = list_keys(*argv)
   if sys.stdout.isatty():
     _print_table(found.keys)

@@ -1,6 +1,6 @@
-"""A run of several processes on this machine: a pod job on a laptop, or one process for each GPU.
+"""Starts a run with several processes on this machine: a pod job on a laptop, or one process per GPU.
 
-Each gets the variables that a launcher on a pod would set. What they print is shown with the number of the process before it.
+Each process gets the environment variables that a launcher on a pod sets. Each output line is prefixed with its process number.
 """
 
 import contextlib
@@ -20,27 +20,27 @@ from maxtext_like.errors import UserError
 from maxtext_like.typed_command import VARIABLE, typed_words
 
 _TICK_SECONDS = 0.05
-# What each process does first, since to be asked before its program begins it would have to be forked, which JAX warns of: it
-# asks Linux for SIGTERM, after which a run saves, should the launcher die without a word.
+# First code of each process: ask Linux to send SIGTERM if the launcher dies, so that the run saves a checkpoint. It runs in the
+# process itself, because a preexec_fn needs a fork, and JAX warns about forks.
 _DIE_WITH = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
   ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-  if os.getppid() != LAUNCHER:  # it is dead already
+  if os.getppid() != LAUNCHER:  # the launcher is already dead
     sys.exit(128 + signal.SIGTERM)
 """
 _PROGRAM = "import runpy; runpy.run_module('maxtext_like', run_name='__main__', alter_sys=True)"
-_PATIENCE_SECONDS = 120.0  # for the others to end by themselves when one has: they notice, and name it
+_PATIENCE_SECONDS = 120.0  # after a process failed, the others notice it, report it and exit within this time
 
 
 def take_options(words: Sequence[str]) -> tuple[list[str], int | None, int | None]:
-  """Takes ``--processes N`` and ``--devices-per-process M`` out of the words of a command line.
+  """Remove ``--processes N`` and ``--devices-per-process M`` from the words of a command line.
 
   Returns:
-    The other words, N and M; None where they were not given.
+    The other words, N and M; None for an option that is missing.
 
   Raises:
-    UserError: without a number, or M without N.
+    UserError: the value is not a number, or M is set without N.
   """
   rest, found = [], dict.fromkeys(("--processes", "--devices-per-process"))
   words = list(words)
@@ -52,26 +52,26 @@ def take_options(words: Sequence[str]) -> tuple[list[str], int | None, int | Non
       continue
     value = value if equals else (words.pop(0) if words else "")
     if not (value.isascii() and value.isdecimal() and 0 < int(value) <= 4096):
-      raise UserError(f"{name} {value}: needs a number from 1\n  fix: {name} 2")
+      raise UserError(f"{name} {value}: not a number from 1 to 4096\n  fix: {name} 2")
     found[name] = int(value)
   if found["--devices-per-process"] and not found["--processes"]:
-    raise UserError("--devices-per-process: counts with --processes\n  fix: --processes 2 --devices-per-process 4")
+    raise UserError("--devices-per-process needs --processes\n  fix: --processes 2 --devices-per-process 4")
   return rest, found["--processes"], found["--devices-per-process"]
 
 
 def run(words: Sequence[str], count: int, devices: int | None) -> int:
-  """Runs a verb of the command line in several processes, and returns the exit code of the first that ended badly, or 0.
+  """Run a verb in several processes, and return the exit code of the first one that failed, or 0.
 
-  Signals are handed on to all of them. When one ends badly and the others do not end within two minutes, they are killed.
+  Signals are forwarded to all processes. If one fails and the others do not exit within two minutes, they are killed.
 
   Args:
     words: the command line after the program's name.
-    count: of the processes.
-    devices: of each: that many of a CPU's virtual devices, or of the GPUs here (of those in CUDA_VISIBLE_DEVICES, where that is
-      set); None: as JAX finds them on a CPU.
+    count: number of processes.
+    devices: devices per process: virtual devices of the CPU, or GPUs of this machine (those in CUDA_VISIBLE_DEVICES if it is
+      set); None: the devices of a CPU that JAX finds.
 
   Raises:
-    UserError: CUDA_VISIBLE_DEVICES names too few.
+    UserError: CUDA_VISIBLE_DEVICES has too few GPUs.
   """
   gpus = _gpus(count, devices)
   with socket.create_server(("127.0.0.1", 0)) as free:
@@ -84,13 +84,13 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
       if rank.poll() is None:
         rank.send_signal(number)
 
-  # They are in a session of their own, so that a terminal's Ctrl-C comes once, from here.
+  # The processes have their own sessions, so that Ctrl-C reaches them only once, from this process.
   before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
   try:
     for index in range(count):
       ranks.append(_start(words, address, count, index, devices, gpus))
     readers = [threading.Thread(target=_show, args=(i, rank.stdout), daemon=True) for i, rank in enumerate(ranks)]
-    for reader in readers:  # no thread before the last fork
+    for reader in readers:  # start threads only after the last fork
       reader.start()
     code, since = 0, None
     while any(rank.poll() is None for rank in ranks):
@@ -108,18 +108,18 @@ def run(words: Sequence[str], count: int, devices: int | None) -> int:
       rank.kill()
   for reader in readers:
     reader.join(5)
-  return 128 - code if code < 0 else code  # as a shell has it
+  return 128 - code if code < 0 else code  # exit code of a shell for a signal
 
 
 def _gpus(count: int, devices: int | None) -> list[str]:
-  """The GPUs that the processes share, as CUDA names them; none where the environment hides all."""
+  """Return the GPUs that the processes share, as CUDA names them; empty if CUDA_VISIBLE_DEVICES hides all."""
   if devices is None or (own := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
     return [str(i) for i in range(count * (devices or 0))]
   given = [gpu.strip() for gpu in own.split(",") if gpu.strip() and gpu.strip() != "-1"]
   if 0 < len(given) < count * devices:
     raise UserError(
-      f"--processes {count} --devices-per-process {devices}: take {count * devices} GPUs, CUDA_VISIBLE_DEVICES={own} has "
-      f"{len(given)}\n  fix: name as many there, or none of it"
+      f"--processes {count} --devices-per-process {devices} need {count * devices} GPUs, but CUDA_VISIBLE_DEVICES={own} has "
+      f"{len(given)}\n  fix: list {count * devices} GPUs in CUDA_VISIBLE_DEVICES, or unset it"
     )
   return given
 
@@ -145,6 +145,6 @@ def _show(index: int, stream: IO[bytes] | None) -> None:
   assert stream is not None
   with stream:
     for line in stream:
-      with contextlib.suppress(OSError):  # nobody reads; whoever writes must not wait
+      with contextlib.suppress(OSError):  # without a reader, still drain the pipe, so that the process does not block
         sys.stdout.write(f"[{index}] {line.decode(errors='replace')}")
         sys.stdout.flush()

@@ -1,15 +1,15 @@
-"""``maxtext-like models``: the model configurations with their parameter counts, by shape arithmetic, without arrays."""
+"""``maxtext-like models``: lists the model configurations with parameter counts, computed from shapes."""
 
 import argparse
 import sys
 
 
 def run(argv: list[str]) -> int:
-  """Prints the table."""
+  """Run the verb: print the table."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like models",
-    description="Lists the model configurations. Parameters are counted from the shapes of the layers; 'active' are "
-    "those that one token passes through.",
+    description="Lists the model configurations. Parameters are counted from the shapes of the layers; 'active' counts "
+    "the parameters that one token uses.",
   )
   parser.add_argument("--exact", action="store_true", help="whole numbers instead of billions")
   exact = parser.parse_args(argv).exact
@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
 
 
 def _print(rows: list[tuple[str, ...]]) -> None:
-  columns = ("model", "parameters", "active", "layers", "width", "row", "dtype", "what it is")
+  columns = ("model", "parameters", "active", "layers", "width", "row", "dtype", "description")
   if not sys.stdout.isatty():
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     for row in [columns, *rows]:

@@ -1,4 +1,4 @@
-"""``maxtext-like plan``: what a train step needs and takes at least on machines that are not here, by arithmetic."""
+"""``maxtext-like plan``: estimates memory and time of a train step on other machines from shapes."""
 
 import argparse
 import json
@@ -14,17 +14,17 @@ from maxtext_like.errors import DoesNotFitError, UserError
 
 LIST = "\n                    ".join(machines(cpus=True).split("; "))
 
-DESCRIPTION = f"""Prints the table of maxtext-like compile from arithmetic on shapes, in seconds and without libtpu: memory of
-a device by class, products, transfers between devices, and the time that a step takes at least. docs/results/memory.md
+DESCRIPTION = f"""Prints the table of maxtext-like compile from arithmetic on shapes, in seconds and without a compiler: memory
+of a device by use, matrix products, transfers between devices, and a lower bound for the time of a step. docs/results/memory.md
 compares both.
 
   topology=NAME     {LIST}
-  memory=SIZE       of a GPU or CPU device, as 24GB, in the place of what the table has; alone it is one GPU of any kind
-  num_slices=N      TPU: so many such slices (the mesh: dcn_data_parallelism=N)
-  --search          also tries meshes, rows a device and remat policies, and prints those that fit with the best bounds
-  --json FILE       also writes all of it as JSON
+  memory=SIZE       memory of one GPU or CPU device, as 24GB, instead of the table's; without topology: one GPU of any kind
+  num_slices=N      TPU: number of slices (mesh: dcn_data_parallelism=N)
+  --search          also try meshes, batch sizes and remat policies, and print those that fit, fastest bound first
+  --json FILE       also write the result as JSON
 
-Exit code 0: fits, 4: does not fit, 2: wrong usage."""
+exit codes: 0 fits; 2 wrong usage; 4 does not fit"""
 EXAMPLES = """examples:
   maxtext-like plan gemma4-31b topology=v6e-32
   maxtext-like plan gemma3-27b topology=h200-8 --search
@@ -34,7 +34,7 @@ EXAMPLES = """examples:
 
 
 def run(argv: list[str]) -> int:
-  """Plans and prints; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(prog="maxtext-like plan", add_help=False, allow_abbrev=False, exit_on_error=False)
   parser.add_argument("--search", action="store_true")
   parser.add_argument("--json", type=new_file)
@@ -43,11 +43,11 @@ def run(argv: list[str]) -> int:
   compiles, words = split_own(words, "plan", ("xla_flags", "machine_code"))
   if compiles:
     raise UserError(
-      f"plan: nothing is compiled, so {' and '.join(compiles)} is for maxtext-like compile alone\n  fix: leave it out; "
-      "transfers of layers count as hidden, which xla_flags=all makes them on a TPU"
+      f"plan: {' and '.join(compiles)} has no effect, because plan compiles nothing\n  fix: leave it out, or use maxtext-like "
+      "compile; plan assumes that transfers of layers overlap with computation, as xla_flags=all does on a TPU"
     )
   own, overrides = split_own(words, "plan", ("topology", "num_slices", "memory"))
-  find_machine(own.get("topology"), own.get("memory"), cpus=True)  # its errors come before JAX, at once
+  find_machine(own.get("topology"), own.get("memory"), cpus=True)  # errors here are reported before JAX is imported
   loaded = load_config(config, *overrides)
   print_notes(loaded.notes)
   os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,6 +1,6 @@
-"""``maxtext-like risk``: how large a checkpoint's numbers can become, from its weights alone, and what that does to a dtype.
+"""``maxtext-like risk``: estimates from the weights of a checkpoint which of its numbers overflow in a dtype.
 
-For a configuration in place of a checkpoint: how large attention scores are before training.
+With a configuration instead of a checkpoint: the size of attention scores before training.
 """
 
 import argparse
@@ -13,32 +13,32 @@ from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError, UserError
 
-DESCRIPTION = """Reads the weights of a checkpoint, one tensor at a time, and prints for every layer how large gate, up, their
-product, q.k, router and index scores, the vision pooler, logits and the residual stream are expected to become and cannot
-exceed, against the limits of float16, bfloat16 and e4m3, worst first, and the key of `precision:` that removes each risk.
+DESCRIPTION = """Reads the weights of a checkpoint, one tensor at a time, and estimates for every layer the expected size and
+the upper bound of gate, up, their product, q.k, router and indexer scores, the vision pooler, logits and the residual stream.
+Compares them with the limits of float16, bfloat16 and e4m3, worst first, and names the precision key that removes each risk.
 
-DIR is a Hugging Face checkpoint (config.json, safetensors), a run, or one of its checkpoints. Nothing is run.
+DIR is a Hugging Face checkpoint (config.json, safetensors), a run, or one of its checkpoints. The model is not run.
 
-With a configuration in place of DIR (a model's name or a .yml file): the standard deviation of the attention scores of random
-weights in every layer, and whether the softmax starts nearly one-hot.
+With a configuration instead of DIR (a model's name or a .yml file): prints the standard deviation of the attention scores of
+random weights in every layer, and whether the softmax starts nearly one-hot.
 
-  expected  the median of the largest magnitude over N tokens (--tokens) whose normed inputs are random
-  at most   what no input can exceed
-  float16   bits between that and the largest number, of expected/at most; negative: beyond it; e4m3 likewise
-  bf16 +-   half of bfloat16's spacing at the expected size: the largest rounding error
-  verdict   in the dtype that holds the quantity: overflow (expected), possible (at most), coarse (rounding changes
-            probabilities by 5 % or makes ties) with what to set; or safe, and by which key"""
+  expected  median of the largest magnitude over N tokens (--tokens) with random normed inputs
+  at most   upper bound for any input
+  float16   headroom in bits below the largest float16 number, for expected/at most; negative: overflow; e4m3 likewise
+  bf16 +-   largest rounding error of bfloat16 at the expected size
+  verdict   for the dtype of the quantity: overflow (expected), possible (at most) or coarse (rounding changes
+            probabilities by 5 % or makes ties) with the key to set; or safe with the key that makes it safe"""
 EPILOG = """examples:
   maxtext-like risk gemma-4-31b-it dtype=float16
   maxtext-like risk runs/gemma4-tiny --rows 0 --json risk.json dtype=float16 float32_gate_product=false
   maxtext-like risk gemma4-31b init_scheme=maxtext
 
-exit codes: 0 no expected size is beyond what holds it; 2 wrong usage or input; 3 one is, or a weight is not finite, or
-attention starts saturated"""
+exit codes: 0 no expected overflow; 2 wrong usage or input; 3 expected overflow, a weight that is not finite, or attention
+that starts saturated"""
 
 
 def run(argv: list[str]) -> int:
-  """Runs the verb; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like risk",
     usage="maxtext-like risk DIR|CONFIG [--rows N] [--json FILE] [--tokens N] [key=value ...]",
@@ -48,17 +48,19 @@ def run(argv: list[str]) -> int:
     allow_abbrev=False,
     exit_on_error=False,
   )
-  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="the same as DIR alone: whose weights are read")
-  parser.add_argument("--rows", type=int, default=20, metavar="N", help="rows of the table (20); 0 for all")
-  parser.add_argument("--json", type=new_file, metavar="FILE", help="write every row here, with numbers in full")
-  parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="that an expected maximum is over (4096)")
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="checkpoint to read; the same as DIR")
+  parser.add_argument("--rows", type=int, default=20, metavar="N", help="number of printed rows (20); 0: all")
+  parser.add_argument("--json", type=new_file, metavar="FILE", help="write every row as JSON, with unrounded numbers")
+  parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="number of tokens for the expected maximum (4096)")
   if argv and _names_configuration(argv[0]):
     return _initial(parser, argv)
   options, overrides = parse_words(parser, _with_option(argv), {"checkpoint": "--checkpoint"})
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
     raise UserError(f"risk: unknown word {unknown[0]!r}\n  fix: see maxtext-like risk --help")
   if options.tokens < 100 or options.rows < 0:
-    raise UserError(f"risk: --tokens {options.tokens} --rows {options.rows}\n  fix: --tokens 100 or more, --rows 0 or more")
+    raise UserError(
+      f"risk: --tokens {options.tokens} --rows {options.rows}: too small\n  fix: --tokens 100 or more, --rows 0 or more"
+    )
   on_the_host()
   from maxtext_like import risk
 
@@ -73,7 +75,7 @@ def run(argv: list[str]) -> int:
 
 
 def _names_configuration(word: str) -> bool:
-  """Return True for a model's name or a configuration file that is no directory."""
+  """Return True for a model's name or a configuration file, but not for a directory."""
   return not Path(word).is_dir() and (word in model_names() or Path(word).suffix in SUFFIXES)
 
 
@@ -94,7 +96,7 @@ def _initial(parser: argparse.ArgumentParser, argv: list[str]) -> int:
 
 
 def _with_option(argv: list[str]) -> list[str]:
-  """The words with the directory, if it is the first of them or ``init_from``, behind --checkpoint."""
+  """Insert --checkpoint before a directory that is the first word, or before the value of ``init_from``."""
   if any(word.partition("=")[0] == "--checkpoint" for word in argv):
     return argv
   if argv and not argv[0].startswith("-") and "=" not in argv[0]:

@@ -1,4 +1,4 @@
-"""Standard input, output and error of the process, which a caller may have closed or may close under way."""
+"""Handles standard streams that are closed at the start or that the reader closes, and prints warnings and errors."""
 
 import contextlib
 import logging
@@ -8,8 +8,8 @@ import sys
 
 
 def open_closed() -> None:
-  """Puts /dev/null where a standard stream is closed: else the next file that is opened takes its number, and gets what
-  libraries write there."""
+  """Open /dev/null for each closed standard stream. Otherwise the next opened file would get its descriptor, and libraries
+  would write into that file."""
   for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
     try:
       os.fstat(descriptor)
@@ -23,14 +23,14 @@ def open_closed() -> None:
 
 
 def say_error(text: str) -> None:
-  """Prints to standard error; where nobody takes it, the exit code has to say it alone."""
+  """Print to standard error, and ignore an error of writing: the exit code still reports the failure."""
   with contextlib.suppress(OSError):
     print(text, file=sys.stderr, flush=True)
 
 
 class LogLines(logging.Handler):
-  """Warnings as lines on standard error, as a run shows them. While this is there, no library gives all loggers a handler of
-  its own: orbax does when it is imported, and our warnings came with the names of modules."""
+  """Prints warnings as lines on standard error. While this handler is installed, libraries such as orbax do not add a root
+  handler of their own, which would prefix our warnings with module names."""
 
   def __init__(self) -> None:
     super().__init__(logging.WARNING)
@@ -48,16 +48,16 @@ class LogLines(logging.Handler):
 
 
 def reader_left() -> bool:
-  """Says whether the reader of standard output is gone (``| head``).
+  """Return True if the reader of standard output has closed it (``| head``).
 
-  /dev/null then takes its place, so that Python does not complain when it flushes at the end.
+  In that case standard output is replaced by /dev/null, so that Python's flush at exit raises no error.
   """
   try:
     descriptor = sys.stdout.fileno()
   except (OSError, ValueError):
     return False
   poll = select.poll()
-  poll.register(descriptor, 0)  # of itself it tells of errors and of a reader that hung up
+  poll.register(descriptor, 0)  # poll always reports errors and a closed reader
   if not poll.poll(0):
     return False
   to_null(descriptor)
@@ -65,14 +65,14 @@ def reader_left() -> bool:
 
 
 def to_null(descriptor: int) -> None:
-  """Puts /dev/null in the place of an open file."""
+  """Replace an open file by /dev/null."""
   null = os.open(os.devnull, os.O_WRONLY)
   os.dup2(null, descriptor)
   os.close(null)
 
 
 def leave(code: int) -> None:
-  """Ends the process now, whatever its threads are at."""
+  """End the process now without waiting for its threads."""
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError):
       stream.flush()

@@ -1,4 +1,4 @@
-"""``maxtext-like xray``: one training step, looked through."""
+"""``maxtext-like xray``: measures every tensor of one training step, and finds the first cause of a NaN."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -13,21 +13,22 @@ from maxtext_like.errors import NonFiniteError
 if TYPE_CHECKING:
   from maxtext_like.api.xray import StepReport
 
-DESCRIPTION = """Runs one training step on the first batch of the configured data and looks through it: for the tensors of every
-layer, forward and backward, for gradients and updates, the largest, the smallest and the mean magnitude, and the bits of
-headroom to float16, bfloat16 and float8. When a number is not finite: the operation, line and layer it comes from.
+DESCRIPTION = """Runs one training step on the first batch of the configured data, and measures its tensors: activations of
+every layer, their gradients, gradients of the parameters and updates. For each it prints the largest, smallest and mean
+magnitude and the headroom in bits to the limits of float16, bfloat16 and float8. If a number is not finite, it names the
+operation, source line and layer where it first appears.
 
-Writes xray.json and xray.html. Nothing is trained; without --checkpoint the weights are those that a run would start with."""
+Writes xray.json and xray.html. The model is not trained. Without --checkpoint, the weights are those that a run starts with."""
 EXAMPLES = """examples:
   maxtext-like xray gemma4-tiny
   maxtext-like xray gemma4-tiny dtype=float16 --checkpoint runs/gemma4-tiny
   maxtext-like xray gemma3-4b --checkpoint /models/gemma-3-4b-pt dtype=float16 per_device_batch_size=1
 
-exit codes: 0 finite; 2 wrong usage, configuration or input; 3 not finite; 4 does not fit the machine"""
+exit codes: 0 finite; 2 wrong usage, configuration or input; 3 not finite; 4 not enough memory"""
 
 
 def run(argv: list[str]) -> int:
-  """Runs the verb; see ``DESCRIPTION``."""
+  """Run the verb; see ``DESCRIPTION``."""
   parser = argparse.ArgumentParser(
     prog="maxtext-like xray",
     usage="maxtext-like xray CONFIG [--checkpoint DIR] [--out DIR] [--all] [key=value ...]",
@@ -41,12 +42,14 @@ def run(argv: list[str]) -> int:
     "--checkpoint",
     type=checkpoint_path,
     metavar="DIR",
-    help="a run, one of its checkpoints (whole state), or a Hugging Face one",
+    help="a run, one of its checkpoints (with optimizer state), or a Hugging Face checkpoint",
   )
   parser.add_argument(
-    "--out", type=local_path, metavar="DIR", help="where xray.json and xray.html go; default: runs/RUN_NAME-xray"
+    "--out", type=local_path, metavar="DIR", help="directory for xray.json and xray.html (default: runs/RUN_NAME-xray)"
   )
-  parser.add_argument("--all", action="store_true", help="measure every tensor, not only the key ones; compiles far longer")
+  parser.add_argument(
+    "--all", action="store_true", help="measure every tensor instead of the most important ones; compilation takes much longer"
+  )
   argv, count, devices = local_processes.take_options(argv)
   options, words = parse_words(parser, argv, {})
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
@@ -60,10 +63,10 @@ def run(argv: list[str]) -> int:
 
 
 def show(look: "StepReport", out: str | None) -> int:
-  """Prints the table, writes the files, and returns 0.
+  """Print the table, write the files, and return 0.
 
   Raises:
-    NonFiniteError: a number of the step's results is not finite; the message is the cause.
+    NonFiniteError: a result of the step is not finite; the message contains the cause.
     UserError: the directory cannot be written.
   """
   from maxtext_like.sharding import processes

@@ -1,1 +1,1 @@
-"""Configuration: YAML files, keys, what they mean and what contradicts, read into typed sections."""
+"""Configuration: reads YAML files and ``key=value`` words into typed, checked sections."""

@@ -1,4 +1,4 @@
-"""Turns the text of a value into the type of its field: bool, int, float, str, Literal, tuples, dicts, ``X | None``."""
+"""Converts the text of a value to the type of its key: bool, int, float, str, Literal, tuple, dict or ``X | None``."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from maxtext_like.config.problems import did_you_misspell
 from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_null
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_INT_LENGTH = 40  # characters; from 4300 digits on Python refuses, with an error of its own
+_INT_LENGTH = 40  # maximum number of characters; Python itself raises another error from 4300 digits on
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]")  # octal to some readers, decimal to others
 _WORDS = re.compile(r"[\w.-]+(, ?[\w.-]+)*")
@@ -19,17 +19,17 @@ _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fal
 
 
 class CoercionError(ValueError):
-  """A value that its field cannot take; the message says what was written and what to write."""
+  """A value has the wrong type for its key. The message has the value and what to write."""
 
 
 def coerce(node: Node, kind: object) -> object:
-  """The value of a node as a field of type ``kind``.
+  """Return the value of a YAML node as type ``kind``.
 
-  Numbers in quotes, whole numbers with a point (``5.0``), leading zeros, ``yes``/``no`` and numbers that are not finite
-  are refused: each means different things to different readers.
+  Quoted numbers, whole numbers with a point (``5.0``), leading zeros, ``yes``/``no`` and non-finite numbers are errors,
+  because YAML readers disagree about them.
 
   Raises:
-    CoercionError: the node is not such a value.
+    CoercionError: the node is not a value of this type.
   """
   origin = typing.get_origin(kind)
   if origin in (typing.Union, types.UnionType):
@@ -48,7 +48,7 @@ def coerce(node: Node, kind: object) -> object:
 
 
 def describe(kind: object) -> str:
-  """A field's type in the words of the documentation."""
+  """Return the type of a key as the documentation shows it."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin in (typing.Union, types.UnionType):
     return " or ".join(describe(a) for a in args)
@@ -97,7 +97,7 @@ def _literal_text(choice: object) -> str:
 
 def _tuple(node: Node, kind: object) -> tuple:
   if not isinstance(node, Sequence):
-    # What the user wrote, as a list: of several words between commas, else of the one text.
+    # Suggest what the user wrote as a list: the words between commas, or the text as the only entry.
     word = node.text if isinstance(node, Scalar) and isinstance(kind, type) and not is_null(node) else None
     write = "a, b" if word is None else word if _WORDS.fullmatch(word) else json.dumps(word, ensure_ascii=False)
     raise CoercionError(f"{_shown(node)} where a list is needed: write [{write}]")
@@ -120,7 +120,7 @@ def _int(node: Scalar) -> int:
   text = _plain(node, "int")
   if _INT.fullmatch(text):
     if len(text) > _INT_LENGTH or not -(2**63) <= int(text) < 2**63:
-      raise CoercionError(f"{text!r} is not an int of 64 bits")
+      raise CoercionError(f"{text!r} does not fit a 64-bit int")
     return int(text)
   remedy = ""
   if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):
@@ -136,7 +136,7 @@ def _float(node: Scalar) -> float:
     raise CoercionError(f"{text!r} is not a float")
   number = float(text.replace("_", ""))
   if not math.isfinite(number):
-    raise CoercionError(f"{text!r} is beyond the range of a float")
+    raise CoercionError(f"{text!r} is outside the range of a float")
   return number
 
 
@@ -150,7 +150,7 @@ def _bool(node: Scalar) -> bool:
 def _str(node: Scalar) -> str:
   for c in node.text:
     if ord(c) < 0x20 or ord(c) == 0x7F or 0xD800 <= ord(c) <= 0xDFFF:
-      raise CoercionError(f"{json.dumps(node.text)} holds a character that text may not have (U+{ord(c):04X})")
+      raise CoercionError(f"{json.dumps(node.text)} contains the control character U+{ord(c):04X}, which is not allowed")
   return node.text
 
 

@@ -1,4 +1,4 @@
-"""Where configuration files are: the configs folder of a checkout or of an installed wheel, models by name or path."""
+"""Finds configuration files: the configs folder of a checkout or wheel, and model files by name or path."""
 
 import functools
 from pathlib import Path
@@ -14,20 +14,20 @@ SUFFIXES = (".yml", ".yaml")
 
 @functools.cache
 def configs_folder() -> Path:
-  """``configs`` beside the package in a checkout, ``maxtext_like/configs`` in a wheel.
+  """Return the configs folder: next to the package in a checkout, ``maxtext_like/configs`` in a wheel.
 
   Raises:
-    UserError: neither is there, so the installation is damaged.
+    UserError: neither folder exists.
   """
   package = Path(__file__).resolve().parent.parent
   for folder in (package.parent / "configs", package / "configs"):
     if (folder / "base.yml").is_file():
       return folder
-  raise UserError(f"{package}: configs/base.yml is missing; install maxtext-like again")
+  raise UserError(f"{package}: configs/base.yml is missing\n  fix: install maxtext-like again")
 
 
 def label_of(path: Path) -> str:
-  """How messages call a file: ``configs/...`` for the project's own, else relative to the working directory below it."""
+  """Return a file's name for messages: ``configs/...`` for the project's own, otherwise relative to the working directory."""
   resolved = path.resolve()
   for folder, prefix in ((configs_folder(), "configs"), (Path.cwd(), "")):
     if resolved.is_relative_to(folder):
@@ -36,18 +36,18 @@ def label_of(path: Path) -> str:
 
 
 def model_names() -> list[str]:
-  """The names of the model files, sorted by family and size as a person would: by name."""
+  """Return the names of the model files in ``configs/models``, sorted."""
   return sorted(path.stem for path in (configs_folder() / "models").glob("*.yml"))
 
 
 def find_config(name: str) -> Path:
-  """The file of a model name (``gemma4-tiny``) or of a path.
+  """Return the configuration file for a model's name (``gemma4-tiny``) or a path.
 
   Raises:
-    UserError: no such file, a directory, an empty name; with the nearest names of ``configs/models``.
+    UserError: the name is empty, no such file exists, or it is a directory. The message suggests similar names.
   """
   if not name:
-    raise UserError("no configuration named\n  fix: name a model or a file, as gemma4-tiny")
+    raise UserError("the name of the configuration is empty\n  fix: write the name of a model or a file, as gemma4-tiny")
   path = named_file(name)
   known = configs_folder() / "models" / f"{name}.yml"
   looks_like_path = path.suffix in SUFFIXES or "/" in name
@@ -55,7 +55,7 @@ def find_config(name: str) -> Path:
     return known
   if path.is_file():
     return path
-  # `configs/models/gemma4-31b.yml` as in the README, from anywhere, also where only a wheel is installed.
+  # `configs/models/gemma4-31b.yml`, as the README writes it, works in any directory and in a wheel.
   if looks_like_path and not path.is_absolute() and path.parts[0] == "configs":
     inside = configs_folder().joinpath(*path.parts[1:])
     if inside.is_file():
@@ -63,10 +63,10 @@ def find_config(name: str) -> Path:
   if (path / "config.json").is_file():
     raise UserError(
       f"{name}: is a Hugging Face checkpoint, not a configuration file\n"
-      f"  fix: name the model, as gemma4-31b, and init_from={name}; or import it, which writes a model.yml"
+      f"  fix: name the model, as gemma4-31b, and set init_from={name}; or import it, which writes a model.yml"
     )
   if (path / "config.yml").is_file():
-    raise UserError(f"{name}: is a run, not a configuration file\n  fix: name its own, {path / 'config.yml'}")
+    raise UserError(f"{name}: is the directory of a run, not a configuration file\n  fix: write {path / 'config.yml'}")
   if path.is_dir():
     raise UserError(f"{name}: is a directory, not a configuration file{_hint(path.name)}")
   if path.exists():
@@ -76,7 +76,7 @@ def find_config(name: str) -> Path:
 
 
 def named_file(name: str) -> Path:
-  """The path that a configuration file is named by; of a URL, its copy on this machine."""
+  """Return the path of a configuration file. A remote file is copied to this machine first."""
   return local_copies.copy_file(name) if is_remote(name) else Path(require_local(name)).expanduser()
 
 
@@ -84,4 +84,4 @@ def _hint(stem: str) -> str:
   near = nearest(stem, model_names(), count=3)
   if near:
     return f"\n  fix: did you mean {' or '.join(near)}?"
-  return f"\n  fix: models are {', '.join(model_names())}; or give the path of a .yml file"
+  return f"\n  fix: choose one of {', '.join(model_names())}, or write the path of a .yml file"

@@ -251,4 +251,4 @@ BY_VALUE: tuple[ByValue, ...] = (
     _flag("data_format=chat train_on=last", ""), "choose train_on=assistant, last or all",
   ),
 )  # fmt: skip
-"""Keys whose values are spelt otherwise here."""
+"""Keys whose values have other names here."""

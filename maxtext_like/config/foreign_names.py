@@ -49,7 +49,7 @@ class Foreign:
   values: Mapping[str, str] | None = None
 
   def fix(self, value: str) -> str:
-    """Returns what to type for ``value``. The text contains the value only if the translation is exact."""
+    """Return what to type for ``value``. The text contains the value only if the translation is exact."""
     known = self.values or {}
     if (words := known.get(value.lower())) is not None:
       return f"write {words}" if words else LEAVE_OUT
@@ -64,7 +64,7 @@ class Foreign:
 
 
 def _as_ours(key: str, value: str) -> str | None:
-  """Returns the text of ``value`` as ``key`` takes it, or None if the key does not take such a value."""
+  """Return the text of ``value`` as ``key`` takes it, or None if the key does not take such a value."""
   kind = LEAVES[key][1]
   texts = [value]
   if re.fullmatch(r"[0-9]+\.0*|[0-9.]+[eE][+-]?[0-9]+", value) and float(value).is_integer():
@@ -84,7 +84,7 @@ def _placeholder(key: str) -> str:
 
 
 def fold(name: str) -> str:
-  """Returns the form in which names are compared: lower case with underscores, without leading dashes."""
+  """Return the form in which names are compared: lower case with underscores, without leading dashes."""
   return name.lower().lstrip("-").replace("-", "_")
 
 
@@ -122,18 +122,18 @@ NEUTRAL_SECTIONS = frozenset(SECTIONS) - {"vision"} | frozenset(
 
 
 def find(name: str) -> Foreign | None:
-  """Returns the answer to a name of another trainer, or None if the name is not known."""
+  """Return the answer to a name of another trainer, or None if the name is not known."""
   return find_whole(name) or (family_of(leaf) if (leaf := _without_sections(fold(name))) and "." not in leaf else None)
 
 
 def find_whole(name: str) -> Foreign | None:
-  """Returns the answer to a name that is in a table as a complete name, or None."""
+  """Return the answer to a name that is in a table as a complete name, or None."""
   folded = fold(name)
   return NAMES.get(folded) or NAMES.get(_without_sections(folded))
 
 
 def _without_sections(folded: str) -> str:
-  """Returns a name without its neutral sections. ``vision.`` is how our files call ``vision_config.``."""
+  """Return a name without its neutral sections. ``vision.`` is how our files call ``vision_config.``."""
   section, dot, rest = folded.partition(".")
   while dot and section in NEUTRAL_SECTIONS:
     folded = rest
@@ -142,7 +142,7 @@ def _without_sections(folded: str) -> str:
 
 
 def family_of(name: str) -> Foreign | None:
-  """Returns the answer to a group of names that this project lacks, such as all settings of pipeline parallelism."""
+  """Return the answer to a group of names that this project lacks, such as all settings of pipeline parallelism."""
   for says, patterns in FAMILIES:
     if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
       return Foreign(says)

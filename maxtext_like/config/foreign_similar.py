@@ -132,7 +132,7 @@ NAMES: tuple[Similar, ...] = (
           "early_stopping_patience counts evaluations without a lower eval_loss",
           "write eval_interval=STEPS early_stopping_patience=EVALUATIONS"),
   Similar("load_best_model_at_end metric_for_best_model greater_is_better",
-          "keep_best keeps the step with the lowest eval_loss beside the newest; the run still ends with its last "
+          "keep_best also keeps the step with the lowest eval_loss; the run still ends with its last "
           "weights",
           "write eval_interval=STEPS keep_best=true"),
   # Numbers.

@@ -1,7 +1,7 @@
-"""Names of models on the Hugging Face Hub, as ``google/gemma-3-4b-it``: the copies in this machine's cache. No network.
+"""Finds models with a Hugging Face Hub name, as ``google/gemma-3-4b-it``, in the cache of this machine, without network.
 
-The cache is huggingface_hub's: ``models--ORG--NAME/refs/main`` holds the revision, ``models--ORG--NAME/snapshots/REVISION``
-its files, mostly as symbolic links.
+The layout is that of huggingface_hub: ``models--ORG--NAME/refs/main`` has the revision, and
+``models--ORG--NAME/snapshots/REVISION`` the files, mostly as symbolic links.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from maxtext_like.errors import UserError
 from maxtext_like.storage import is_remote, require_usable
 
 KEYS = ("init_from", "lora_from", "tokenizer")
-"""Keys of a configuration whose value may be such a name."""
+"""Keys whose value may be a Hub name."""
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def cache() -> Path:
-  """Where huggingface_hub keeps what it downloads, by the variables that it reads."""
+  """Return the cache directory of huggingface_hub, from the same environment variables that it reads."""
   for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     if value := os.environ.get(variable):
       return Path(value).expanduser()
@@ -29,7 +29,7 @@ def cache() -> Path:
 
 
 def find(text: str) -> Path | None:
-  """The directory of a model in the cache; None: a path that is there, no name of a model, or not in the cache."""
+  """Return the directory of a model in the cache, or None if the text is an existing path or is not in the cache."""
   if _NAME.fullmatch(text) is None or Path(text).exists():
     return None
   folder = cache() / f"models--{text.replace('/', '--')}"
@@ -42,21 +42,21 @@ def find(text: str) -> Path | None:
 
 
 def name_of(directory: Path) -> str:
-  """What a checkpoint's directory is called: by the Hub where it is of the cache, else by whoever named it."""
+  """Return the name of a checkpoint: the Hub name of a directory in the cache, otherwise the directory's name."""
   place = directory.expanduser().resolve()
   cached = place.parent.parent.name if place.parent.name == "snapshots" else ""
   return cached.removeprefix("models--").partition("--")[2] if cached.startswith("models--") else place.name
 
 
 def advice(text: str) -> str:
-  """How to get a model that ``find`` did not find, as the end of a sentence; empty where the text is rather a path."""
+  """Return how to download a model that ``find`` did not find, as the end of a sentence; "" if the text looks like a path."""
   if _NAME.fullmatch(text) is None or Path(text).exists() or Path(text).parent.is_dir():
     return ""
-  return f", nor in the Hugging Face cache {cache()}: hf download {text} (of the package huggingface_hub) puts it there"
+  return f", and it is not in the Hugging Face cache {cache()}: download it with hf download {text} (package huggingface_hub)"
 
 
 def checkpoint_path(text: str) -> str:
-  """A checkpoint that is there as the ``type`` of an option or word that argparse reads: a path, or a model of the cache."""
+  """argparse type of an existing checkpoint: a path, a URL, or the Hub name of a model in the cache."""
   if is_remote(text):
     try:
       require_usable("checkpoint", text)
@@ -65,5 +65,5 @@ def checkpoint_path(text: str) -> str:
     return text
   found = find(local_path(text))
   if found is None and (how := advice(text)):
-    raise argparse.ArgumentTypeError(f"{text} is no directory here{how}")
+    raise argparse.ArgumentTypeError(f"{text} is not a directory{how}")
   return existing_path(str(found or text))

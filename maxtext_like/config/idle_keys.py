@@ -1,16 +1,16 @@
 """Keys that have no effect with the other values of a configuration, and the notes about them when they are set.
 
-Combinations that are wrong are refused by the sections and by ``rules.py``. A key of this table is harmless, but a person who
-sets it expects an effect, so a note says that there is none, and why. ``tests/training/test_turned_keys.py`` turns every key of
-``training:`` and fails if a key changes no program, is not refused and is not reported.
+The sections and ``rules.py`` refuse wrong combinations. A key of this table is harmless, but its author expects an effect, so
+the run prints a note with the reason why there is none. ``tests/training/test_turned_keys.py`` changes every key of
+``training:`` and fails if a key changes no program, is not an error and is not reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from maxtext_like.config.choices import OPTIMIZERS
 from maxtext_like.config.schema import LEAVES, Config
 from maxtext_like.config.yaml_file import to_text
-from maxtext_like.training.optimizers import registry as optimizers
 
 Why = Callable[[Config], str]
 """Why a key has no effect in a configuration; empty if it has one."""
@@ -22,8 +22,8 @@ class Idle:
 
   Attributes:
     why: see ``Why``.
-    in_model_file: a note is written for a value of the model's file too. Other values of that file are for all runs of the
-      model, whatever the optimizer or the schedule.
+    in_model_file: True if values of the model file are reported too. Most values of that file are meant for all runs of the
+      model, with any optimizer or schedule, and are not reported.
   """
 
   why: Why
@@ -33,11 +33,11 @@ class Idle:
 def fixed_router_bias(config: Config) -> str:
   """Why the biases of the routers are not updated; empty if they may be."""
   if config.adapter.trained:
-    return "an adapter is trained, and the weights below it stay as they are, biases of routers too"
+    return "an adapter is trained, and the weights below it are fixed, including the routers' biases"
   if config.training.trainable_parameters_mask:
-    return "with trainable_parameters_mask the biases of routers stay as they are"
+    return "trainable_parameters_mask keeps the routers' biases fixed"
   if config.model.trained_part:
-    return f"{config.model.trained_part[1]}, and the biases of routers stay as they are"
+    return f"{config.model.trained_part[1]}, so the routers' biases are fixed"
   return "" if _experts(config) else "no layer has experts"
 
 
@@ -47,7 +47,7 @@ def _experts(config: Config) -> bool:
 
 
 def _of_optimizer(key: str) -> Why:
-  return lambda config: "" if key in optimizers.KEYS[config.training.opt_type] else f"opt_type is {config.training.opt_type}"
+  return lambda config: "" if key in OPTIMIZERS[config.training.opt_type] else f"opt_type is {config.training.opt_type}"
 
 
 def _first_moment(config: Config) -> str:
@@ -72,12 +72,14 @@ def _clip(config: Config) -> str:
   if not t.gradient_clipping_threshold:
     return "gradient_clipping_threshold is 0, so nothing is clipped"
   scaled = t.clip == "running" and config.precision.dtype == "float16"
-  return "float16 measures all gradients first, so clip: running clips by their norm as clip: exact does" if scaled else ""
+  return (
+    "with float16 the step always computes the global norm first, so clip: running is the same as clip: exact" if scaled else ""
+  )
 
 
 def _losses(config: Config) -> str:
   if config.model.trained_part:
-    return f"{config.model.trained_part[1]}, which the losses of routers do not reach"
+    return f"{config.model.trained_part[1]}, which the routers' losses do not affect"
   return "" if _experts(config) else "no layer has experts"
 
 
@@ -90,7 +92,7 @@ def _indexer(config: Config) -> str:
 
 
 def _unless(section: str, key: str) -> Why:
-  """No effect while another key is off."""
+  """Return the reason for a key that has no effect while another key is off."""
 
   def why(config: Config) -> str:
     value = getattr(getattr(config, section), key)
@@ -131,26 +133,26 @@ IDLE: Mapping[str, Idle] = {
   "max_to_keep": Idle(_unless("checkpoint", "enable_checkpointing")),
   "async_checkpointing": Idle(_unless("checkpoint", "enable_checkpointing")),
 }
-"""Keys that other values may leave without an effect."""
+"""Keys that may have no effect because of other values."""
 
 _OFF = {"adafactor_momentum_rank": 0, "routed_bias_update_rate": 0.0, "load_balance_loss_weight": 0.0}
 _OFF |= {"router_z_loss_weight": 0.0, "clip": "exact"}
-"""Values that ask for nothing, so that nothing is said about them."""
+"""Values that switch a key off; they are never reported."""
 
 
 def idle_notes(config: Config, origins: Mapping[str, str], said: frozenset[str], of_model: frozenset[str]) -> Iterator[str]:
-  """A sentence for each key that is set and has no effect.
+  """Yield a sentence for each key that is set and has no effect.
 
   Args:
-    config: the sections, without problems.
-    origins: by leaf name, the place of its value.
-    said: leaf names that the command line or an overlay sets.
-    of_model: leaf names that the model's file sets.
+    config: a checked configuration.
+    origins: place of the value, by key.
+    said: keys that the command line or an overlay sets.
+    of_model: keys that the model file sets.
   """
   for key, idle in IDLE.items():
     if key not in said and not (idle.in_model_file and key in of_model):
       continue
-    value = getattr(getattr(config, LEAVES[key][0]), key, None)  # a family may lack it, which is another rule's
+    value = getattr(getattr(config, LEAVES[key][0]), key, None)  # a key that the family lacks is checked in rules.py
     if value is None or (key in _OFF and value == _OFF[key]):
       continue
     if why := idle.why(config):

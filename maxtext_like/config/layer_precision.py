@@ -1,7 +1,7 @@
-"""``layer_precision``: other precision values for some layers, as ``3-5 dtype=float32`` or ``7 float32_logits=true``.
+"""The key ``layer_precision``: precision values of single layers, as ``3-5 dtype=float32`` or ``7 float32_logits=true``.
 
-Only keys that act inside a layer can differ between layers; parameters, the residual stream and checkpoints stay as they
-are. Layers are counted from 0.
+Only keys that act inside a layer can differ between layers; parameters, the residual stream and checkpoints do not change.
+Layers are numbered from 0.
 """
 
 import re
@@ -24,14 +24,14 @@ _KINDS = typing.get_type_hints(PrecisionConfig)
 
 
 def layer_values(entries: Sequence[str], layers: int) -> list[Values]:
-  """What is written for each layer; an empty dict where nothing is.
+  """Return the values set for each layer, as one dict per layer, empty if nothing is set.
 
   Args:
     entries: the value of ``layer_precision``.
-    layers: how many the model has.
+    layers: number of layers of the model.
 
   Raises:
-    ValueError: an entry that cannot be read, a layer that is not there, a layer named twice.
+    ValueError: an entry cannot be read, names a layer that does not exist, or names a layer twice.
   """
   values, problems = _read(entries, layers)
   if problems:
@@ -40,7 +40,7 @@ def layer_values(entries: Sequence[str], layers: int) -> list[Values]:
 
 
 def written(values: Sequence[Values]) -> tuple[str, ...]:
-  """``layer_precision`` for given values of each layer, neighbours with equal values in one range."""
+  """Return the value of ``layer_precision`` for the values of each layer; equal neighbours become one range."""
   out, first = [], 0
   for i in range(1, len(values) + 1):
     if i < len(values) and values[i] == values[first]:
@@ -53,7 +53,7 @@ def written(values: Sequence[Values]) -> tuple[str, ...]:
 
 
 def layer_problems(config: Config) -> Iterator[Problem]:
-  """Everything wrong with ``layer_precision`` in a configuration whose sections may hold problems of their own."""
+  """Yield every problem of ``layer_precision``. The sections of the configuration may have other problems."""
   model, precision = config.model, config.precision
   values, problems = _read(precision.layer_precision, model.num_decoder_layers)
   yield from problems
@@ -66,7 +66,7 @@ def layer_problems(config: Config) -> Iterator[Problem]:
         wrong.setdefault((key, value, reason), []).append(layer)
   for (key, value, reason), layers in wrong.items():
     yield Problem(
-      f"{KEY}: {key}={to_text(value)} in {_layers(layers)}: {reason}", (KEY,), "leave it out there"
+      f"{KEY}: {key}={to_text(value)} in {_layers(layers)}: {reason}", (KEY,), "leave it out for these layers"
     )  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def _refused(key: str, value: Any, layer: int, own: Values, config: Config) -> s
   if key != "dtype":
     return idle_reason(key, value, layer, config.model, whole | {"dtype": own.get("dtype", whole["dtype"])})
   if value == whole["dtype"]:
-    return "it has that value already"
+    return "the model has that value already"
   if value == "float16":
-    return "float16 needs a scaled loss, which goes with the model's dtype"
+    return "float16 needs a loss scale, which only the model's dtype switches on"
   return None
 
 
@@ -97,7 +97,7 @@ def _read(entries: Sequence[str], layers: int) -> tuple[list[Values], list[Probl
     shown = f"{KEY}: {entry!r}"
     found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", where)
     if not found or not settings:
-      problems.append(Problem(f"{shown}: not a layer, or a range of them, and values", (KEY,), FORM))
+      problems.append(Problem(f"{shown}: expected a layer or a range of layers, then key=value", (KEY,), FORM))
       continue
     first = int(found[1])
     last = first if found[2] is None else int(found[2])
@@ -105,7 +105,7 @@ def _read(entries: Sequence[str], layers: int) -> tuple[list[Values], list[Probl
       problems.append(Problem(f"{shown}: the model has layers 0 to {layers - 1}", (KEY, "num_decoder_layers")))
       continue
     if twice := [i for i in range(first, last + 1) if i in owner]:
-      problems.append(Problem(f"{shown}: layer {twice[0]} stands in {owner[twice[0]]!r} too", (KEY,), "name a layer once"))
+      problems.append(Problem(f"{shown}: layer {twice[0]} is also in {owner[twice[0]]!r}", (KEY,), "name each layer once"))
       continue
     own, wrong = _settings(settings, shown)
     problems += wrong
@@ -122,10 +122,10 @@ def _settings(words: Sequence[str], shown: str) -> tuple[Values, list[Problem]]:
     if not equals or not text:
       problems.append(Problem(f"{shown}: {word!r} is not key=value", (KEY,), FORM))
     elif key in own:
-      problems.append(Problem(f"{shown}: {key} stands there twice", (KEY,)))
+      problems.append(Problem(f"{shown}: {key} is set twice", (KEY,)))
     elif key not in LAYER_KEYS:
       known = key in _KINDS
-      what = f"{key} is one for the whole model" if known else f"unknown key {key!r}{did_you_misspell(key, LAYER_KEYS)}"
+      what = f"{key} applies to the model as a whole" if known else f"unknown key {key!r}{did_you_misspell(key, LAYER_KEYS)}"
       problems.append(Problem(f"{shown}: {what}", (KEY,), f"keys of a layer are {', '.join(LAYER_KEYS)}"))
     else:
       try:

@@ -1,4 +1,4 @@
-"""``load_config``: base.yml <- model file <- overlays <- words, merged into one checked ``Config``."""
+"""``load_config`` merges base.yml, the model file, overlays and ``key=value`` words into one checked ``Config``."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config import foreign_names, hub, maxtext, maxtext_file
+from maxtext_like.config.choices import DATASETS
 from maxtext_like.config.coerce import CoercionError, coerce, describe
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names, named_file
 from maxtext_like.config.idle_keys import idle_notes
@@ -30,7 +31,6 @@ from maxtext_like.config.schema import (
   section_type,
 )
 from maxtext_like.config.yaml_file import Entry, Mapping, Node, Scalar, read_yaml, to_text
-from maxtext_like.data.registry import DATASETS
 from maxtext_like.errors import UserError
 from maxtext_like.masking import MASK, masked, masked_values
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
 KindOfFiles = Callable[[Any, str], str]
-"""Gives the kind of data set of files: (dataset_path, data_format) -> dataset."""
-MOST_UNKNOWN = 50  # unknown keys of a file that are listed
+"""(dataset_path, data_format) -> dataset: chooses the kind of data set by the files."""
+MOST_UNKNOWN = 50  # maximum number of unknown keys of a file that an error lists
 
 
 @dataclass(frozen=True, repr=False)
 class Loaded:
-  """A configuration and how it came about.
+  """A configuration and the origin of its values.
 
   Attributes:
     config: the typed, checked sections.
-    origins: ``section.key`` to the place of its value, as ``configs/base.yml:31``, ``argument "steps=5"`` or, where it was
-      typed there, ``command line "steps=5"``.
-    notes: keys that were accepted and have no effect, each with its place and why.
+    origins: place of each value by ``section.key``, as ``configs/base.yml:31``, ``argument "steps=5"`` or
+      ``command line "steps=5"``.
+    notes: messages about accepted keys, such as keys without effect, each with its place.
     path: the model file.
   """
 
@@ -59,28 +59,28 @@ class Loaded:
   notes: tuple[str, ...]
   path: Path
 
-  if not TYPE_CHECKING:  # or every name would pass for one
+  if not TYPE_CHECKING:  # a type checker would accept any attribute name because of it
 
     def __getattr__(self, name: str) -> Any:
-      """Says where a section or a key is, which are looked for here."""
+      """Raise an AttributeError that says where a section or key is found, if one was looked up here."""
       section, _ = LEAVES.get(name, ("", None))
       there = name if name in SECTIONS else f"{section}.{name}" if section else ""
-      hint = f": it is in its config, .config.{there}" if there else did_you_mean(name, (*SECTIONS, *self.__dataclass_fields__))
-      raise AttributeError(f"what load_config returned has no attribute {name!r}{hint}")
+      hint = f"; write .config.{there}" if there else did_you_mean(name, (*SECTIONS, *self.__dataclass_fields__))
+      raise AttributeError(f"the result of load_config has no attribute {name!r}{hint}")
 
   def __repr__(self) -> str:
     return f"Loaded({self.config.model.model_name}, {self.config.precision.dtype}, of {self.path})"
 
   def to_yaml(self, *, mask: bool = False) -> str:
-    """The resolved configuration with the origin of each value; ``load_config`` reads it back as the same ``config``.
+    """Return the resolved configuration as YAML with the origin of each value. ``load_config`` reads it back unchanged.
+
+    Precision keys that the model does not support are comments in it, because setting them is an error.
 
     Args:
-      mask: replace what looks like a secret by ``***``.
-
-    Precision keys that the model has no use for stand there as comments, since giving them is an error.
+      mask: replace values that look like secrets by ``***``.
     """
     inactive = foreign_keys(self.config.model)
-    lines = ["# Resolved configuration; the comment of a value is where it came from."]
+    lines = ["# Resolved configuration; comments show where each value was set."]
     for section in SECTIONS:
       lines += ["", f"{section}:"]
       given = vars(getattr(self.config, section))
@@ -88,25 +88,26 @@ class Loaded:
       for key in own_keys(section, self.config.model.decoder_block):
         text = f"{key}: {to_text(values[key])}"
         if key in inactive:
-          lines.append(f"  # {text}  (no effect: this model has not got {inactive[key]})")
+          lines.append(f"  # {text}  (no effect: this model does not have {inactive[key]})")
         else:
           origin = self.origins[f"{section}.{key}"]
           if (
             values[key] != given[key] and "=" in origin
-          ):  # the words that set it, quoted in ways that masking may not see through
+          ):  # the origin quotes the word that set the value, in a form that masking may miss
             origin = f'{origin.partition("=")[0]}={MASK}"'
           lines.append(f"  {text}  # {masked(origin) if mask else origin}")
     return "\n".join(lines) + "\n"
 
   def to_config_dict(self) -> "ConfigDict":
-    """The values for ``ConfigDict``'s own tools; see ``to_config_dict``."""
+    """Return the values as an ``ml_collections.ConfigDict``; see ``to_config_dict``."""
     return to_config_dict(self.config)
 
 
 def to_config_dict(config: Config) -> "ConfigDict":
-  """The values by section, which ``maxtext_like.load_config`` takes back. Locked: a new key, as a misspelt one is, is an error.
+  """Return the values by section as a locked ``ConfigDict``, which ``maxtext_like.load_config`` accepts.
 
-  Keys that the model has no use for are left out, since giving them is an error.
+  It is locked so that a misspelled key is an error. Keys that the model does not support are left out, because setting them
+  is an error.
   """
   from ml_collections import ConfigDict
 
@@ -115,22 +116,23 @@ def to_config_dict(config: Config) -> "ConfigDict":
   for section in SECTIONS:
     values = vars(getattr(config, section))
     sections[section] = {key: values[key] for key in own_keys(section, config.model.decoder_block) if key not in useless}
-  return ConfigDict(sections, type_safe=False).lock()  # None may become a number; load_config judges every value's type
+  return ConfigDict(sections, type_safe=False).lock()  # None may become a number; load_config checks the types
 
 
 def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: KindOfFiles | None = None) -> Loaded:
-  """Loads, merges and checks a configuration.
+  """Load, merge and check a configuration.
 
   Args:
-    path: a model's name (``gemma4-tiny``) or the path of a model file: sectioned, flat, or MaxText's.
-    overrides: what is laid over it: ``key=value``, ``section.key=value``, overlays.
-    kind_of_files: chooses ``dataset`` by the files if ``dataset`` reads none and files are named; None: that is an error.
+    path: a model's name (``gemma4-tiny``) or the path of a model file: with sections, flat, or of MaxText.
+    overrides: ``key=value`` and ``section.key=value`` words and paths of overlays, which replace values of the model file.
+    kind_of_files: chooses ``dataset`` by the files if ``dataset_path`` is set and ``dataset`` reads no files; None: such a
+      configuration is an error.
 
   Returns:
-    The configuration with origins.
+    The configuration with the origin of each value.
 
   Raises:
-    UserError: anything wrong, with place, value and remedy; conflicts are listed all at once.
+    UserError: the configuration is invalid. The message has place, value and fix of every problem.
   """
   hardware, words, problems = parse_overrides(list(overrides))
   file, words = _model_file(str(path), words)
@@ -139,15 +141,14 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
   merged = dict(_base_entries())
   defaults = {leaf: entry.origin for leaf, entry in merged.items()}
   notes: list[str] = []
-  nearness = dict.fromkeys(
-    merged, 0
-  )  # of each value to the person: words are nearer than an overlay, that than the model's file
-  layers = itertools.count(1)
+  # Precedence of each value: a word beats an overlay, and an overlay beats the model file.
+  precedence = dict.fromkeys(merged, 0)
+  levels = itertools.count(1)
 
-  def lay_over(translated: tuple[list[Entry], list[str], list[Problem]]) -> None:
+  def override(translated: tuple[list[Entry], list[str], list[Problem]]) -> None:
     done, said, wrong = translated
     merged.update((e.key, e) for e in done)
-    nearness.update(dict.fromkeys((e.key for e in done), next(layers)))
+    precedence.update(dict.fromkeys((e.key for e in done), next(levels)))
     notes.extend(said)
     problems.extend(wrong)
 
@@ -155,14 +156,16 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
     node = merged["decoder_block"].node
     return node.text if isinstance(node, Scalar) else ""
 
+  # Merge in order: model file, overlays, words. Each step translates MaxText's keys for the family known so far.
   block = next((e.node.text for e in entries if e.key == "decoder_block" and isinstance(e.node, Scalar)), "")
-  lay_over(maxtext_file.translate_file(entries, file.stem) if theirs else maxtext.translate_keys(entries, block))
-  of_model = dict(merged)
+  override(maxtext_file.translate_file(entries, file.stem) if theirs else maxtext.translate_keys(entries, block))
+  before_overrides = dict(merged)
   _require_its_name(merged, words, file)
   for name in hardware:
-    lay_over(maxtext.translate_keys(_file_entries(_hardware_file(name)), family()))
-  lay_over(maxtext.translate_keys(words, family()))
+    override(maxtext.translate_keys(_file_entries(_hardware_file(name)), family()))
+  override(maxtext.translate_keys(words, family()))
 
+  # Convert the merged text to typed values; all problems up to here are reported together.
   if merged["model_name"].origin == defaults["model_name"]:
     merged["model_name"] = Entry("model_name", Scalar(file.stem, plain=True, line=1), f"name of {label_of(file)}")
   values = _coerced(merged, problems)
@@ -170,36 +173,38 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
     raise error_of(problems)
   for key in hub.KEYS:
     if values[key] is not None and (found := hub.find(values[key])):
-      notes.append(f"{merged[key].origin}: {key} is {found}, of the Hugging Face cache")
+      notes.append(f"{merged[key].origin}: {key} was found in the Hugging Face cache: {found}")
       values[key] = str(found)
+  # Some keys imply others: epochs replaces steps, files choose the kind of data set, and so on.
   explicit = frozenset(leaf for leaf, entry in merged.items() if entry.origin != defaults[leaf])
 
-  def give_way(leaf: str, to: str, value: object, why: str = "") -> None:
-    """A value that is not said, or not as near, follows from another."""
-    if leaf not in explicit or nearness[to] > nearness[leaf]:
+  def imply(leaf: str, to: str, value: object, why: str = "") -> None:
+    """Replace a value that is a default, or has lower precedence than the key ``to`` that implies it."""
+    if leaf not in explicit or precedence[to] > precedence[leaf]:
       values[leaf], merged[leaf] = value, Entry(leaf, merged[leaf].node, f"follows from {to}{why}")
 
   if values["epochs"] is not None and values["steps"] is not None:
-    give_way("steps", "epochs", None)
+    imply("steps", "epochs", None)
     if values["steps"] is not None:
-      give_way("epochs", "steps", None)
+      imply("epochs", "steps", None)
   kind = DATASETS.get(values["dataset"])
   if kind_of_files is not None and kind is not None and not kind.files:
     if values["dataset_path"]:
-      give_way("dataset", "dataset_path", kind_of_files(values["dataset_path"], values["data_format"]))
+      imply("dataset", "dataset_path", kind_of_files(values["dataset_path"], values["data_format"]))
     elif values["data_format"] == "chat":
-      give_way("dataset", "data_format", "jsonl")
+      imply("dataset", "data_format", "jsonl")
   if not values["enable_checkpointing"]:
-    give_way("resume", "enable_checkpointing", False, ": false")
+    imply("resume", "enable_checkpointing", False, ": false")
   if values["eval_path"]:
-    give_way("eval_fraction", "eval_path", 0.0)
+    imply("eval_fraction", "eval_path", 0.0)
+  # Check all sections together, build them, and add notes on keys without effect and on differences to MaxText.
   _check(values, merged, explicit)
   config = Config(**{section: make_section(section, values) for section in SECTIONS})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}
-  nearer = frozenset(leaf for leaf in explicit if merged[leaf] is not of_model[leaf])
-  notes += idle_notes(config, {leaf: merged[leaf].origin for leaf in explicit}, nearer, explicit - nearer)
+  set_later = frozenset(leaf for leaf in explicit if merged[leaf] is not before_overrides[leaf])
+  notes += idle_notes(config, {leaf: merged[leaf].origin for leaf in explicit}, set_later, explicit - set_later)
   if theirs or is_base(str(path)):
-    said = frozenset(leaf for leaf in explicit if theirs or merged[leaf] is not of_model[leaf])
+    said = frozenset(leaf for leaf in explicit if theirs or merged[leaf] is not before_overrides[leaf])
     if theirs:
       notes += maxtext_file.notes(values, label_of(file))
     notes.append(maxtext_file.table(label_of(file), maxtext_file.differences(values, said, decoder=theirs)))
@@ -208,7 +213,7 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
 
 @functools.cache
 def base_values() -> MappingProxyType[str, object]:
-  """The defaults of ``configs/base.yml`` by leaf name; keys that a model file has to set are None."""
+  """Return the defaults of ``configs/base.yml`` by key; keys that a model file must set are None."""
   problems: list[Problem] = []
   values = _coerced(_base_entries(), problems, allow_unset=True)
   if problems:
@@ -218,7 +223,7 @@ def base_values() -> MappingProxyType[str, object]:
 
 @functools.cache
 def own_keys(section: str, decoder_block: str) -> tuple[str, ...]:
-  """The keys of a section that a family has, in the order of ``configs/base.yml``."""
+  """Return the keys of a section that a family has, in the order of ``configs/base.yml``."""
   return tuple(
     leaf
     for leaf in _base_entries()
@@ -227,34 +232,34 @@ def own_keys(section: str, decoder_block: str) -> tuple[str, ...]:
 
 
 def make_section(section: str, values: Entries[str, Any]) -> Any:
-  """A section out of values by leaf name; what is not among them has the default of ``configs/base.yml``.
+  """Build a section from values by key; missing keys have the default of ``configs/base.yml``.
 
   Raises:
-    InvalidSectionError: values that contradict each other.
+    InvalidSectionError: the values are invalid.
   """
   whole: dict[str, Any] = {**base_values(), **values}
   return section_type(section, whole["decoder_block"])(**_of_section(whole, section))
 
 
 def unchecked_section(section: str, values: Entries[str, Any]) -> Any:
-  """A section as ``make_section`` makes it, without its checks: an earlier version may have stored what this one refuses."""
+  """Build a section as ``make_section``, without checks: older checkpoints may hold values that are errors now."""
   whole: dict[str, Any] = {**base_values(), **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}}
   return _unchecked(section_type(section, whole["decoder_block"]), _of_section(whole, section))
 
 
 def is_base(path: str) -> bool:
-  """Whether a path means the defaults, ``configs/base.yml``: MaxText's commands begin with it, wherever it lies."""
+  """Return True if a path means ``configs/base.yml``: MaxText's commands start with it, with any directory."""
   file = Path(path).expanduser()
   return file.name == "base.yml" and (not file.exists() or file.resolve() == (configs_folder() / "base.yml").resolve())
 
 
 def _model_file(path: str, words: list[Entry]) -> tuple[Path, list[Entry]]:
-  """The model file and the words that are left: with the defaults in its place, ``model_name`` names it, as in MaxText."""
+  """Return the model file and the other words. If the path is base.yml, ``model_name`` names the model, as in MaxText."""
   if not is_base(path):
     return find_config(path), words
   named = [word.node.text for word in words if word.key == "model_name" and isinstance(word.node, Scalar)]
   if not named:
-    raise UserError(f"{path}: holds defaults, no model\n  fix: name a model, as gemma4-tiny")
+    raise UserError(f"{path}: contains only defaults, not a model\n  fix: name a model, as gemma4-tiny")
   return find_config(named[-1]), [word for word in words if word.key != "model_name"]
 
 
@@ -265,7 +270,7 @@ _OTHER_MODELS = (
 
 
 def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Path) -> None:
-  """Refuses ``model_name`` as the name of another model: beside a model file it is a label, which MaxText's is not."""
+  """Raise an error if ``model_name`` names another model: here it is a label, but in MaxText it chooses the model."""
   own = merged["model_name"].node
   for word in words:
     if word.key != "model_name" or not isinstance(word.node, Scalar):
@@ -275,8 +280,8 @@ def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Pat
       continue
     if name in model_names() or name.startswith(_OTHER_MODELS):
       raise UserError(
-        f"{word.origin}: the model is {label_of(file)}, and model_name is its label; {name} is another model"
-        f"\n  fix: name the model first, as {name if name in model_names() else 'gemma3-4b'}"
+        f"{word.origin}: model_name is only a label; the model is {label_of(file)}, and {name} is another model"
+        f"\n  fix: write the model as the first word, as {name if name in model_names() else 'gemma3-4b'}"
       )
 
 
@@ -285,17 +290,15 @@ def _hardware_file(name: str) -> Path:
   if not path.is_file():
     inside = configs_folder() / name.removeprefix("configs/")
     if name.removeprefix("configs/").startswith("recipes/") and inside.is_file():
-      return inside  # from anywhere, also where only a wheel is installed
+      return inside  # recipes work in any directory and in a wheel
     if name in ("tpu", "gpu", "gpu_multiprocess", "cpu"):  # MaxText's hardware
       raise UserError(
-        f"hardware={name}: the device is found, and hardware is a file of keys for it"
-        "\n  fix: leave it out; JAX_PLATFORMS=cpu before the command takes the CPU though there is an accelerator"
+        f"hardware={name}: the device is detected, and hardware= takes a file with keys for it"
+        "\n  fix: leave it out; to run on the CPU of a machine with an accelerator, put JAX_PLATFORMS=cpu before the command"
       )
     kind = "is a directory, not a file" if path.is_dir() else "no such overlay"
     shipped = ", ".join(f"recipes/{path.name}" for path in sorted((configs_folder() / "recipes").glob("*.yml")))
-    raise UserError(
-      f"{name}: {kind}\n  fix: the first configuration is the model, further .yml files are laid over it: yours, or {shipped}"
-    )
+    raise UserError(f"{name}: {kind}\n  fix: write the model first, then overlays: .yml files of your own, or {shipped}")
   return path
 
 
@@ -309,13 +312,13 @@ def _base_entries() -> MappingProxyType[str, Entry]:
 
 
 def _file_entries(path: Path) -> list[Entry]:
-  """Every leaf of a file, whether in sections, dotted or flat."""
+  """Return every key of a file with sections, dotted names or flat names."""
   label = label_of(path)
   top = read_yaml(path, label)
   if maxtext_file.RUN_KEYS & top.items.keys():
     raise UserError(
-      f"{label}: MaxText's settings of a run, not a model\n  fix: name the model instead, as in gemma3-4b steps=20; "
-      "what you changed in that file is written behind it as KEY=VALUE"
+      f"{label}: this is a run configuration of MaxText, not a model\n  fix: name the model, as in gemma3-4b steps=20, "
+      "and write your changes of that file after it as KEY=VALUE"
     )
   entries: list[Entry] = []
   problems: list[Problem] = []
@@ -327,7 +330,7 @@ def _file_entries(path: Path) -> list[Entry]:
       leaf = leaf_of(f"{section}.{key}" if section and key not in maxtext.KNOWN else key)
     except UnknownKeyError as error:
       problems.append(_unknown(key, section, error, origin, node))
-      if len(problems) == MOST_UNKNOWN:  # this is no configuration, and every suggestion costs a comparison with all keys
+      if len(problems) == MOST_UNKNOWN:  # not a configuration; each suggestion compares with all keys
         raise error_of(problems) from None
       return
     ours = maxtext.RENAMED.get(leaf, leaf)
@@ -344,7 +347,7 @@ def _file_entries(path: Path) -> list[Entry]:
         for name, value in node.items.items():
           add(name, value, node.key_lines[name], key)
       elif not (isinstance(node, Scalar) and node.plain and node.text == ""):
-        problems.append(Problem(f"{label}:{line}: {key} is a section: put its keys below it, indented"))
+        problems.append(Problem(f"{label}:{line}: {key} is a section: write its keys on the next lines, indented"))
     elif isinstance(node, Mapping) and key not in LEAVES and key not in maxtext.KNOWN:
       problems.append(Problem(f"{label}:{line}: unknown section {key!r}{did_you_mean(key, SECTIONS)}"))
     else:
@@ -371,9 +374,9 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
     try:
       values[leaf] = value = coerce(entry.node, kind)
       if isinstance(value, int) and abs(value) > (most := LARGEST.get(leaf, LARGEST_INT)):
-        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is beyond {most}"))
+        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is above the limit {most}"))
       elif isinstance(value, float) and abs(value) > (most := largest_float(leaf)):
-        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is beyond {most:.6g}"))
+        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is above the limit {most:.6g}"))
     except CoercionError as error:
       if isinstance(entry.node, Scalar) and entry.node.text == "null" and entry.origin.startswith("configs/base.yml:"):
         values[leaf] = None
@@ -395,7 +398,7 @@ def _of_section(values: Entries[str, Any], section: str) -> dict[str, Any]:
 
 
 def _check(values: dict[str, Any], merged: dict[str, Entry], explicit: frozenset[str]) -> None:
-  """Raises one error with every problem of every section and among them, each with the places of its values."""
+  """Raise one error with the problems of all sections and between them, each with the places of its values."""
   block = values["decoder_block"]
   sections = {name: _unchecked(section_type(name, block), _of_section(values, name)) for name in SECTIONS}
   config = _unchecked(Config, sections)
@@ -406,7 +409,7 @@ def _check(values: dict[str, Any], merged: dict[str, Entry], explicit: frozenset
 
 
 def _unchecked(cls: Any, values: dict[str, Any]) -> Any:
-  """A dataclass without its ``__post_init__``, so that all sections can be judged before one of them raises."""
+  """Build a dataclass without ``__post_init__``, so that the problems of all sections can be collected before one raises."""
   made = object.__new__(cls)
   for name, value in values.items():
     object.__setattr__(made, name, value)
@@ -414,5 +417,5 @@ def _unchecked(cls: Any, values: dict[str, Any]) -> Any:
 
 
 def _places(keys: tuple[str, ...], merged: dict[str, Entry]) -> str:
-  entries = [merged[key] for key in keys]  # a word shows its key itself
+  entries = [merged[key] for key in keys]  # the origin of a word contains the key
   return "; ".join(e.origin if e.origin.endswith('"') else f"{e.origin} ({e.key})" for e in entries)

@@ -1,19 +1,18 @@
-"""MaxText's names and values: what each means here. One table, for whole model files and for single keys.
+"""Translates keys and values of MaxText, in model files and as single words. Open this file to add a translation.
 
-``maxtext_file.py`` reads MaxText's model files; names of MaxText's without a meaning here are in ``foreign_names.py``.
+``maxtext_file.py`` reads complete model files of MaxText. Keys of MaxText without an equivalent are in ``foreign_names.py``.
 """
 
 from collections.abc import Callable, Mapping
 
 from maxtext_like.config import foreign_names, maxtext_remat
+from maxtext_like.config.choices import OF_FILES, OPTIMIZERS
 from maxtext_like.config.coerce import CoercionError, coerce
+from maxtext_like.config.families import FAMILIES
 from maxtext_like.config.maxtext_family import Meaning, entry_of, same_number
 from maxtext_like.config.problems import Problem, alternatives
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.config.yaml_file import Entry, Scalar, Sequence, to_text
-from maxtext_like.data.registry import OF_FILES
-from maxtext_like.models.registry import FAMILIES
-from maxtext_like.training.optimizers.registry import NAMES as OPTIMIZERS
 
 RENAMED = {
   "base_emb_dim": "emb_dim",
@@ -36,7 +35,7 @@ RENAMED = {
   "jax_cache_dir": "compilation_cache_dir",
   "image_placeholder_token_id": "image_token_id",
 }
-"""Other name, same meaning."""
+"""Keys of MaxText that have another name and the same meaning here."""
 
 _AXES = "data fsdp fsdp_transpose sequence context context_autoregressive tensor tensor_sequence pipeline expert autoregressive"
 _AXES_OF_ONE = {f"{network}_{axis}_parallelism" for network in ("ici", "dcn") for axis in _AXES.split()} - set(LEAVES)
@@ -60,7 +59,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
 
 
 def _fixed() -> dict[str, dict[tuple[str, ...], tuple[object, ...]]]:
-  """Of every family, families with the same values together."""
+  """Return the fixed values of every key; families with equal values are grouped."""
   found: dict[str, dict[tuple[str, ...], tuple[object, ...]]] = {}
   for name, family in FAMILIES.items():
     for key, values in {**family.maxtext.fixed, **_FIXED}.items():
@@ -72,38 +71,38 @@ def _fixed() -> dict[str, dict[tuple[str, ...], tuple[object, ...]]]:
 
 
 FIXED = _fixed()
-"""Keys that say what these families always do (or a machine axis that is not there): accepted with that value only."""
+"""Keys whose value these families fix, or mesh axes that do not exist here: accepted only with that value."""
 
-_LAYOUT = "where arrays lie follows from the mesh, by a table of this project's own (sharding_rules); no number depends on it"
+_LAYOUT = "the mesh and the table sharding_rules determine how arrays are sharded; results do not depend on it"
 WITHOUT_EFFECT = {
-  "conv_stride_for_vit": "the step between patches is their size",
-  "ple_pad_substitute_image_rows": "the per-layer embedding always looks up padding at the tokens of an image",
-  "ple_pad_mode": "the per-layer embedding always looks up padding at the tokens of an image",
+  "conv_stride_for_vit": "the stride between patches is the patch size",
+  "ple_pad_substitute_image_rows": "the per-layer embedding always uses the padding token for tokens of an image",
+  "ple_pad_mode": "the per-layer embedding always uses the padding token for tokens of an image",
   "mesh_axes": "the mesh has the axes data, fsdp, expert, context and tensor, each with a size: ici_tensor_parallelism, ...",
   "logical_axis_rules": _LAYOUT,
   "override_logical_axis_rules": _LAYOUT,
   "data_sharding": _LAYOUT,
   "shard_mode": _LAYOUT,
   "remove_size_one_mesh_axis_from_type": _LAYOUT,
-  "use_batch_split_schedule": "it overlaps transfers of expert parallelism with work; no number depends on it",
+  "use_batch_split_schedule": "it overlaps communication of expert parallelism with computation; results do not depend on it",
   "override_model_config": "a value on the command line always overrides the model file's",
-  "log_period": "metrics.jsonl and TensorBoard have every step; log_interval is for the lines on the screen",
+  "log_period": "metrics.jsonl and TensorBoard have every step; log_interval is for printed lines",
 }
-"""Keys that change nothing here, each with what holds instead; accepted and noted."""
+"""Keys without effect here, each with the reason. They are accepted, and the run prints a note."""
 
 PROFILER = ("profiler", "profiler_steps", "skip_first_n_steps_for_profiler")
-"""Keys that are one here, ``profile_steps``."""
+"""Keys that ``profile_steps`` replaces."""
 
 CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER, *maxtext_remat.TENSORS)
-"""Keys whose value takes another form here."""
+"""Keys whose value has another form here."""
 
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
 
 
-_FILES = Meaning(refused=f"the text comes from files of yours: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
+_FILES = Meaning(refused=f"the text comes from local files: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
 _KEPT = Meaning(
   refused="write remat_policy=minimal (products are kept), save_mlp (o, gate, up and down), save_outputs (o and down), "
-  "save_attention, full (nothing is kept) or none; and remat_offload=layer_inputs, kept or all for what is to lie on the host"
+  "save_attention, full (nothing is kept) or none; remat_offload=layer_inputs, kept or all keeps activations in host memory"
 )
 _MANY = "minimal_with_context save_dot_with_context_except_mlp save_dot_except_mlpwi save_dot_except_mlp"
 
@@ -111,37 +110,37 @@ VALUES: dict[str, Mapping[str, Meaning]] = {
   "decoder_block": {block: Meaning(name) for name, family in FAMILIES.items() for block in family.maxtext.decoder_blocks},
   "attention": {
     "autoselected": Meaning("auto"),
-    "flash": Meaning("auto", note="the fastest fused kernel that device, mask and precision allow; splash on TPU"),
+    "flash": Meaning("auto", note="the fastest fused kernel for the device, mask and precision; splash on TPU"),
     "cudnn_flash_te": Meaning("cudnn_flash"),
     "cudnn_flash_jax": Meaning("cudnn_flash"),
   },
   "opt_type": {
-    "adam_pax": Meaning("adamw", note="the same equation; but norms, scalars and biases have no weight decay here"),
+    "adam_pax": Meaning("adamw", note="the same equation, but norms, scalars and biases have no weight decay"),
     "muon": Meaning(refused=f"write opt_type={alternatives(OPTIMIZERS)}"),
   },
   "remat_policy": dict.fromkeys([*_MANY.split(), "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj"], _KEPT),
   "matmul_precision": {"bfloat16": Meaning("default"), "float32": Meaning("highest")},
   "dataset": dict.fromkeys(("hf", "grain", "tfds", "c4_mlperf", "olmo_grain"), _FILES),
   "eval_interval": {"-1": Meaning(0)},
-  "eval_steps": {"-1": Meaning(refused="write how many batches an evaluation has, as in eval_steps=10")},
-  "max_to_keep": {"None": Meaning(refused="write how many of the newest checkpoints are kept, as in max_to_keep=3")},
+  "eval_steps": {"-1": Meaning(refused="write the number of batches of an evaluation, as in eval_steps=10")},
+  "max_to_keep": {"None": Meaning(refused="write the number of newest checkpoints to keep, as in max_to_keep=3")},
   "lr_schedule_steps": {"-1": Meaning(None)},
   "attn_logits_soft_cap": {"0": Meaning(None)},
   "final_logits_soft_cap": {"0": Meaning(None)},
   **{key: meanings for family in FAMILIES.values() for key, meanings in family.maxtext.values.items()},
 }
-"""Values of MaxText's that our keys do not have, by our key: so each can only mean one thing, wherever it is written."""
+"""Values of MaxText that are not values here, by our key name. They are translated wherever they occur."""
 
 
 def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list[str], list[Problem]]:
-  """Single keys in our names and values; what is ours passes unchanged.
+  """Translate keys and values of MaxText. Keys of this project are returned unchanged.
 
   Args:
-    entries: of a file or of the command line.
-    family: ``decoder_block`` of the model that they are for.
+    entries: keys of a file or of the command line.
+    family: ``decoder_block`` of the model.
 
   Returns:
-    The entries in our names, notes on what changes nothing or something else, problems.
+    The translated entries, notes on keys without effect or with another meaning, and problems.
   """
   done: list[Entry] = []
   notes: list[str] = []
@@ -171,7 +170,7 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
 
 
 def _profiler(found: dict[str, Entry], notes: list[str]) -> list[Entry]:
-  """MaxText traces the steps that follow so many first ones; without ``profiler`` it traces none."""
+  """Return ``profile_steps`` for MaxText's keys, which trace a number of steps after a number of skipped ones."""
   numbers = {"skip_first_n_steps_for_profiler": 1, "profiler_steps": 5}  # MaxText's own defaults
   for key in numbers.keys() & found.keys():
     try:
@@ -182,22 +181,23 @@ def _profiler(found: dict[str, Entry], notes: list[str]) -> list[Entry]:
   if kind == "xplane":
     skipped, count = numbers.values()
     steps = f"{skipped + 1}-{skipped + max(count, 1)}"
-    notes.append(f"{found['profiler'].origin}: profiler is profile_steps={steps} here")
+    notes.append(f"{found['profiler'].origin}: profiler is translated to profile_steps={steps}")
     source = found["profiler"]
     return [Entry("profile_steps", Scalar(steps, plain=True, line=source.node.line), source.origin)]
   if kind != "":
     where = found["profiler"].origin
     raise CoercionError(
-      f"{where}: profiler: {kind!r} is not here: profile_steps=10-12 is JAX's own trace; nsys goes before the command"
+      f"{where}: profiler: {kind!r} is not supported: write profile_steps=10-12 (JAX's profiler), or run the command under nsys"
     )
   notes += [
-    f"{entry.origin}: {key} has no effect without profiler=xplane; here it is profile_steps" for key, entry in found.items()
+    f"{entry.origin}: {key} has no effect without profiler=xplane; the key here is profile_steps"
+    for key, entry in found.items()
   ]
   return []
 
 
 def _by_value(entry: Entry, notes: list[str]) -> Entry:
-  """The entry with what ``VALUES`` says of its value; a number counts however it is written."""
+  """Return the entry with its value translated by ``VALUES``; numbers are compared by value."""
   if not isinstance(entry.node, Scalar):
     return entry
   text, meanings = entry.node.text, VALUES.get(entry.key, {})
@@ -205,10 +205,10 @@ def _by_value(entry: Entry, notes: list[str]) -> Entry:
     if text != theirs and not (entry.node.plain and same_number(text, theirs)):
       continue
     if meaning.refused:
-      raise CoercionError(f"{text!r} is MaxText's: {meaning.refused}")
+      raise CoercionError(f"{text!r} is a value of MaxText: {meaning.refused}")
     made = entry_of(entry.key, meaning.value, entry)
     if meaning.note:
-      notes.append(f"{entry.origin}: {entry.key} is {meaning.value} here: {meaning.note}")
+      notes.append(f"{entry.origin}: {entry.key} is translated to {meaning.value}: {meaning.note}")
     return made
   return entry
 
@@ -230,10 +230,10 @@ def _check_fixed(entry: Entry, family: str) -> list[Problem]:
     return [
       Problem(
         f"{entry.origin}: {entry.key} = {_shown(entry)} is not supported in decoder_block {family}",
-        fix=f"only {entry.key}: {' or '.join(to_text(v) for v in values)} is, which is what this family always does",
+        fix=f"write {entry.key}: {' or '.join(to_text(v) for v in values)}, which this family always uses, or leave it out",
       )
     ]
-  return [Problem(f"{entry.origin}: {entry.key} is not supported in decoder_block {family or 'that is not named'}")]
+  return [Problem(f"{entry.origin}: {entry.key} is not supported in decoder_block {family or '(not set)'}")]
 
 
 def _shown(entry: Entry) -> str:
@@ -248,7 +248,7 @@ def _activation(entry: Entry) -> Entry:
 
 
 def _whole_rows(entry: Entry) -> Entry:
-  """MaxText's rows of a device are a float; here one that is whole is an int."""
+  """Convert ``per_device_batch_size``, a float in MaxText, to an int if it is a whole number."""
   text = entry.node.text.replace("_", "") if isinstance(entry.node, Scalar) and entry.node.plain else ""
   if not same_number(text, text) or "." not in text or not float(text).is_integer():
     return entry
@@ -262,4 +262,4 @@ _CONVERTERS: dict[str, Callable[[Entry], Entry]] = {
 }
 
 
-assert not KNOWN & set(LEAVES), "a MaxText name must not be a name of ours"
+assert not KNOWN & set(LEAVES), "a key of MaxText has the same name as a key of this project"

@@ -1,4 +1,4 @@
-"""What a family of models says of MaxText's files and keys: the ``MAXTEXT`` of ``models/<family>/maxtext.py``."""
+"""Types for the translation of MaxText's files and keys in a model family: ``MAXTEXT`` in ``models/<family>/maxtext.py``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from maxtext_like.config.yaml_file import Entry, Scalar, parse_value, to_text
 
 @dataclass(frozen=True)
 class Meaning:
-  """What a value of MaxText's is here.
+  """Translation of a value of MaxText.
 
   Attributes:
-    value: ours.
-    note: what to know about it; empty where it is simply the same.
-    refused: there is none: what to write instead. Empty where there is one.
+    value: value here.
+    note: difference to know about; "" if the values mean the same.
+    refused: advice for a value without a translation; "" if ``value`` is the translation.
   """
 
   value: object = None
@@ -22,14 +22,14 @@ class Meaning:
 
 
 def entry_of(key: str, value: object, source: Entry) -> Entry:
-  """An entry with a value of ours, told to come from where the source was written."""
+  """Return an entry with a translated value and the origin of ``source``."""
   if isinstance(value, tuple):
     return Entry(key, parse_value(to_text(value), source.origin), source.origin)
   return Entry(key, Scalar(to_text(value), plain=True, line=source.node.line), source.origin)
 
 
 def same_number(text: str, number: str) -> bool:
-  """Whether two texts are numbers, and the same."""
+  """Return True if two texts are numbers of the same value."""
   try:
     return float(text) == float(number)
   except ValueError:
@@ -38,14 +38,14 @@ def same_number(text: str, number: str) -> bool:
 
 @dataclass
 class ModelFile:
-  """A model file of MaxText's, and what MaxText itself adds to it and ignores of it.
+  """A model file of MaxText, with the values that MaxText adds to it and the keys that it ignores.
 
   Attributes:
-    given: its keys.
-    name: of the model.
-    assumed: values by our name where the file says nothing.
-    dropped: keys of the file that do nothing, or mean another thing.
-    extra: entries beside those of the file.
+    given: entries of the file, by key.
+    name: name of the model.
+    assumed: values by our key name, used if the file does not set them.
+    dropped: keys of the file without effect, or with another meaning.
+    extra: entries in addition to those of the file.
   """
 
   given: Mapping[str, Entry]
@@ -55,36 +55,36 @@ class ModelFile:
   extra: list[Entry] = field(default_factory=list)
 
   def text(self, key: str) -> str:
-    """What is written at a key; empty: nothing."""
+    """Return the text of a key, or "" if the file does not set it."""
     node = self.given[key].node if key in self.given else None
     return node.text if isinstance(node, Scalar) else ""
 
   def number(self, key: str) -> float:
-    """The number at a key, or 0."""
+    """Return the number of a key, or 0 if the file does not set it."""
     text = self.text(key).replace("_", "")
     return float(text) if same_number(text, text) else 0.0
 
   @property
   def source(self) -> Entry:
-    """Where what is added comes from."""
+    """Origin of values that MaxText adds."""
     place = self.given.get("decoder_block", next(iter(self.given.values())))
-    return Entry("", place.node, f"what MaxText does for {self.name}")
+    return Entry("", place.node, f"MaxText's choice for {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaxText:
-  """A family in MaxText.
+  """How MaxText describes a model family.
 
   Attributes:
-    decoder_blocks: other values of ``decoder_block`` that are this family there.
-    fixed: keys that say what the family always does, with the values that are accepted.
-    ignored: keys of ours that the family has not got and MaxText's files give it all the same, each with what holds instead.
-    values: values of MaxText's that keys of ours do not have, by our key.
-    defaults: what MaxText's base.yml (for the tokens: the tokenizer) says of a model where the file does not.
-    complete: adds to a file what MaxText's code does for the family.
-    differing: MaxText's defaults of keys of the family that this project decides otherwise, for a resolved configuration.
-    image_rows: what no key says about images: of what, here, in MaxText.
-    notes: what to know of a file, given the resolved values, a sentence each.
+    decoder_blocks: further values of ``decoder_block`` in MaxText that mean this family.
+    fixed: keys whose value the family fixes, with the accepted values.
+    ignored: our keys that the family does not have, but that MaxText's files set, each with the reason why they have no effect.
+    values: translations of values of MaxText, by our key name.
+    defaults: defaults of MaxText's base.yml (for token ids: of the tokenizer) for keys of the model.
+    complete: adds the choices of MaxText's code for the family to a file.
+    differing: (resolved values) -> MaxText's defaults for keys of the family, if this project has others.
+    image_rows: differences about images without a key: (subject, here, in MaxText).
+    notes: (resolved values) -> notes on a file, one sentence each.
   """
 
   decoder_blocks: tuple[str, ...] = ()

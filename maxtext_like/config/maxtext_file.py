@@ -1,27 +1,27 @@
-"""MaxText's model files: what MaxText does with one, and where this project's own defaults are others.
+"""Reads model files of MaxText, and lists where the defaults of this project differ from MaxText's.
 
-A MaxText model file means what MaxText does with it. Where MaxText leaves a choice to its code, to the model's name or
-to its base.yml, ``translate_file`` states it for everything that makes the model. How a model is trained is not the
-file's: there this project's defaults hold, and ``differences`` lists them.
+A model file of MaxText defines the same model here as in MaxText. ``translate_file`` adds the choices that MaxText makes in its
+code, by the model's name or in its base.yml. Training settings are not part of such a file: the defaults of this project apply,
+and ``differences`` lists those that MaxText has different.
 """
 
 from collections.abc import Mapping
 
+from maxtext_like.config.families import FAMILIES
 from maxtext_like.config.maxtext import CONVERTED, RENAMED, translate_keys
 from maxtext_like.config.maxtext_family import ModelFile, entry_of
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.config.yaml_file import Entry, to_text
-from maxtext_like.models.registry import FAMILIES
 
 MODEL_KEYS = frozenset(key for key in (*RENAMED, *CONVERTED) if key.startswith("base_") and key != "base_output_directory")
-"""Keys that are in every MaxText model file, and in no file of ours."""
+"""Keys by which a model file of MaxText is recognized: each has one of them, and no file of this project does."""
 
 RUN_KEYS = frozenset(("base_config", "override_model_config"))
-"""Keys that tell a file of MaxText's that is laid under or over a model, as its base.yml, from a model file."""
+"""Keys by which a run configuration of MaxText, such as its base.yml, is recognized. It is not a model file."""
 
 _MODEL_DEFAULTS = {"normalization_layer_epsilon": 1e-5, "logits_via_embedding": False}
-"""What MaxText's base.yml says of a model of any family where the file does not."""
+"""Defaults of MaxText's base.yml for keys of the model, for all families."""
 
 DEFAULTS: dict[str, object] = {
   "max_position_embeddings": 163840,
@@ -60,29 +60,29 @@ DEFAULTS: dict[str, object] = {
   "dataset": "tfds (c4/en:3.1.0)",
   "tokenizer": "the model's, from the Hub",
 }
-"""MaxText's defaults for keys that are here too, by our name. Those that are the same may still be others in a model file."""
+"""MaxText's defaults by our key name. Equal defaults are included, because a model file may change ours."""
 
 OTHER_RULES = (
   ("weight decay", "not on norms, scalars, biases", "on every parameter"),
   ("first step", "learning_rate / warm-up steps", "learning rate 0"),
 )
-"""What no key says: of what, here, in MaxText."""
+"""Differences without a key: (subject, here, in MaxText)."""
 
 
 def is_maxtext_file(entries: list[Entry]) -> bool:
-  """Whether a file is a model file of MaxText's."""
+  """Return True if the entries are those of a model file of MaxText."""
   return any(e.key in MODEL_KEYS for e in entries)
 
 
 def translate_file(entries: list[Entry], stem: str) -> tuple[list[Entry], list[str], list[Problem]]:
-  """A whole MaxText model file in our keys.
+  """Translate a model file of MaxText.
 
   Args:
-    entries: its keys.
-    stem: its name without ``.yml``, which is the model's name in MaxText.
+    entries: keys of the file.
+    stem: file name without ``.yml``, which is the model's name in MaxText.
 
   Returns:
-    The entries in our names, notes on what changes nothing or something else, problems.
+    The translated entries, notes on keys without effect or with another meaning, and problems.
   """
   given = {e.key: e for e in entries}
   file = ModelFile(given, "")
@@ -92,16 +92,16 @@ def translate_file(entries: list[Entry], stem: str) -> tuple[list[Entry], list[s
 
 
 def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: bool = True) -> list[tuple[str, str, str]]:
-  """What this project decides otherwise than MaxText where nobody said anything: of what, here, in MaxText.
+  """Return defaults that differ from MaxText's, as rows (subject, here, in MaxText).
 
   Args:
-    values: of the resolved configuration, by leaf name.
-    said: leaf names that MaxText's file, a hardware file or the command line sets.
-    decoder: also what makes the model; not for a model file of ours, which is another file than MaxText's.
+    values: resolved values by key.
+    said: keys that MaxText's file, an overlay or the command line sets; they are left out.
+    decoder: include keys of the model. False for a model file of this project, which is not the same file as MaxText's.
   """
   family = FAMILIES[str(values["decoder_block"])].maxtext
   idle = set() if values["num_experts"] else {"float32_gate_logits"}
-  rows = [] if decoder else [("model", "this project's, as released", "MaxText's file of it")]
+  rows = [] if decoder else [("model", "this project's file, as released", "MaxText's file")]
   for key, theirs in {**DEFAULTS, **family.differing(values)}.items():
     if key in said or key in idle or values[key] == theirs or (LEAVES[key][0] == "model" and not decoder):
       continue
@@ -117,22 +117,22 @@ def differences(values: Mapping[str, object], said: frozenset[str], *, decoder: 
 
 
 def table(of: str, rows: list[tuple[str, str, str]]) -> str:
-  """The differences for people, several lines."""
+  """Return the differences as a table of text lines."""
   rows = [("", "here", "MaxText"), *rows]
   widths = [max(len(row[i]) for row in rows) for i in range(2)]
   lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-  return "\n".join([f"{of}: what nobody said is decided otherwise than in MaxText:", *lines])
+  return "\n".join([f"{of}: these defaults differ from MaxText's:", *lines])
 
 
 def _completed(entries: list[Entry], file: ModelFile, family: str) -> list[Entry]:
-  """The file with what MaxText itself adds, and without what it ignores."""
+  """Return the entries of a file with the values that MaxText adds, and without those that it ignores."""
   if family in FAMILIES:
     file.assumed |= {**_MODEL_DEFAULTS, **FAMILIES[family].maxtext.defaults}
   if "num_experts" in file.given and file.number("num_experts") == 1:
     file.dropped.add("num_experts")  # MaxText's number for a dense model
     file.assumed["num_experts"] = 0
   if file.number("num_experts") > 1:
-    file.assumed["load_balance_loss"] = "maxtext"  # which load_balance_loss_weight is for there
+    file.assumed["load_balance_loss"] = "maxtext"  # the definition that load_balance_loss_weight has in MaxText
   if family in FAMILIES:
     FAMILIES[family].maxtext.complete(file)
   said = {RENAMED.get(key, key) for key in file.given} - file.dropped
@@ -141,5 +141,5 @@ def _completed(entries: list[Entry], file: ModelFile, family: str) -> list[Entry
 
 
 def notes(values: Mapping[str, object], of: str) -> list[str]:
-  """Words on a file, given the resolved values, where MaxText differs from what was released."""
+  """Return notes on a file for the resolved values, about differences between MaxText and the released models."""
   return [f"{of}: {note}" for note in FAMILIES[str(values["decoder_block"])].maxtext.notes(values)]

@@ -1,7 +1,7 @@
-"""MaxText's words for what the forward pass keeps and where it lies, as ``remat_policy`` and ``remat_offload``.
+"""Translates MaxText's rematerialization keys to ``remat_policy`` and ``remat_offload``.
 
-In MaxText each tensor of a layer has a key of its own, which counts with ``remat_policy: custom``; here a policy names them
-together. What comes to the same is translated, of the rest nothing is guessed.
+In MaxText, ``remat_policy: custom`` has one key per tensor of a layer. Here a policy covers a set of tensors. Combinations with
+an equivalent policy are translated; others are errors.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _OTHERS = (
   "value_proj", "qkv_proj", "out_proj", "query_wa_proj", "kv_wa_proj", "mla_q", "mla_kv",
 )  # fmt: skip
 TENSORS = (INPUT, *_OTHERS)
-"""Keys that say where a tensor lies: device, offload, or remat, which is nowhere."""
+"""Keys of single tensors. Values are device (kept), offload (kept in host memory) and remat (recomputed)."""
 
 KEYS = ("remat_policy", *TENSORS)
 
@@ -28,20 +28,20 @@ POLICIES: dict[frozenset[str], str] = {
   _OUTPUTS | {"mlpwi_0", "mlpwi_1"}: "save_mlp",
   _OUTPUTS | {"mlpwi"}: "save_mlp",
 }
-"""What a policy of ours keeps, by MaxText's names."""
+"""Our policy for each set of kept tensors, by MaxText's names."""
 
-OFFLOADED = "minimal_offloaded"  # ours: minimal, of which what is kept lies on the host
+OFFLOADED = "minimal_offloaded"  # here: remat_policy=minimal remat_offload=kept
 
 
 def translated(found: Mapping[str, Entry], notes: list[str]) -> list[Entry]:
-  """Entries of ours for those of ``KEYS`` that one file or command line has.
+  """Return our entries for the entries of ``KEYS`` in one file or command line.
 
   Args:
-    found: them, by key.
-    notes: on what is another word here; added to.
+    found: entries of ``KEYS``.
+    notes: list to which notes on translated values are appended.
 
   Raises:
-    CoercionError: tensors that no policy keeps together, with what to write instead.
+    CoercionError: no policy keeps this set of tensors. The message says what to write.
   """
   policy = found.get("remat_policy")
   text = policy.node.text if policy is not None and isinstance(policy.node, Scalar) else ""
@@ -51,9 +51,9 @@ def translated(found: Mapping[str, Entry], notes: list[str]) -> list[Entry]:
   for name, entry in tensors.items():
     if _where(entry) != ("device" if name == INPUT else "remat"):
       raise CoercionError(
-        f"{entry.origin}: {name} counts with remat_policy: custom beside it alone; here it is remat_offload=layer_inputs"
+        f"{entry.origin}: {name} has an effect only with remat_policy: custom; write remat_offload=layer_inputs"
         if name == INPUT
-        else f"{entry.origin}: {name} counts with remat_policy: custom beside it alone; here it is remat_policy=save_outputs"
+        else f"{entry.origin}: {name} has an effect only with remat_policy: custom; write remat_policy=save_outputs"
       )
     notes.append(f"{entry.origin}: {name} has no effect without remat_policy=custom")
   if policy is None:
@@ -65,7 +65,7 @@ def _said(source: Entry, policy: str, offload: str, notes: list[str]) -> list[En
   values = {"remat_policy": policy, "remat_offload": offload}
   assert isinstance(source.node, Scalar)
   words = " ".join(f"{key}={value}" for key, value in values.items())
-  notes.append(f"{source.origin}: remat_policy: {source.node.text} is {words} here")
+  notes.append(f"{source.origin}: remat_policy: {source.node.text} is translated to {words}")
   return [entry_of(key, value, source) for key, value in values.items()]
 
 
@@ -77,20 +77,22 @@ def _where(entry: Entry) -> str:
 
 
 def _custom(tensors: Mapping[str, Entry]) -> tuple[str, str]:
-  """``remat_policy`` and ``remat_offload`` for the places of tensors."""
+  """Return ``remat_policy`` and ``remat_offload`` for the values of the tensors' keys."""
   where = {name: _where(entry) for name, entry in tensors.items()}
   inputs = where.pop(INPUT, "device")
   if inputs == "remat":
-    raise CoercionError(f"{tensors[INPUT].origin}: {INPUT}: remat: a layer's input is kept; write device or offload")
+    raise CoercionError(
+      f"{tensors[INPUT].origin}: {INPUT}: remat: the input of a layer is always kept; write device or offload"
+    )
   kept = {name: place for name, place in where.items() if place != "remat"}
   policy, places = POLICIES.get(frozenset(kept)), set(kept.values())
   if policy is None or len(places) > 1:
     first = tensors[next(iter(kept))]
     what = f"{', '.join(f'{name}: {place}' for name, place in kept.items())}"
     raise CoercionError(
-      f"{first.origin}: remat_policy: custom with {what}: no policy here is that. save_attention keeps context, save_outputs "
-      "out_proj and mlpwo, save_mlp mlpwi_0 and mlpwi_1 too, minimal all products, full none of them, together on the device, "
-      "or with remat_offload=kept on the host"
+      f"{first.origin}: remat_policy: custom with {what}: no policy keeps exactly these. save_attention keeps context; "
+      "save_outputs keeps out_proj and mlpwo; save_mlp keeps these and mlpwi_0 and mlpwi_1; minimal keeps all matrix products; "
+      "full keeps nothing. remat_offload=kept moves the kept tensors to host memory"
     )
   names = {(False, False): "none", (True, False): "layer_inputs", (False, True): "kept", (True, True): "all"}
   return policy, names[inputs == "offload", places == {"offload"}]

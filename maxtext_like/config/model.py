@@ -1,7 +1,7 @@
-"""``model:``, what every family has and what several share. Names are MaxText's where MaxText has the same.
+"""Section ``model:``: the keys that all or several families have. Key names follow MaxText where it has the same key.
 
-A family's own keys and checks are a ``Config`` in ``models/<family>/config.py`` that extends what is here. Whoever does not
-know the family asks ``has``, ``effective`` and the other methods.
+Each family extends these classes with its own keys and checks in ``models/<family>/config.py``. Code that is independent of
+the family uses ``has``, ``effective`` and the other methods.
 """
 
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from maxtext_like.layers.moe.router_losses import Definition, RouterLosses
 
 RopeType = Literal["default", "linear", "yarn"]
 Part = Literal["experts", "indexer", "vision pooler"]
-"""Parts of a model that not every one has, and that keys of ``precision:`` act on."""
+"""Parts that only some models have, and that keys of ``precision:`` refer to."""
 
 WITH_EXPERTS = When("num_experts")
 
 SCORE_CAPS = (1e-4, 65504.0)
-"""The least and the largest soft cap of attention scores: numbers that float16 holds with all their digits."""
+"""Smallest and largest soft cap of attention scores: the range of normal float16 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """What a model is: sizes, rotary table, token ids. Sizes are counts of elements; lengths are tokens.
+  """Sizes (in elements), lengths (in tokens), rotary embedding and token ids of a model.
 
-  Class attributes, which a family sets:
-    rope_types: kinds of rotary table that the family has.
-    parts: what a model of the family may have.
+  Class attributes, set by the family:
+    rope_types: kinds of rotary embedding that the family supports.
+    parts: optional parts that a model of the family may have.
   """
 
   rope_types: ClassVar[tuple[RopeType, ...]] = ("default",)
@@ -60,64 +60,64 @@ class ModelConfig:
 
   @property
   def eos_token_ids(self) -> tuple[int, ...]:
-    """The tokens that end an answer, in order."""
+    """The tokens that end an answer, as a tuple."""
     ids = self.eos_token_id
     return () if ids is None else ids if isinstance(ids, tuple) else (ids,)
 
   @property
   def trained_part(self) -> tuple[str, str] | None:
-    """The one part of a layer that is trained, as it stands in names of parameters, and why; None: all of it is."""
+    """(part, reason) if only one part of each layer is trained, with its name in parameter paths; None if all parts are."""
     return None
 
   @property
   def router_bias_rate(self) -> float:
-    """Step by which the routers' biases move towards equal load after each update; 0: not at all."""
+    """Change of the routers' biases per update, towards equal load; 0: the biases are fixed."""
     return 0.0
 
   def has(self, part: Part, layer: int | None = None) -> bool:
-    """Whether the model, or one of its layers, has a part."""
+    """Return True if the model has a part, or if one of its layers has it."""
     return part in self.parts
 
   def effective(self, key: str) -> Any:
-    """The value of a key, with what null means filled in, or None if the key has no effect with the other values.
+    """Return the value of a key, with null replaced by what it means; None if the other values leave the key without effect.
 
-    Two models are the same if the effective values of all keys are equal.
+    Two models compute the same if the effective values of all keys are equal.
     """
     return getattr(self, key) if does_something(self, key) else None
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield a problem for every invalid value or combination of values, with the keys involved."""
     sizes = ("vocab_size", "emb_dim", "mlp_dim", "num_decoder_layers", "num_query_heads", "num_kv_heads")
     yield from at_least(self, 1, *sizes, "max_position_embeddings")
     yield from at_least(self, 0, "bos_token_id", "pad_token_id")
     for token in self.eos_token_ids:
       if token < 0:
-        yield Problem(f"eos_token_id = {token} is below 0", ("eos_token_id",), "token ids begin at 0")
+        yield Problem(f"eos_token_id = {token} is below 0", ("eos_token_id",), "token ids start at 0")
     yield from above_zero(self, "normalization_layer_epsilon", "rope_max_timescale", "final_logits_soft_cap")
     yield from self._soft_cap_problems()
     yield from divides_heads(self, "num_kv_heads")
 
   def _soft_cap_problems(self) -> Iterator[Problem]:
-    """Of ``attn_logits_soft_cap``, by which scores are divided in any dtype that they may have."""
+    """Yield problems of ``attn_logits_soft_cap``, which must be valid in float16 too, since scores may have that dtype."""
     yield from above_zero(self, "attn_logits_soft_cap")
     cap, (low, high) = self.attn_logits_soft_cap, SCORE_CAPS
     if cap is not None and cap > 0 and not low <= cap <= high:
       yield Problem(
-        f"attn_logits_soft_cap = {cap:g} is outside {low:g} to {high:g}, which float16 holds", ("attn_logits_soft_cap",),
-        "set a number between them, or null for none",
+        f"attn_logits_soft_cap = {cap:g} is outside the range of float16, {low:g} to {high:g}", ("attn_logits_soft_cap",),
+        "set a number within this range, or null for no soft cap",
       )  # fmt: skip
 
-  def pointless(self) -> Iterator[Problem]:
-    """What can be built, but does nothing or something else than is written."""
+  def ignored_values(self) -> Iterator[Problem]:
+    """Yield problems of values that could be built, but that the family ignores."""
     if self.rope_type not in self.rope_types:
       yield Problem(
-        f"rope_type: {self.rope_type} in decoder_block {self.decoder_block}", ("rope_type", "decoder_block"),
-        f"{self.decoder_block} has rope_type {' or '.join(self.rope_types)}",
+        f"rope_type: {self.rope_type} is not supported by decoder_block {self.decoder_block}", ("rope_type", "decoder_block"),
+        f"set rope_type to {' or '.join(self.rope_types)}",
       )  # fmt: skip
 
 
 def divides_heads(model: ModelConfig, key: str) -> Iterator[Problem]:
-  """A problem where the query heads cannot be divided among this many kv heads."""
+  """Yield a problem if the number of query heads is not a multiple of the number of kv heads."""
   n = getattr(model, key)
   if n and model.num_query_heads % n:
     yield Problem(
@@ -128,20 +128,22 @@ def divides_heads(model: ModelConfig, key: str) -> Iterator[Problem]:
 
 
 def even(model: ModelConfig, *keys: str) -> Iterator[Problem]:
-  """A problem for each size that rotary embedding cannot divide into pairs."""
+  """Yield a problem for each odd size, which rotary embedding cannot divide into pairs."""
   for key in keys:
     if (getattr(model, key) or 0) % 2:
-      yield Problem(f"{key} = {getattr(model, key)} is odd", (key,), "rotary embedding turns pairs: make it even")
+      yield Problem(
+        f"{key} = {getattr(model, key)} is odd", (key,), "set an even number: rotary embedding rotates pairs of dimensions"
+      )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryConfig(ModelConfig):
-  """A model whose attention has heads of one size, ``head_dim``, of which groups of queries share keys and values."""
+  """A model with grouped-query attention: heads of size ``head_dim``, and groups of query heads that share a kv head."""
 
   head_dim: Shape[int]
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield a problem for every invalid value or combination of values, with the keys involved."""
     yield from super().problems()
     yield from at_least(self, 0, "head_dim")
     yield from even(self, "head_dim")
@@ -151,7 +153,7 @@ class GroupedQueryConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(ModelConfig):
-  """A model that may have a mixture of experts."""
+  """A model that may have a mixture of experts (``num_experts`` above 0)."""
 
   num_experts: Shape[int]  # 0: none
   num_experts_per_tok: Mathematics[Annotated[int, WITH_EXPERTS]]
@@ -167,11 +169,11 @@ class ExpertsConfig(ModelConfig):
     return RouterLosses(self.load_balance_loss, self.load_balance_loss_weight, self.router_z_loss_weight)
 
   def has(self, part: Part, layer: int | None = None) -> bool:
-    """Whether the model, or one of its layers, has a part."""
+    """Return True if the model has a part, or if one of its layers has it."""
     return self.num_experts > 0 if part == "experts" else super().has(part, layer)
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values, each with the keys that take part."""
+    """Yield a problem for every invalid value or combination of values, with the keys involved."""
     yield from super().problems()
     yield from at_least(self, 0, "num_experts", "num_experts_per_tok", "moe_mlp_dim")
     yield from at_least(self, 0, "load_balance_loss_weight", "router_z_loss_weight")
@@ -181,7 +183,7 @@ class ExpertsConfig(ModelConfig):
     if k > E:
       yield Problem(
         f"num_experts_per_tok = {k} is more than num_experts = {E}", ("num_experts_per_tok", "num_experts"),
-        f"num_experts_per_tok may be 1 to {E}",
+        f"set num_experts_per_tok to a number from 1 to {E}",
       )  # fmt: skip
     for name in ("num_experts_per_tok", "moe_mlp_dim"):
       if getattr(self, name) == 0:

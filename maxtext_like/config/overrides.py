@@ -1,4 +1,4 @@
-"""``key=value`` words, and other ways people type them: understood or refused, never ignored."""
+"""Parses ``key=value`` words and other spellings of them. A word that is not understood is an error."""
 
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from maxtext_like.errors import UserError
 
 
 class TypedWord(str):
-  """A word of a command line, which errors and origins call so. Any other override is an argument of a function."""
+  """A word of the command line. Errors and origins call it that, and call other overrides arguments."""
 
   __slots__ = ()
 
 
 class UnknownKeyError(KeyError):
-  """No key of ours, nor one of MaxText's that has a meaning here.
+  """A key that neither this project nor its translation of MaxText's keys has.
 
   Attributes:
-    what: one sentence, with the nearest name or what other trainers mean by it.
-    foreign: what is known of the name, where it is another trainer's.
+    what: one sentence, with a similar name or the meaning of the name in other trainers.
+    foreign: the answer for a key of another trainer.
   """
 
   def __init__(self, what: str, foreign: foreign_names.Foreign | None = None):
@@ -29,15 +29,15 @@ class UnknownKeyError(KeyError):
     self.what, self.foreign = what, foreign
 
   def problem(self, place: str, value: str) -> Problem:
-    """What to say about it where it was written with that value."""
+    """Return the problem for the place where the key was set to ``value``."""
     return Problem(f"{place}: {self.what}", fix=self.foreign.fix(value) if self.foreign else "")
 
 
 def leaf_of(key: str) -> str:
-  """The leaf that a key among overrides or in a file names: ``steps``, ``training.steps`` or a MaxText name.
+  """Return the key without its section, for ``steps``, ``training.steps`` or a name of MaxText.
 
   Raises:
-    UnknownKeyError: with the nearest name, or what another trainer means by it.
+    UnknownKeyError: the key does not exist; with a similar name, or its meaning in another trainer.
   """
   if key in LEAVES or key in maxtext.KNOWN:
     return key
@@ -53,9 +53,9 @@ def leaf_of(key: str) -> str:
 
 
 def _unknown(key: str, leaf: str) -> UnknownKeyError:
-  """The answer to an unknown key: by a complete name of another trainer, else a misspelling, else a group of names."""
+  """Return the error for an unknown key: an exact name of another trainer, then a misspelling, then a group of names."""
   if key in SECTIONS and key not in foreign_names.NAMES:
-    return UnknownKeyError(f"unknown key {key!r}: it is a section; write its keys without it, as in steps=5")
+    return UnknownKeyError(f"unknown key {key!r}: it is a section; write a key of it, as in steps=5")
   foreign = foreign_names.find_whole(key)
   if foreign is None and (near := _misspelt(key, leaf)):
     return UnknownKeyError(f"unknown key {key!r}, did you mean {near!r}?")
@@ -67,13 +67,13 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
   if foreign is not None:
     return UnknownKeyError(f"unknown key {key!r}: {foreign.says}", foreign)
   return UnknownKeyError(
-    f"unknown key {key!r}: no key has this name, or one that is nearly the same; "
-    "maxtext-like train --help-keys PATTERN (maxtext_like.list_keys in Python) searches names and meanings"
+    f"unknown key {key!r}: no key has this or a similar name; "
+    "maxtext-like train --help-keys PATTERN (maxtext_like.list_keys in Python) searches names and descriptions"
   )
 
 
 def _misspelt(key: str, leaf: str) -> str | None:
-  """Returns the key that ``key`` misspells, in the section or in the name."""
+  """Return the key that ``key`` misspells, in its section or in its name, or None."""
   if leaf == key:
     return misspelt(key, LEAVES) or misspelt(key, maxtext.KNOWN)
   section = key.removesuffix(f".{leaf}")
@@ -84,7 +84,7 @@ def _misspelt(key: str, leaf: str) -> str | None:
 
 
 def is_key(word: str) -> bool:
-  """Whether a word is a key as it stands."""
+  """Return True if a word is the name of a key."""
   try:
     leaf_of(word)
   except UnknownKeyError:
@@ -93,15 +93,15 @@ def is_key(word: str) -> bool:
 
 
 def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Problem]]:
-  """Splits the words after the model into overlays and values.
+  """Split the words after the model into overlays and values.
 
   Args:
     words: ``key=value``, ``section.key=value``, ``--key=value``, ``--key value``, ``key value``, ``file.yml``,
       ``hardware=file.yml``.
 
   Returns:
-    Paths of overlays and entries, each in the order of the words; a problem for every word that is none of
-    these, every empty key, empty value and unknown key.
+    Paths of overlays, entries, and problems, each in the order of the words. There is a problem for every word of another
+    form, empty key, empty value and unknown key.
   """
   hardware: list[str] = []
   entries: list[Entry] = []
@@ -125,7 +125,7 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Prob
         see = "; see --help" if isinstance(word, TypedWord) else ""
         problems.append(_not_understood(f"{called} {word!r}", word, bare, see))
         if word.startswith("-") and follows and Path(rest[0]).suffix not in SUFFIXES:
-          rest.pop(0)  # the value of an option that is not known
+          rest.pop(0)  # the value of an unknown option
         continue
       if not follows:
         problems.append(Problem(f"{called} {word!r}: no value", fix=f"write {bare}=VALUE{_spaces_hint(rest)}"))

@@ -1,4 +1,4 @@
-"""``mesh:``, the sizes of the mesh axes and what is split over them."""
+"""Section ``mesh:``: the sizes of the mesh axes and the sharding rules."""
 
 import math
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from maxtext_like.layers.sharding_rules import LOGICAL_AXES, MESH_AXES
 
 _NETWORKS = ("ici", "dcn")
 PARALLELISM = {network: {f"{network}_{axis}_parallelism": axis for axis in MESH_AXES} for network in _NETWORKS}
-"""Keys of the sizes of the mesh axes, inside a slice (ici) and over slices (dcn), each with its axis."""
+"""Keys of the axis sizes within a slice ("ici") and across slices ("dcn"), each with its mesh axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Checked):
-  """``mesh:``, how many devices each axis of the mesh has, and what is split over it. -1: all that the others leave.
+  """Section ``mesh:``: number of devices along each axis, and the sharding rules. -1: all remaining devices or slices.
 
-  An axis is as long as its two keys together say: ``dcn`` counts slices, joined by the data-center network, and ``ici`` the
-  devices of each.
+  The length of an axis is the product of its two keys: ``dcn`` counts slices, which the data-center network connects, and
+  ``ici`` counts the devices within a slice.
   """
 
   ici_data_parallelism: int
@@ -33,65 +33,65 @@ class MeshConfig(Checked):
   sharding_rules: dict[str, str | tuple[str, ...] | None] = field(hash=False)
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values."""
+    """Yield a problem for every invalid value or combination of values."""
     for keys in PARALLELISM.values():
       sizes = {name: getattr(self, name) for name in keys}
       for name, size in sizes.items():
         if size < 1 and size != -1:
-          yield Problem(f"{name} = {size}", (name,), "an axis has 1 device or more, or -1 for the rest")
+          yield Problem(f"{name} = {size}", (name,), "set 1 or more, or -1 for all remaining devices")
       rest = [name for name, size in sizes.items() if size == -1]
       if len(rest) > 1:
         fixes = " or ".join(f"{name}=1" for name in rest)
-        how = f"only one axis can take all that is left: set {fixes}, or the size that it has"
+        how = f"set {fixes}, or another size: only one axis can take all remaining devices"
         yield Problem(f"{' and '.join(rest)} are {'both' if len(rest) == 2 else 'all'} -1", tuple(rest), how)
     for logical, axes in self.sharding_rules.items():
       if logical not in LOGICAL_AXES:
-        known = did_you_mean(logical, LOGICAL_AXES) or f"; there are {', '.join(LOGICAL_AXES)}"
+        known = did_you_mean(logical, LOGICAL_AXES) or f"; logical axes are {', '.join(LOGICAL_AXES)}"
         yield Problem(f"sharding_rules: unknown logical axis {logical!r}{known}", ("sharding_rules",))
       named = (axes,) if isinstance(axes, str) else axes or ()
       for axis in named:
         if axis not in MESH_AXES:
-          known = did_you_mean(axis, MESH_AXES) or f"; there are {', '.join(MESH_AXES)}"
+          known = did_you_mean(axis, MESH_AXES) or f"; mesh axes are {', '.join(MESH_AXES)}"
           yield Problem(f"sharding_rules: {logical}: unknown mesh axis {axis!r}{known}", ("sharding_rules",))
       if len(set(named)) < len(named):
-        yield Problem(f"sharding_rules: {logical} names a mesh axis twice", ("sharding_rules",), "leave one of them out")
+        yield Problem(f"sharding_rules: {logical} names a mesh axis twice", ("sharding_rules",), "name each axis once")
 
   def over_networks(self, devices: int, slices: int | None = None) -> tuple[dict[str, int], dict[str, int]]:
-    """Slices, and devices of each slice, along every axis, with -1 worked out.
+    """Return the number of slices, and of devices within a slice, along each axis, with -1 replaced.
 
     Args:
-      devices: of all slices together.
-      slices: that there are; None: the machine has none, and as many are made as the ``dcn`` keys say.
+      devices: number of devices in all slices.
+      slices: number of slices; None if the machine has no slices, and the ``dcn`` keys determine their number.
 
     Raises:
-      ValueError: the axes do not multiply to slices and devices.
+      ValueError: the product of the axes differs from the number of slices or devices.
     """
     dcn = self._sizes("dcn", slices or 1)
     count = math.prod(dcn.values())
     if slices is not None and count != slices:
       raise ValueError(
-        f"mesh: {self._words('dcn')} make {count} {'slice' if count == 1 else 'slices'}, and this run has {slices}\n"
-        f"  fix: dcn_*_parallelism keys that multiply to {slices}; one of them may be -1, for what the others leave"
+        f"mesh: {self._words('dcn')} make {count} {'slice' if count == 1 else 'slices'}, but this run has {slices}\n"
+        f"  fix: set dcn_*_parallelism so that their product is {slices}; one of them may be -1"
       )
     if devices % count:
-      raise ValueError(f"mesh: {self._words('dcn')} do not divide the {devices} devices of this run into equal slices")
+      raise ValueError(f"mesh: {self._words('dcn')} cannot divide the {devices} devices of this run into equal slices")
     ici = self._sizes("ici", devices // count)
     if math.prod(ici.values()) * count != devices:
       of_each = "" if count == 1 else f" of each of {count} slices"
       how = "divide" if -1 in self._written("ici").values() else "multiply to"
       raise ValueError(
         f"mesh: {self._words('ici')} do not {how} the {devices // count} devices{of_each or ' of this run'}\n"
-        f"  fix: ici_*_parallelism keys that multiply to {devices // count}; one of them may be -1, for what the others leave"
+        f"  fix: set ici_*_parallelism so that their product is {devices // count}; one of them may be -1"
       )
     return dcn, ici
 
   def axis_sizes(self, devices: int, slices: int | None = None) -> dict[str, int]:
-    """Devices along each axis, over all slices; as ``over_networks``."""
+    """Return the number of devices along each axis across all slices; arguments as ``over_networks``."""
     dcn, ici = self.over_networks(devices, slices)
     return {axis: dcn[axis] * ici[axis] for axis in MESH_AXES}
 
   def devices(self, rest: int) -> int:
-    """Of a mesh of which the axis that takes the rest, inside a slice, has so many."""
+    """Return the number of devices of the mesh if the ``ici`` axis with -1 has size ``rest``."""
     inside = math.prod(rest if size == -1 else size for size in self._written("ici").values())
     return inside * math.prod(self._sizes("dcn", 1).values())
 
@@ -99,7 +99,7 @@ class MeshConfig(Checked):
     return {axis: getattr(self, key) for key, axis in PARALLELISM[network].items()}
 
   def _sizes(self, network: str, count: int) -> dict[str, int]:
-    """With -1 worked out, where that is possible."""
+    """Return the sizes with -1 replaced, where the division is exact."""
     written = self._written(network)
     fixed = math.prod(size for size in written.values() if size != -1)
     return {axis: max(count // fixed, 1) if size == -1 else size for axis, size in written.items()}

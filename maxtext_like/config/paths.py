@@ -1,4 +1,4 @@
-"""Paths that a user gives: which keys hold one, and that a URL is none."""
+"""Checks of paths and URLs in configurations and on the command line."""
 
 import argparse
 import os
@@ -12,26 +12,26 @@ from maxtext_like.errors import UserError
 from maxtext_like.storage import CONDITIONAL, Place, is_remote, require_usable
 
 LOCAL_KEYS = ("compilation_cache_dir",)
-"""Keys whose value names something in the file system of this machine."""
+"""Keys whose value must be a path on this machine."""
 
 PLACE_KEYS = ("dataset_path", "eval_path", "tokenizer", "init_from", "lora_from", "checkpoint_mirror", "output_dir")
-"""Keys whose value is a path or a URL of a store."""
+"""Keys whose value may be a path or the URL of a remote store."""
 
-# Any scheme with two slashes; of the ones for storage also what pathlib makes of them.
+# Any scheme with two slashes, and storage schemes with one slash, which pathlib makes of two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|(gs|s3|hf|https?|hdfs|abfss?|az|file):/")
-_FIX = "name a path on this machine: remote storage has to be mounted (gcsfuse, s3fs, NFS), or copied"
+_FIX = "write a path on this machine; mount remote storage (gcsfuse, s3fs, NFS) or copy the files"
 
 
 def is_url(text: str) -> bool:
-  """Whether a text begins with a scheme, as ``gs://``, ``s3://``, ``hf://`` or ``file://`` do."""
+  """Return True if a text starts with a URL scheme, as ``gs://``, ``s3://``, ``hf://`` or ``file://``."""
   return _URL.match(text) is not None
 
 
 def require_local(text: str) -> str:
-  """The path as it was typed.
+  """Return the path unchanged.
 
   Raises:
-    UserError: it is a URL, which pathlib would turn into a folder named ``gs:``.
+    UserError: it is a URL, which pathlib would treat as a folder named ``gs:``.
   """
   if is_url(text):
     raise UserError(f"{text} is a URL, not a path\n  fix: {_FIX}")
@@ -39,17 +39,17 @@ def require_local(text: str) -> str:
 
 
 def local_path(text: str) -> str:
-  """The same as the ``type`` of an option or word that argparse reads."""
+  """argparse type of a path on this machine; a URL is an error."""
   if is_url(text):
     raise argparse.ArgumentTypeError(f"{text} is a URL, not a path: {_FIX}")
   return text
 
 
 def new_place(text: str) -> str:
-  """The same of what is to be written where a store will do: a URL is left as it is.
+  """argparse type of an output place: a local path, or a URL of a store.
 
   Raises:
-    UserError: a URL that nothing here can write to.
+    UserError: this installation cannot write to the URL.
   """
   if not is_remote(text) or text.startswith("file:"):
     return local_path(text)
@@ -58,26 +58,26 @@ def new_place(text: str) -> str:
 
 
 def existing_path(text: str) -> str:
-  """``local_path`` of what is to be read: it has to be there, which is seen before anything heavy is imported."""
+  """argparse type of an existing local path, checked before slow imports start."""
   if not Path(local_path(text)).expanduser().exists():
     raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
   return text
 
 
 def new_file(text: str) -> str:
-  """``local_path`` of a file that is to be written: whether it can be shows before anything is worked out."""
+  """argparse type of a local output file. Checks that it can be written before the work starts."""
   path = Path(local_path(text)).expanduser().absolute()
   if path.is_dir():
-    raise argparse.ArgumentTypeError(f"{text}: is a directory, expected the name of a file")
+    raise argparse.ArgumentTypeError(f"{text}: is a directory, not a file")
   if not path.parent.is_dir():
-    raise argparse.ArgumentTypeError(f"{text}: its folder is missing")
+    raise argparse.ArgumentTypeError(f"{text}: the folder of this file does not exist")
   if not os.access(path if path.exists() else path.parent, os.W_OK):
-    raise argparse.ArgumentTypeError(f"{text}: cannot be written, no permission")
+    raise argparse.ArgumentTypeError(f"{text}: no permission to write this file")
   return str(path)
 
 
 def by_source(value: Any) -> dict[str, str | Sequence[str] | None]:
-  """The files that ``dataset_path`` or ``eval_path`` names, by source; where it names none, all are those of ""."""
+  """Return the files of ``dataset_path`` or ``eval_path`` by source; without named sources, all files are under ""."""
   return dict(value) if isinstance(value, Mapping) else {"": value} if value else {}
 
 
@@ -87,7 +87,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def url_problems(config: object) -> Iterator[Problem]:
-  """Every path key of a ``Config`` that holds a URL where none can be, or one that is none, as it was typed."""
+  """Yield a problem for each key of a ``Config`` with a URL that is not allowed there or not complete."""
   for key in (*LOCAL_KEYS, *PLACE_KEYS):
     (value,) = (getattr(section, key) for section in vars(config).values() if hasattr(section, key))
     for text in _texts(value):
@@ -97,15 +97,15 @@ def url_problems(config: object) -> Iterator[Problem]:
       if key in LOCAL_KEYS:
         yield Problem(f"{key} = {text} is a URL, not a path", (key,), _FIX)
       elif not is_remote(text):
-        what = f"{key} = {text} would be a folder named {scheme}: on this machine"
+        what = f"{key} = {text} is not a complete URL, and as a path it would be a folder named {scheme}:"
         yield Problem(what, (key,), f"write {scheme}://{rest}" if scheme != "file" else f"write /{rest}")
       elif scheme == "file" and key != "checkpoint_mirror":
-        yield Problem(f"{key} = {text} is this machine's", (key,), f"write /{rest}")
+        yield Problem(f"{key} = {text} is a URL of this machine", (key,), f"write /{rest}")
       elif key == "output_dir" and scheme not in CONDITIONAL:
         yield Problem(
-          f"output_dir = {text}: a run can be in gs:// or s3://, where a write may have a condition",
+          f"output_dir = {text}: a run needs conditional writes, which only gs:// and s3:// support",
           (key,),
-          f"a directory of this machine, and checkpoint_mirror={text} for a copy of its checkpoints",
+          f"set output_dir to a local directory, and checkpoint_mirror={text} for a copy of the checkpoints",
         )
   sections = list(vars(config).values())
   mirror = next(section.checkpoint_mirror for section in sections if hasattr(section, "checkpoint_mirror"))
@@ -113,5 +113,5 @@ def url_problems(config: object) -> Iterator[Problem]:
   if mirror and is_remote(output):
     yield Problem(
       f"checkpoint_mirror = {mirror} with output_dir = {output}", ("checkpoint_mirror", "output_dir"),
-      "leave it out: a mirror is for checkpoints on a disk that may be lost",
+      "leave checkpoint_mirror out: it protects checkpoints on a local disk, and these are in a store",
     )  # fmt: skip

@@ -1,12 +1,9 @@
-"""The precision keys, each with everything that is known about it: the one place to add or to read one.
+"""The precision keys with all their properties. Open this file to add a key or to see what one does.
 
-``PrecisionConfig`` is the ``precision:`` section and the list of the keys at once: its fields carry what a key means and
-does. The section of ``configs/base.yml`` and the tables of docs/reference/configuration.md are written from it; "does nothing
-here", what may differ between layers, the audit's targets, the risk estimate's keys, what to try after a NaN and what
-``bisect`` tries ask it. That a layer obeys a key is the layer's part,
-``layers.precision.Precision`` its name and default there.
-
-Importable without JAX.
+``PrecisionConfig`` is the ``precision:`` section. The metadata of its fields is the registry of keys: the section in
+``configs/base.yml``, the tables of docs/reference/configuration.md, the checks for keys without effect, layer-by-layer values,
+audit, risk, the suggestions after a NaN and ``bisect`` all read it. The layers implement the keys;
+``layers.precision.Precision`` repeats each name and default. This module imports no JAX.
 """
 
 import dataclasses
@@ -22,57 +19,57 @@ from maxtext_like.config.yaml_file import to_text
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Values = Mapping[str, Any]
-"""The section's values by name, or those of one layer."""
+"""Values of the section by key name, for the model or for one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-  """A part of a model that some have not got, as messages call it.
+  """A part that only some models have.
 
   Attributes:
-    name: after "the model has not got".
-    absent: the reason why a key of it would do nothing in one layer.
-    off: in place of the name, where the model's configuration knows it and it is off.
-    known: whether the configuration of a model has its keys.
-    there: whether a model has it: the whole of it, or one layer.
+    name: name of the part in messages.
+    absent: reason in messages why a key of this part has no effect in a layer.
+    off: replaces ``name`` in messages if the model family has the part but this configuration switches it off.
+    in_family: returns True if the family of the model has the part.
+    present: returns True if the model has the part, or if one of its layers (the third argument) has it.
   """
 
   name: str
   absent: str = ""
   off: str = ""
-  known: Callable[[ModelConfig], bool]
-  there: Callable[[ModelConfig, VisionConfig | None, int | None], bool]
+  in_family: Callable[[ModelConfig], bool]
+  present: Callable[[ModelConfig, VisionConfig | None, int | None], bool]
 
 
 INDEXER = Part(
   name="a sparse indexer",
   absent="the model has no sparse indexer",
-  known=lambda m: "indexer" in m.parts,
-  there=lambda m, _, layer: m.has("indexer", layer),
+  in_family=lambda m: "indexer" in m.parts,
+  present=lambda m, _, layer: m.has("indexer", layer),
 )
 ROUTER = Part(
   name="a router",
   absent="it has no experts",
-  known=lambda m: m.has("experts"),
-  there=lambda m, _, layer: m.has("experts", layer),
+  in_family=lambda m: m.has("experts"),
+  present=lambda m, _, layer: m.has("experts", layer),
 )
 EXPERTS = dataclasses.replace(ROUTER, name="experts")
 VISION_POOLER = Part(
   name="the vision pooler of Gemma 4",
   off="images (use_multimodal)",
-  known=lambda m: "vision pooler" in m.parts,
-  there=lambda m, v, _: m.has("vision pooler") and v is not None and v.use_multimodal,
+  in_family=lambda m: "vision pooler" in m.parts,
+  present=lambda m, v, _: m.has("vision pooler") and v is not None and v.use_multimodal,
 )
 
 
 @dataclass(frozen=True)
 class Sign:
-  """Instructions of a program by which the audit sees whether a key is obeyed.
+  """Instructions of a compiled program whose dtypes show the audit that a key is honoured.
 
   Attributes:
-    scope: ``jax.named_scope`` of the layer.
-    side: whose dtype tells it.
-    kinds: of instructions, as ``numerics.hlo`` names them.
+    scope: ``jax.named_scope`` of the instructions.
+    side: the audit compares the dtypes of their operands or of their results.
+    kinds: kinds of instructions, as ``numerics.hlo`` names them.
   """
 
   scope: str
@@ -82,28 +79,29 @@ class Sign:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionKey:
-  """One key.
+  """One key of the ``precision:`` section.
 
   Attributes:
-    name: in the ``precision:`` section, and in ``layers.precision.Precision``.
-    meaning: one line, as in ``configs/base.yml``.
-    default: also of ``Precision``.
-    safer: the value to try against numbers that are not finite, or not exact enough.
-    scopes: named scopes whose numbers it holds in another dtype (or, for ``mends="hides"``, changes).
-    part: what a model must have for it to act; None: nothing.
-    per_layer: it may differ between layers.
-    resolved: what a value comes to with a ``dtype``, where one leaves that open.
-    always: dtypes with which its places are float32 whatever it says.
-    only: the one dtype with which it acts; "": any.
-    mends: what the safer value is against: "forward": overflow in its scopes, which spoils loss and gradients;
-      "gradients", "parameters": of those alone, wherever they arise; "error": rounding only; "hides": it makes finite what
-      is wrong.
-    turn: which remedies are tried first: what costs least and acts most locally has 0, what hides a fault comes late.
-    signs, shown: what the audit looks at, and how it calls that; () where it takes more than a list (``analysis.audit_keys``).
-    widens: scopes whose products have float32 operands with it.
-    directions: of x-ray, in which its places are all over the model: "backward", "recomputed", "update".
-    fused: fused attention kernels obey it by construction.
-    idle_on: platforms where it changes nothing, and with which dtypes.
+    name: name of the key, also in ``layers.precision.Precision``.
+    meaning: description in ``configs/base.yml``, one line.
+    default: default value, also of ``Precision``.
+    safer: value to try if numbers are not finite or not exact enough.
+    scopes: named scopes whose values get another dtype from this key (with ``repairs="hides"``: other values).
+    part: part that a model must have for the key to have an effect; None if every model has it.
+    per_layer: True if the value may differ between layers.
+    resolved: (value, ``dtype``) -> value, with "auto" and null replaced by what they mean for this ``dtype``.
+    always: values of ``dtype`` for which the scopes are float32 whatever the key says.
+    only: the one value of ``dtype`` for which the key has an effect; "" for any.
+    repairs: kind of fault that ``safer`` repairs. "forward": overflow in the scopes, which reaches the loss and the gradients;
+      "gradients" and "parameters": overflow of gradients or parameters anywhere; "error": only rounding; "hides": the value
+      becomes finite, but the cause remains.
+    order: position in the order of remedies. Cheap and local remedies have 0; remedies that hide a fault come late.
+    signs: instructions that the audit compares; () if the audit needs code for this key (``analysis.audit_keys``).
+    shown: name of these instructions in the audit's output.
+    widens: scopes whose matrix products get float32 operands from this key.
+    directions: "backward", "recomputed" or "update" if the key acts on all tensors of that direction of x-ray.
+    fused: True if fused attention kernels always honour the key.
+    idle_on: platforms on which the key has no effect, each with the dtypes for which that holds.
   """
 
   name: str = ""
@@ -116,8 +114,8 @@ class PrecisionKey:
   resolved: Callable[[Any, str], Any] = lambda value, dtype: value
   always: tuple[str, ...] = ()
   only: str = ""
-  mends: Literal["forward", "gradients", "parameters", "error", "hides"] = "forward"
-  turn: int = 0
+  repairs: Literal["forward", "gradients", "parameters", "error", "hides"] = "forward"
+  order: int = 0
   signs: tuple[Sign, ...] = ()
   shown: str = ""
   widens: tuple[str, ...] = ()
@@ -126,57 +124,57 @@ class PrecisionKey:
   idle_on: Mapping[str, Collection[str]] = field(default_factory=dict)
 
   def value(self, values: Values) -> Any:
-    """What the section says of it, with what it leaves open resolved."""
+    """Return the value in a section, with "auto" and null resolved."""
     return self.resolved(values[self.name], values["dtype"])
 
   def safe(self, values: Values) -> bool:
-    """Whether its places are as with the safer value already, or the key does nothing with this ``dtype``."""
+    """Return True if the safer value would change nothing, because it is set already or ``dtype`` leaves no effect."""
     return values["dtype"] in self.always or (self.only not in ("", values["dtype"])) or self.value(values) == self.safer
 
   def lacking(self, model: ModelConfig, vision: VisionConfig | None = None) -> str:
-    """What the model would need for it to act; empty where it acts."""
-    if self.part is None or self.part.there(model, vision, None):
+    """Return the part that the model lacks for the key to have an effect, or "" if nothing is missing."""
+    if self.part is None or self.part.present(model, vision, None):
       return ""
-    return (self.part.known(model) and self.part.off) or self.part.name
+    return (self.part.in_family(model) and self.part.off) or self.part.name
 
   def acts_with(self, dtypes: Collection[str], platform: str) -> bool:
-    """Whether it changes something in layers of one of these dtypes, on "cpu", "gpu" or "tpu"."""
+    """Return True if the key has an effect in layers of one of these dtypes on a platform ("cpu", "gpu" or "tpu")."""
     idle = {*self.always, *self.idle_on.get(platform, ())}
     return any(dtype not in idle and self.only in ("", dtype) for dtype in dtypes)
 
   def remedy(self, values: Values) -> str:
-    """``key=value`` for the command line; "auto" where it comes to the safer value."""
+    """Return ``key=value`` with the safer value for the command line, or with "auto" if that means the safer value."""
     automatic = self.default == "auto" and self.resolved("auto", values["dtype"]) == self.safer
     return f"{self.name}={to_text('auto' if automatic else self.safer)}"
 
 
-def _key(**known: Any) -> Any:
-  return field(metadata={"key": PrecisionKey(**known)})
+def _key(**properties: Any) -> Any:
+  return field(metadata={"key": PrecisionKey(**properties)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Checked):
-  """``precision:``. ``layer_precision`` gives some layers values of their own (``layer_precision.py``)."""
+  """Section ``precision:``. The key ``layer_precision`` sets other values for single layers (``layer_precision.py``)."""
 
   dtype: Dtype = _key(
-    default="bfloat16", safer="float32", per_layer=True, mends="forward", turn=9,
+    default="bfloat16", safer="float32", per_layer=True, repairs="forward", order=9,
     meaning="activations and the operands of matrix products",
   )  # fmt: skip
   weight_dtype: StoredDtype[Dtype] = _key(
-    default="float32", safer="float32", mends="parameters", turn=1, meaning="stored parameters"
+    default="float32", safer="float32", repairs="parameters", order=1, meaning="stored parameters"
   )  # fmt: skip
   grad_dtype: Dtype = _key(
     default="float32",
     safer="float32",
-    mends="gradients",
+    repairs="gradients",
     directions=("backward", "recomputed", "update"),
-    turn=1,
-    meaning="gradients as the optimizer sees them",
+    order=1,
+    meaning="gradients that the optimizer reads",
   )
   residual_dtype: Dtype | None = _key(
-    default=None, safer="float32", directions=("backward",), turn=1, scopes=("residual", "embedding"),
+    default=None, safer="float32", directions=("backward",), order=1, scopes=("residual", "embedding"),
     resolved=lambda value, dtype: value or ("float32" if dtype == "float16" else dtype),
-    meaning="residual stream; null is dtype, but float32 when dtype is float16",
+    meaning="residual stream; null: dtype, but float32 if dtype is float16",
   )  # fmt: skip
   float32_qk_product: bool = _key(
     default=True, safer=True, per_layer=True, always=("float32",), scopes=("qk_product",), fused=True,
@@ -199,16 +197,16 @@ class PrecisionConfig(Checked):
   float32_gate_product: Literal["auto", True, False] = _key(
     default="auto", safer=True, per_layer=True, always=("float32",), scopes=("mlp", "gate_product", "experts"),
     resolved=lambda value, dtype: dtype == "float16" if value == "auto" else value, widens=("experts",),
-    meaning="MLP: act(gate) * up in float32; auto does so when the gate is float16",
+    meaning="MLP: act(gate) * up in float32; auto: only if the gate is float16",
   )  # fmt: skip
   float16_rescue: bool = _key(
-    default=True, safer=True, per_layer=True, only="float16", mends="hides", turn=3,
+    default=True, safer=True, per_layer=True, only="float16", repairs="hides", order=3,
     scopes=("mlp", "gate_product", "down_product", "experts"),
-    meaning="float16 only: saturate the MLP product at +-65280, zero a non-finite MLP output, count both",
+    meaning="float16 only: clip the MLP product to +-65280, set non-finite MLP outputs to zero, and count both",
   )  # fmt: skip
   float32_vision_pool: bool = _key(
     default=True, safer=True, part=VISION_POOLER, always=("float32",), scopes=("vision_pool",),
-    meaning="Gemma 4 vision pooler: scale and standardise in float32",
+    meaning="Gemma 4 vision pooler: scale and standardize in float32",
   )  # fmt: skip
   float32_gate_logits: bool = _key(
     default=True, safer=True, per_layer=True, part=ROUTER, scopes=("router",), widens=("router",),
@@ -222,24 +220,24 @@ class PrecisionConfig(Checked):
   )  # fmt: skip
   cast_logits_to_fp32: bool = _key(
     default=True, safer=True, always=("float32",), scopes=("logits", "soft_cap", "loss"),
-    meaning="logits are handed on in float32",
+    meaning="return the logits in float32",
   )  # fmt: skip
   logits_dot_in_fp32: bool = _key(
-    default=False, safer=True, mends="error", turn=2, widens=("logits",), idle_on={"cpu": ("float32",)},
+    default=False, safer=True, repairs="error", order=2, widens=("logits",), idle_on={"cpu": ("float32",)},
     signs=(Sign("logits", "operands"),), shown="operands of the last product",
-    meaning="the operands of the last matrix product in float32",
+    meaning="operands of the last matrix product, which computes the logits, in float32",
   )  # fmt: skip
   matmul_precision: Literal["default", "high", "highest"] = _key(
-    default="default", safer="highest", per_layer=True, mends="error", turn=4, idle_on={"cpu": get_args(Dtype)},
+    default="default", safer="highest", per_layer=True, repairs="error", order=4, idle_on={"cpu": get_args(Dtype)},
     meaning="precision of float32 matrix products on GPU and TPU",
   )  # fmt: skip
   matmul_dtype: Literal["dtype", "float8"] = _key(
-    default="dtype", safer="dtype", per_layer=True, mends="error", turn=0,
-    meaning="operands of products by weights of attention and MLP: dtype, or float8 (not on TPU; not of routed experts)",
+    default="dtype", safer="dtype", per_layer=True, repairs="error", order=0,
+    meaning="operands of products with the weights of attention and MLP: dtype or float8 (not on TPU, not for routed experts)",
   )  # fmt: skip
   reduction_dtype: Literal["float32", "dtype"] = _key(
-    default="float32", safer="float32", mends="error", turn=3, always=("float32",), directions=("backward",),
-    meaning="sums that devices share, gradients above all: float32, rounded once as on one device; dtype rounds each part",
+    default="float32", safer="float32", repairs="error", order=3, always=("float32",), directions=("backward",),
+    meaning="sums across devices, mainly of gradients: float32 rounds once, as one device does; dtype rounds each part",
   )  # fmt: skip
   layer_precision: tuple[str, ...]
 
@@ -251,44 +249,46 @@ KEYS: dict[str, PrecisionKey] = {
 }
 """Every key by its name, in the order of the section."""
 
-REMEDIES = tuple(sorted((key for key in KEYS.values() if key.name != "dtype"), key=lambda key: key.turn))
-"""In the order in which they are tried; ``dtype`` is the last resort of whoever asks."""
+REMEDIES = tuple(sorted((key for key in KEYS.values() if key.name != "dtype"), key=lambda key: key.order))
+"""Keys in the order in which they are tried after a fault, without ``dtype``, which callers try last."""
 
 LAYER_KEYS = tuple(name for name, key in KEYS.items() if key.per_layer)
-"""What may differ between layers; ``layers.precision.LAYER_KEYS`` is the same."""
+"""Keys whose value may differ between layers; equal to ``layers.precision.LAYER_KEYS``."""
 
 
 def governing(scopes: Collection[str]) -> tuple[PrecisionKey, ...]:
-  """The keys that hold numbers of these named scopes in float32."""
-  return tuple(key for key in KEYS.values() if key.mends == "forward" and not set(scopes).isdisjoint(key.scopes))
+  """Return the keys that keep values of these named scopes in float32."""
+  return tuple(key for key in KEYS.values() if key.repairs == "forward" and not set(scopes).isdisjoint(key.scopes))
 
 
 def foreign_keys(model: ModelConfig) -> dict[str, str]:
-  """Keys that are none of this model's configuration, since they can act nowhere in it, each with what the model lacks."""
-  return {name: key.part.name for name, key in KEYS.items() if key.part is not None and not key.part.known(model)}
+  """Return the keys that cannot be set for this model's family, each with the name of the missing part."""
+  return {name: key.part.name for name, key in KEYS.items() if key.part is not None and not key.part.in_family(model)}
 
 
 def idle_reason(name: str, value: Any, layer: int, model: ModelConfig, values: Values) -> str | None:
-  """Why a key would do nothing in one layer; None when it acts.
+  """Return the reason why a key has no effect in one layer, or None if it has one.
 
   Args:
     name: one of ``LAYER_KEYS``.
-    value: what it would be in this layer.
-    layer: its number.
-    model: of the whole model.
-    values: the model's own, with the layer's ``dtype``.
+    value: value of the key in this layer.
+    layer: index of the layer, from 0.
+    model: configuration of the model.
+    values: precision values of the model, with the ``dtype`` of the layer.
   """
   key, dtype = KEYS[name], values["dtype"]
-  if key.part is not None and not key.part.there(model, None, layer):
+  if key.part is not None and not key.part.present(model, None, layer):
     return key.part.absent
   if key.only not in ("", dtype):
-    return f"it acts with dtype {key.only}, and there it is {dtype}"
+    return f"it has an effect only with dtype {key.only}, and the dtype of the layer is {dtype}"
   if dtype in key.always:
-    return "everything of it is in float32" if dtype == "float32" else f"with dtype {dtype} it is always in float32"
+    return (
+      "the layer computes everything in float32" if dtype == "float32" else f"dtype {dtype} always computes this in float32"
+    )
   same = name != "dtype" and key.resolved(value, dtype) == key.value(values)
-  return "it has that value already" if same else None
+  return "the model has that value already" if same else None
 
 
 def section_text() -> list[str]:
-  """The lines of the keys in ``configs/base.yml``."""
+  """Return the lines of these keys in ``configs/base.yml``."""
   return [f"  {key.name}: {to_text(key.default)}  # {key.meaning}" for key in KEYS.values()]

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, where, and what to do: how ``maxtext_like.config`` reports faults."""
+"""How the configuration reports problems: what is wrong, where, the fix, and suggestions for misspelled names."""
 
 import difflib
 import functools
@@ -11,13 +11,13 @@ from maxtext_like.errors import UserError
 
 @dataclass(frozen=True)
 class Problem:
-  """One fault.
+  """One problem of a configuration.
 
   Attributes:
-    what: the fault with the values, one line.
-    keys: names of the leaves that take part; the loader turns them into places (file and line, or the command line).
-    fix: what to do about it, one line; may be empty.
-    where: the place itself, where it is known at once.
+    what: description with the values, one line.
+    keys: names of the keys involved; the loader replaces them by places (file and line, or the command line).
+    fix: what to type, one line; may be empty.
+    where: the place, if the caller knows it already.
   """
 
   what: str
@@ -27,7 +27,7 @@ class Problem:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """Returns the end of a sentence, ``, did you mean 'train'?``, or nothing when no known name is near.
+  """Return the end of a sentence, ``, did you mean 'train'?``, or "" if no known name is similar.
 
   For names of things, such as verbs and platforms. ``did_you_misspell`` is for keys and values.
   """
@@ -36,7 +36,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def did_you_misspell(name: str, known: Iterable[str]) -> str:
-  """Returns the end of a sentence, ``, did you mean 'steps'?``, or nothing if ``name`` is no misspelling of a known name.
+  """Return the end of a sentence, ``, did you mean 'steps'?``, or "" if ``name`` is not a misspelling of a known name.
 
   A key that merely shares words with a known one (``embedding_learning_rate``, ``rope_local_base_freq``) usually means another
   quantity, so it is not offered.
@@ -46,23 +46,23 @@ def did_you_misspell(name: str, known: Iterable[str]) -> str:
 
 
 def alternatives(names: Iterable[str]) -> str:
-  """``a, b or c``."""
+  """Return names as ``a, b or c``."""
   *most, last = names
   return f"{', '.join(most)} or {last}" if most else last
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
-  """The known names closest to a given one, best first, by their letters or by their words.
+  """Return the known names most similar to ``name``, best first, compared by letters and by words.
 
-  By letters ``flaot32_logits`` is near ``float32_logits``, by words ``batch_size`` is near ``per_device_batch_size``;
-  ``data_sharding`` is near ``allow_data_change`` by neither. Upper case and dashes do not count as differences.
+  ``flaot32_logits`` is similar to ``float32_logits`` by letters, ``batch_size`` to ``per_device_batch_size`` by words.
+  ``data_sharding`` and ``allow_data_change`` are similar by neither. Upper case and dashes are ignored.
   """
   rated = sorted(((max(_by_letters(name, k) / _LETTERS, _by_words(name, k) / _WORDS), k) for k in known), key=lambda r: -r[0])
   return [k for rating, k in rated[:count] if rating >= 1]
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:
-  """Returns the known name that ``name`` misspells, or None. With several candidates the one with the fewest edits counts."""
+  """Return the known name that ``name`` misspells, or None. With several candidates, the one with the fewest edits."""
   given = _spelling(name)
   edits = ((_edits(given, _spelling(k)), k) for k in known)
   best = min(((n, k) for n, k in edits if n is not None), default=None)
@@ -71,7 +71,7 @@ def misspelt(name: str, known: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class _Spelling:
-  """A name as it is compared: its words, the same in order, all letters without underscores, and its digits."""
+  """A name in the form for comparison: words, sorted words, all letters without underscores, and digits."""
 
   words: tuple[str, ...]
   ordered: tuple[str, ...]
@@ -87,10 +87,10 @@ def _spelling(name: str) -> _Spelling:
 
 
 def _edits(given: _Spelling, meant: _Spelling) -> int | None:
-  """Returns how many single-letter mistakes make a known name into the given one, or None if it is another name.
+  """Return the number of single-letter mistakes between a known name and the typed one, or None if it is another name.
 
-  Case, dashes, missing underscores and the order of words do not count. Every word of four letters or more may have one
-  mistake, a name two in all. First letters and digits must agree: ``patch_size`` is not ``batch_size``, and ``beta2`` is not
+  Case, dashes, missing underscores and the order of words are ignored. Every word of four letters or more may have one
+  mistake, a name two in total. First letters and digits must agree: ``patch_size`` is not ``batch_size``, and ``beta2`` is not
   ``beta1``.
   """
   if abs(len(given.joined) - len(meant.joined)) > 2:
@@ -109,7 +109,7 @@ def _edits(given: _Spelling, meant: _Spelling) -> int | None:
 
 
 def _one_edit(a: str, b: str) -> bool:
-  """Returns whether one letter is missing, added or replaced, or two neighbours are exchanged."""
+  """Return True if one letter is missing, added or replaced, or two neighbouring letters are swapped."""
   if abs(len(a) - len(b)) > 1:
     return False
   i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -118,7 +118,7 @@ def _one_edit(a: str, b: str) -> bool:
   return exchanged or rest_a[1:] == rest_b[1:] or rest_a[1:] == rest_b or rest_a == rest_b[1:]
 
 
-_LETTERS, _WORDS = 0.7, 0.66  # least similarities that make names near
+_LETTERS, _WORDS = 0.7, 0.66  # minimum similarity, by letters and by words, for a suggestion
 
 
 def _fold(name: str) -> str:
@@ -131,7 +131,7 @@ def _words(name: str) -> list[str]:
 
 
 def _ratio(a: str, b: str, least: float) -> float:
-  """difflib's similarity of two texts, or 0 where it is below ``least``, which is mostly known at once."""
+  """Return difflib's similarity of two texts, or 0 if it is below ``least``; cheap upper bounds are checked first."""
   if 2 * min(len(a), len(b)) < least * (len(a) + len(b)):
     return 0.0
   matcher = difflib.SequenceMatcher(None, a, b)
@@ -143,13 +143,13 @@ def _by_letters(a: str, b: str) -> float:
 
 
 def _by_words(a: str, b: str) -> float:
-  """Words that two names share, as a share of the words of both (Dice's coefficient)."""
+  """Return the share of words that two names have in common (Dice's coefficient)."""
   ours, theirs = _words(a), _words(b)
   return 2 * sum(max(_alike(a, b) for b in theirs) for a in ours) / (len(ours) + len(theirs))
 
 
 def _alike(a: str, b: str) -> float:
-  """1 for the same word, also with a slip of the fingers; 0.8 when one is cut short, as ``len`` for ``length``; else 0."""
+  """Return 1 for the same word or a misspelling of it, 0.8 for an abbreviation, as ``len`` for ``length``, otherwise 0."""
   short, long = sorted((a, b), key=len)
   if a == b:
     return 1.0
@@ -159,7 +159,7 @@ def _alike(a: str, b: str) -> float:
 
 
 def error_of(problems: list[Problem]) -> UserError:
-  """One error that lists every problem: ``what`` / ``where:`` / ``fix:``."""
+  """Return one error that lists all problems, each as ``what`` / ``where:`` / ``fix:``."""
   if len(problems) == 1:
     return UserError(_lines(problems[0], indent="  "))
   text = [f"{len(problems)} problems in the configuration"]
@@ -177,7 +177,7 @@ def _lines(problem: Problem, indent: str) -> str:
 
 
 class InvalidSectionError(ValueError):
-  """A section was built with values that contradict each other."""
+  """A section was built with invalid values."""
 
   def __init__(self, problems: list[Problem]):
     super().__init__("; ".join(p.what + (f" ({p.fix})" if p.fix else "") for p in problems))
@@ -185,19 +185,19 @@ class InvalidSectionError(ValueError):
 
 
 class Checked:
-  """A section that refuses contradictions when it is built."""
+  """Base class of sections: raises ``InvalidSectionError`` if ``problems`` yields anything when the section is built."""
 
   def __post_init__(self):
     if problems := list(self.problems()):
       raise InvalidSectionError(problems)
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values."""
+    """Yield a problem for every invalid value or combination of values."""
     yield from ()
 
 
 def at_least(section: object, low: int, *names: str) -> Iterator[Problem]:
-  """A problem for each named value that is below ``low``; null is not judged."""
+  """Yield a problem for each key whose value is below ``low``; null is accepted."""
   for name in names:
     value = getattr(section, name)
     if value is not None and value < low:
@@ -205,7 +205,7 @@ def at_least(section: object, low: int, *names: str) -> Iterator[Problem]:
 
 
 def above_zero(section: object, *names: str) -> Iterator[Problem]:
-  """A problem for each named value that is not positive; null is not judged."""
+  """Yield a problem for each key whose value is not positive; null is accepted."""
   for name in names:
     value = getattr(section, name)
     if value is not None and not value > 0:

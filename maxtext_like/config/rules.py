@@ -1,37 +1,37 @@
-"""Rules among the sections of a configuration, and keys that would do nothing in the family they are given to.
+"""Checks across the sections of a configuration, and checks for keys that the model family would ignore.
 
-The sections refuse what cannot be built. This module judges what a person wrote: a key that is
-accepted and then ignored is worse than an error.
+Open this file for errors that name keys of two sections. Checks within one section are in the section's dataclass. Setting a
+key that the model ignores is an error, because an ignored key misleads its author.
 """
 
 from collections.abc import Iterator, Mapping
 
+from maxtext_like.config.choices import DATASETS
+from maxtext_like.config.families import FAMILIES
 from maxtext_like.config.layer_precision import layer_problems
 from maxtext_like.config.paths import url_problems
 from maxtext_like.config.precision_keys import EXPERTS, ROUTER, foreign_keys
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import FAMILIES_OF_KEY, Config, profiled
-from maxtext_like.data.registry import DATASETS
-from maxtext_like.models.registry import FAMILIES
 
 
 def cross_problems(
   config: Config, values: Mapping[str, object], defaults: Mapping[str, object], explicit: frozenset[str]
 ) -> Iterator[Problem]:
-  """Every conflict that no section can see alone.
+  """Yield every problem that involves more than one section.
 
   Args:
-    config: the sections; they may hold problems of their own.
-    values: of every leaf, those of other families too.
-    defaults: the values of ``configs/base.yml`` by leaf name.
-    explicit: leaf names that a file or the command line sets.
+    config: the sections, which may have problems themselves.
+    values: value of every key, including keys of other families.
+    defaults: values of ``configs/base.yml`` by key.
+    explicit: keys that a file or the command line sets.
   """
   model = config.model
   yield from _foreign_keys(config, values, defaults, explicit)
   if config.vision.use_multimodal and "use_multimodal" not in _foreign(model.decoder_block):
-    yield from config.vision.unfit(model)
-  yield from model.pointless()
-  # Only padding is looked up by the model's own number: bos and eos of the data are the tokenizer's, which has to fit.
+    yield from config.vision.decoder_problems(model)
+  yield from model.ignored_values()
+  # Only the padding token is embedded by the number given here. The tokenizer supplies bos and eos and is checked separately.
   if model.pad_token_id is not None and model.pad_token_id >= model.vocab_size >= 1:
     yield Problem(
       f"pad_token_id = {model.pad_token_id} is outside the vocabulary of {model.vocab_size}", ("pad_token_id", "vocab_size")
@@ -45,27 +45,27 @@ def cross_problems(
     )
   if config.training.stochastic_rounding and config.precision.weight_dtype == "float32":
     yield Problem(
-      "stochastic_rounding = true does nothing with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
-      "leave it out: nothing is rounded where weights are stored in float32",
+      "stochastic_rounding = true has no effect with weight_dtype: float32", ("stochastic_rounding", "weight_dtype"),
+      "leave it out: updates of float32 weights are not rounded",
     )  # fmt: skip
   if config.adapter.trained and config.training.trainable_parameters_mask:
     key = _adapter_key(config)
-    which = "say in lora_modules which weights have one, and " if key == "lora_rank" else ""
+    which = "choose the weights with lora_modules, and " if key == "lora_rank" else ""
     yield Problem(
       f"trainable_parameters_mask with {key} = {getattr(config.adapter, key)}", ("trainable_parameters_mask", key),
-      f"the adapter alone is trained: {which}leave trainable_parameters_mask out",
+      f"{which}leave trainable_parameters_mask out: only the adapter is trained",
     )  # fmt: skip
   yield from _tower_problems(config)
   if config.training.stochastic_rounding and config.adapter.trained:
     yield Problem(
-      f"stochastic_rounding = true does nothing with {_adapter_key(config)}: an adapter is stored in float32",
+      f"stochastic_rounding = true has no effect with {_adapter_key(config)}: an adapter is stored in float32",
       ("stochastic_rounding", _adapter_key(config)), "leave it out",
     )  # fmt: skip
   if config.training.spike_factor and not config.checkpoint.enable_checkpointing:
     yield Problem(
       f"spike_factor = {config.training.spike_factor} with enable_checkpointing: false",
       ("spike_factor", "enable_checkpointing"),
-      "there is no checkpoint to go back to: set spike_factor to 0, or enable_checkpointing to true",
+      "set spike_factor=0 or enable_checkpointing=true: after a spike the run returns to a checkpoint",
     )  # fmt: skip
   yield from _epoch_problems(config)
   yield from _in_backward_problems(config)
@@ -75,119 +75,125 @@ def cross_problems(
   }.items():
     if value and not config.data.eval_interval:
       yield Problem(
-        f"{key} = {_shown(value)} without eval_interval: nothing evaluates", (key, "eval_interval"),
+        f"{key} = {_shown(value)} needs evaluations, but eval_interval = 0", (key, "eval_interval"),
         "set the steps between evaluations, as in eval_interval=100",
       )  # fmt: skip
   if config.checkpoint.keep_best and not config.checkpoint.enable_checkpointing:
     yield Problem(
       "keep_best = true with enable_checkpointing: false", ("keep_best", "enable_checkpointing"),
-      "there are no checkpoints: leave one of them out",
+      "set enable_checkpointing=true, or leave keep_best out: no checkpoint would be saved",
     )  # fmt: skip
   profile, steps = config.logging.profile_steps, config.training.steps
   if profile is not None and steps is not None and not list(config.logging.problems()) and profiled(profile)[1] > steps >= 1:
-    yield Problem(f"profile_steps = {profile} is beyond steps = {steps}", ("profile_steps", "steps"), "name steps of the run")
+    yield Problem(
+      f"profile_steps = {profile} is beyond steps = {steps}", ("profile_steps", "steps"), f"set steps from 1 to {steps}"
+    )
   if config.logging.sample_every > 0 and not DATASETS[config.data.dataset].text:
     yield Problem(
       f"sample_every = {config.logging.sample_every} with dataset: {config.data.dataset}", ("sample_every", "dataset"),
-      "its tokens are no text: set sample_every to 0, or another dataset",
+      "set sample_every=0 or another dataset: the tokens of this one are not text",
     )  # fmt: skip
   if config.logging.sample_every > 0 and config.data.data_format == "chat" and "" in config.logging.sample_prompts:
     yield Problem(
-      "sample_prompts has an empty text with data_format: chat, where each is what a user says",
+      "sample_prompts has an empty prompt with data_format: chat, where each prompt is a user message",
       ("sample_prompts", "data_format"),
-      'name some, as in sample_prompts=["What is 1 + 1?"]',
+      'write prompts, as in sample_prompts=["What is 1 + 1?"]',
     )  # fmt: skip
   yield from url_problems(config)
   yield from layer_problems(config)
 
 
 def _adapter_key(config: Config) -> str:
-  """The key that makes the run train an adapter: a given one brings a rank of its own."""
+  """Return the key that switches the adapter on: ``lora_rank``, or ``lora_from`` with the rank of that adapter."""
   return "lora_rank" if config.adapter.lora_rank else "lora_from"
 
 
 def _tower_problems(config: Config) -> Iterator[Problem]:
-  """``vision_tower`` where there is no tower, or where something else says what is trained."""
+  """Yield problems of ``vision_tower`` without a tower, or with another key that selects the trained parameters."""
   t, trained = config.training, config.adapter.trained
   if t.vision_tower is None:
     return
   said = f"vision_tower = {t.vision_tower}"
   if FAMILIES[config.model.decoder_block].vision is None:
     yield Problem(
-      f"{said} does nothing: {config.model.decoder_block} models have no vision tower", ("vision_tower", "decoder_block"),
+      f"{said} has no effect: {config.model.decoder_block} models have no vision tower", ("vision_tower", "decoder_block"),
       "leave it out",
     )  # fmt: skip
   elif not config.vision.use_multimodal:
     yield Problem(
-      f"{said} with use_multimodal: false, where no tower is built", ("vision_tower", "use_multimodal"),
-      "set use_multimodal to true, or leave vision_tower out",
+      f"{said} with use_multimodal: false, which builds no vision tower", ("vision_tower", "use_multimodal"),
+      "set use_multimodal=true, or leave vision_tower out",
     )  # fmt: skip
   if t.trainable_parameters_mask:
     yield Problem(
-      f"{said} with trainable_parameters_mask, which says what is trained of the tower too",
+      f"{said} with trainable_parameters_mask, which selects the trained parameters of the tower too",
       ("vision_tower", "trainable_parameters_mask"), "leave one of them out; the tower's parameters are vision.*",
     )  # fmt: skip
   if t.vision_tower == "adapted" and not trained:
     yield Problem(
-      f"{said} with lora_rank: 0, where there is no adapter", ("vision_tower", "lora_rank"),
+      f"{said} needs an adapter, but lora_rank = 0", ("vision_tower", "lora_rank"),
       "set lora_rank, as in lora_rank=16, or vision_tower to trained, projector or frozen",
     )  # fmt: skip
 
 
 def _epoch_problems(config: Config) -> Iterator[Problem]:
-  """What has no end of its own, or leaves data out, cannot be counted in passes."""
+  """Yield problems of ``epochs``: passes cannot be counted for endless data, or if the run skips data."""
   t, data = config.training, config.data
   if t.epochs is None:
     return
   epochs = f"epochs = {t.epochs}"
   if t.steps is not None:
     yield Problem(
-      f"{epochs} and steps = {t.steps}: a run has one length", ("epochs", "steps"), "leave one of them out, or set it to null"
+      f"{epochs} and steps = {t.steps} both set the length of the run",
+      ("epochs", "steps"),
+      "leave one of them out, or set it to null",
     )
   if not DATASETS[data.dataset].text:
-    yield Problem(f"{epochs} with dataset: {data.dataset}, which has no end", ("epochs", "dataset"), "set steps")
+    yield Problem(f"{epochs} with dataset: {data.dataset}, which is endless", ("epochs", "dataset"), "set steps")
   if data.dataset_weights is not None:
     yield Problem(
-      f"{epochs} with dataset_weights, with which each source begins anew when it is through", ("epochs", "dataset_weights"),
-      "set steps, or name all files in one list, as in dataset_path=[a.jsonl, b.jsonl], which takes each once an epoch",
+      f"{epochs} with dataset_weights, which repeats each source separately", ("epochs", "dataset_weights"),
+      "set steps, or list all files, as in dataset_path=[a.jsonl, b.jsonl], to read each document once per epoch",
     )  # fmt: skip
   if t.spike_factor:
     yield Problem(
-      f"{epochs} with spike_factor = {t.spike_factor}, which leaves data out", ("epochs", "spike_factor"), "set steps"
+      f"{epochs} with spike_factor = {t.spike_factor}, which skips data after a spike", ("epochs", "spike_factor"), "set steps"
     )
 
 
 def _in_backward_problems(config: Config) -> Iterator[Problem]:
-  """What cannot be had of a backward pass that updates a layer before it has the gradient of the next."""
+  """Yield problems of ``optimizer_in_backward``, which updates a layer before the gradients of the others exist."""
   t = config.training
   if not t.optimizer_in_backward:
     if t.clip != "exact":
       yield Problem(
         f"clip = {t.clip} without optimizer_in_backward", ("clip", "optimizer_in_backward"),
-        "set clip=exact: the ordinary step has the norm of all gradients before it updates anything",
+        "set clip=exact: the ordinary step knows the global norm before it updates anything",
       )  # fmt: skip
     if t.optimizer_memory_host_offload:
       without = config.adapter.trained or t.gradient_accumulation_steps > 1 or config.logging.numerics_every > 0
       yield Problem(
-        "optimizer_memory_host_offload = true without optimizer_in_backward, which fetches moments a layer at a time",
+        "optimizer_memory_host_offload = true without optimizer_in_backward, which transfers moments one layer at a time",
         ("optimizer_memory_host_offload", "optimizer_in_backward"),
-        "leave it out: this run cannot have optimizer_in_backward" if without else "set optimizer_in_backward=true",
+        "leave it out: other keys of this run exclude optimizer_in_backward" if without else "set optimizer_in_backward=true",
       )  # fmt: skip
     return
   if t.optimizer_memory_host_offload and not t.scan_layers:
     yield Problem(
-      "optimizer_memory_host_offload = true with scan_layers: false: out of a loop compilers may fetch those of all layers",
+      "optimizer_memory_host_offload = true with scan_layers: false, with which the compiler may load all moments at once",
       ("optimizer_memory_host_offload", "scan_layers"), "set scan_layers=true",
     )  # fmt: skip
   adapter = _adapter_key(config)
   why = {
     "gradient_accumulation_steps": (
       t.gradient_accumulation_steps > 1,
-      "a sum over microbatches is all gradients at a time: raise per_device_batch_size instead, of whose activations a layer's "
-      "alone are in memory",
+      "raise per_device_batch_size instead: a sum over microbatches needs the gradients of all layers at the same time",
     ),
-    adapter: (config.adapter.trained, "the gradients of an adapter are small: leave optimizer_in_backward out"),
-    "numerics_every": (config.logging.numerics_every > 0, "no pass sees all layers' gradients: set numerics_every=0"),
+    adapter: (config.adapter.trained, "leave optimizer_in_backward out: the gradients of an adapter are small"),
+    "numerics_every": (
+      config.logging.numerics_every > 0,
+      "set numerics_every=0: it needs the gradients of all layers at the same time",
+    ),
   }
   values = {adapter: getattr(config.adapter, adapter), "numerics_every": config.logging.numerics_every}
   for key, (wrong, fix) in why.items():
@@ -197,7 +203,7 @@ def _in_backward_problems(config: Config) -> Iterator[Problem]:
 
 
 def _foreign(decoder_block: str) -> tuple[str, ...]:
-  """Keys that belong to other families."""
+  """Return the keys that only other families have."""
   return tuple(key for key, families in FAMILIES_OF_KEY.items() if decoder_block not in families)
 
 
@@ -208,14 +214,14 @@ def _foreign_keys(
   for key in _foreign(model.decoder_block):
     if values[key] != defaults[key]:
       yield Problem(
-        f"{key} = {_shown(values[key])} does nothing in decoder_block {model.decoder_block}",
+        f"{key} = {_shown(values[key])} has no effect in decoder_block {model.decoder_block}",
         (key, "decoder_block"),
         f"leave it out; it is a key of {' and '.join(FAMILIES_OF_KEY[key])}",
       )
   for key, lacks in foreign_keys(model).items():
     if key in explicit:
       yield Problem(
-        f"{key} = {_shown(getattr(precision, key))} does nothing: the model has not got {lacks}",
+        f"{key} = {_shown(getattr(precision, key))} has no effect: the model does not have {lacks}",
         (key, "num_experts" if lacks in (ROUTER.name, EXPERTS.name) and "experts" in model.parts else "decoder_block"),
         "leave it out",
       )

@@ -1,4 +1,4 @@
-"""``training:``, the step, the optimizer and its schedule."""
+"""Section ``training:``: the training step, the optimizer and the learning-rate schedule."""
 
 import re
 from collections.abc import Iterator
@@ -8,16 +8,12 @@ from typing import Annotated, Literal
 from maxtext_like.config.key_class import SelectsTrained, Shape, StoredDtype, TrainingOnly
 from maxtext_like.config.problems import Checked, Problem, above_zero, at_least
 from maxtext_like.config.vision import VisionTower
-from maxtext_like.layers.kernels.attention.registry import Choice
-from maxtext_like.layers.kernels.grouped_matmul import registry as grouped
-from maxtext_like.layers.kernels.norm import registry as norm
-from maxtext_like.training.objectives import registry as objectives
-from maxtext_like.training.optimizers import registry as optimizers
+from maxtext_like.layers.kernels import names as kernels
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Checked):
-  """``training:``, the step, the optimizer and its schedule. Lengths and batches are tokens and rows."""
+  """Section ``training:``. Lengths are in tokens, batches in rows."""
 
   steps: int | None
   epochs: int | None
@@ -27,14 +23,14 @@ class TrainingConfig(Checked):
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "save_mlp", "save_outputs", "save_attention", "full"]
   remat_offload: Literal["none", "layer_inputs", "kept", "all"]
-  grouped_product: grouped.Choice
-  norm_kernel: norm.Choice
-  attention: Choice
+  grouped_product: kernels.GroupedChoice
+  norm_kernel: kernels.NormChoice
+  attention: kernels.AttentionChoice
   per_device_batch_size: int | float
   max_target_length: int
   gradient_accumulation_steps: int
-  objective: objectives.Name
-  opt_type: Shape[optimizers.Name]
+  objective: str  # one of choices.OBJECTIVES
+  opt_type: Shape[str]  # one of choices.OPTIMIZERS
   learning_rate: float
   lr_schedule_type: Literal["cosine", "linear", "constant", "wsd"]
   lr_schedule_steps: int | None
@@ -69,7 +65,7 @@ class TrainingConfig(Checked):
   loss_scale_init: float
 
   def problems(self) -> Iterator[Problem]:
-    """Every contradiction among the values."""
+    """Yield a problem for every invalid value or combination of values."""
     if self.steps is None and self.epochs is None:
       yield Problem("neither steps nor epochs is set", ("steps", "epochs"), "set one of them, as in steps=100 or epochs=3")
     yield from at_least(self, 1, "steps", "epochs", "gradient_accumulation_steps", "loss_scale_init")
@@ -84,7 +80,9 @@ class TrainingConfig(Checked):
     yield from self._offload_problems()
     if self.spike_factor and not self.spike_factor > 1:
       yield Problem(
-        f"spike_factor = {self.spike_factor} calls ordinary losses spikes; above 1, or 0 for off", ("spike_factor",)
+        f"spike_factor = {self.spike_factor} would treat ordinary losses as spikes",
+        ("spike_factor",),
+        "set it above 1, or 0 for off",
       )
     for name in ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction"):
       if not 0 <= getattr(self, name) <= 1:
@@ -94,21 +92,22 @@ class TrainingConfig(Checked):
         yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,))
     if self.nu_dtype == "bfloat16" and self.adam_b2 > 1 - 2**-8 and self.opt_type == "adamw":
       yield Problem(
-        f"nu_dtype = bfloat16 with adam_b2 = {self.adam_b2}: numbers fall by under half a spacing of it a step, so not",
+        f"nu_dtype = bfloat16 cannot represent the decay of adam_b2 = {self.adam_b2}: a step changes a value by less than half "
+        "a unit in the last place, so it never decreases",
         ("nu_dtype", "adam_b2"),
-        "set nu_dtype=dynamic8, whose blocks fall as a whole, or nu_dtype=float32, or adam_b2 to at most 0.996",
+        "set nu_dtype=dynamic8 (one scale per block decays), nu_dtype=float32, or adam_b2 to at most 0.996",
       )  # fmt: skip
     yield from at_least(self, 0, "early_stopping_patience", "early_stopping_threshold")
     if self.early_stopping_threshold > 0 and not self.early_stopping_patience:
       yield Problem(
-        f"early_stopping_threshold = {self.early_stopping_threshold} without early_stopping_patience: nothing stops early",
+        f"early_stopping_threshold = {self.early_stopping_threshold} has no effect with early_stopping_patience = 0",
         ("early_stopping_threshold", "early_stopping_patience"),
-        "set the evaluations to wait for a better one, as in early_stopping_patience=3",
+        "set the number of evaluations to wait for a lower loss, as in early_stopping_patience=3",
       )  # fmt: skip
     if self.lr_schedule_type == "wsd" and self.warmup_steps_fraction + self.wsd_decay_steps_fraction > 1:
       yield Problem(
         f"warmup_steps_fraction = {self.warmup_steps_fraction} and wsd_decay_steps_fraction = "
-        f"{self.wsd_decay_steps_fraction} are more than the whole run",
+        f"{self.wsd_decay_steps_fraction} are together more than 1, the complete schedule",
         ("warmup_steps_fraction", "wsd_decay_steps_fraction"),
       )
     for pattern in self.trainable_parameters_mask:
@@ -128,17 +127,17 @@ class TrainingConfig(Checked):
     kept = "full" if self.remat_offload == "layer_inputs" else "save_outputs"
     if self.remat_offload != "none" and self.remat_policy == "none":
       yield Problem(
-        f"{said}, which keeps whatever the gradient needs", keys,
-        f"set remat_policy to what is to be kept, as in remat_policy={kept}, or leave remat_offload out",
+        f"{said}, which keeps all activations on the device", keys,
+        f"set another remat_policy, as in remat_policy={kept}, or leave remat_offload out",
       )  # fmt: skip
     if self.remat_offload in ("kept", "all") and self.remat_policy == "full":
       yield Problem(
-        f"{said}, which keeps nothing but what layers read", keys,
-        "set remat_offload to layer_inputs, or remat_policy to what is to be kept, as in remat_policy=save_outputs",
+        f"{said}, which keeps only the inputs of layers", keys,
+        "set remat_offload=layer_inputs, or a remat_policy that keeps more, as in remat_policy=save_outputs",
       )  # fmt: skip
 
   @property
   def last_step(self) -> int:
-    """The number of the last step, which a run by epochs has to count first (``training.counted``)."""
-    assert self.steps is not None, "nobody has counted the steps of these epochs"
+    """Index of the last step. A run with ``epochs`` must replace it by ``steps`` first (``training.batches.counted``)."""
+    assert self.steps is not None, "epochs are set, and steps have not been computed yet"
     return self.steps

@@ -1,4 +1,4 @@
-"""A configuration from values in memory: of a stored step, or of a ``ConfigDict`` that a sweep or a notebook changed."""
+"""Load a configuration from values in memory: from a checkpoint, or from a ``ConfigDict`` that a notebook or sweep changed."""
 
 import dataclasses
 import re
@@ -15,13 +15,13 @@ from maxtext_like.errors import UserError
 def load_values(
   values: Mapping[str, Any], place: str, overrides: Sequence[str] = (), kind_of_files: KindOfFiles | None = None
 ) -> Loaded:
-  """A configuration of values laid over configs/base.yml, as those of a model file are, then ``overrides``.
+  """Load a configuration from ``values``, treated like those of a model file, and ``overrides``.
 
   Args:
-    values: by section, or flat.
-    place: what errors and origins call them.
+    values: values by section, or by key.
+    place: name of these values in errors and origins.
     overrides: ``key=value`` words.
-    kind_of_files: as of ``load_config``.
+    kind_of_files: as in ``load_config``.
 
   Raises:
     UserError: as ``load_config``.

@@ -1,10 +1,9 @@
-"""Reads the YAML of a configuration file into nodes that know their line; the strict end of ``maxtext_like.config``.
+"""Reads the YAML of a configuration file into nodes with line numbers, and writes values as YAML.
 
-A configuration is plain data: mappings, lists, scalars. What YAML has beyond that (tags, anchors, merge keys, several
-documents) either builds objects or hides what a file says, so it is refused with ``file:line: reason``. Reading goes by
-parser events, so that deep nesting stops at the limit instead of in the parser's recursion, and nothing is resolved:
-a scalar stays text until the type of its field is known. So ``1e-4`` is a float where a float is asked for, and ``no``,
-``010``, ``1:30`` and ``2026-11-21`` never turn into something else.
+A configuration contains only mappings, lists and scalars. Tags, anchors, merge keys and several documents are errors with
+``file:line: reason``, because they build objects or hide the content of a file. The reader uses parser events, so that deep
+nesting is an error instead of a recursion overflow. Scalars stay text until the type of their key is known: ``1e-4`` becomes a
+float for a float key, and ``no``, ``010``, ``1:30`` and ``2026-11-21`` are never converted to something else.
 """
 
 import re
@@ -21,7 +20,7 @@ MAX_DEPTH = 20
 
 @dataclass(frozen=True)
 class Scalar:
-  """A value as it is written. ``plain`` is false when it was quoted."""
+  """The text of a value. ``plain`` is False if it was quoted."""
 
   text: str
   plain: bool
@@ -38,7 +37,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Mapping:
-  """Keys (with the line of each) to nodes, in the order of the file."""
+  """Nodes by key, in the order of the file, and the line of each key."""
 
   items: "dict[str, Node]"
   key_lines: dict[str, int]
@@ -49,14 +48,14 @@ Node = Scalar | Sequence | Mapping
 
 
 def read_yaml(path: Path, label: str) -> Mapping:
-  """The top-level mapping of a file.
+  """Return the top-level mapping of a file.
 
   Args:
     path: the file.
-    label: how errors call it.
+    label: name of the file in errors.
 
   Raises:
-    UserError: ``label:line: reason`` for anything that is not plain, bounded, UTF-8 data under a top-level mapping.
+    UserError: ``label:line: reason``: the file cannot be read, is too large, or is not plain UTF-8 data in a mapping.
   """
   try:
     with path.open("rb") as file:
@@ -64,12 +63,12 @@ def read_yaml(path: Path, label: str) -> Mapping:
   except OSError as error:
     raise UserError(f"{label}: cannot be read: {error.strerror}") from error
   if len(data) > MAX_BYTES:
-    raise UserError(f"{label}:1: larger than {MAX_BYTES >> 20} MiB, which no configuration is")
+    raise UserError(f"{label}:1: larger than {MAX_BYTES >> 20} MiB, the limit for a configuration")
   return parse_yaml(data, label)
 
 
 def parse_yaml(data: bytes, label: str) -> Mapping:
-  """The top-level mapping of a YAML text; see ``read_yaml``."""
+  """Return the top-level mapping of a YAML text; see ``read_yaml``."""
   if b"\0" in data:
     raise UserError(f"{label}:{_line_of(data, data.index(bytes(1)))}: NUL byte in the file")
   try:
@@ -81,12 +80,12 @@ def parse_yaml(data: bytes, label: str) -> Mapping:
     return Mapping({}, {}, 1)
   if not isinstance(node, Mapping):
     kind = "a list" if isinstance(node, Sequence) else "a single value"
-    raise UserError(f"{label}:{node.line}: {kind} at the top; a configuration is 'key: value' lines")
+    raise UserError(f"{label}:{node.line}: {kind} at the top level; a configuration consists of 'key: value' lines")
   return node
 
 
 def parse_value(text: str, label: str) -> Node:
-  """The node of a value on the command line: a YAML list or quoted text, anything else is kept to the letter."""
+  """Return the node of a command-line value: a YAML list, mapping or quoted text; any other text is kept unchanged."""
   if text[:1] in "[{\"'" and text:
     node = _Reader(text, label).document()
     if node is not None:
@@ -175,12 +174,12 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 
 
 def is_null(node: Node) -> bool:
-  """Whether a node is YAML's null."""
+  """Return True if a node is YAML's null."""
   return isinstance(node, Scalar) and node.plain and node.text in _NULLS
 
 
 def to_text(value: object) -> str:
-  """A value as YAML that ``parse_yaml`` and the field's type read back as the same value."""
+  """Return a value as YAML text, which ``parse_yaml`` and the type of the key read back as the same value."""
   if value is None:
     return "null"
   if isinstance(value, bool):
@@ -206,7 +205,7 @@ def _escaped(c: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-  """One key with its value, and where it was written (``configs/base.yml:31``, ``command line "steps=5"``)."""
+  """A key, its value, and the place where it was set (``configs/base.yml:31``, ``command line "steps=5"``)."""
 
   key: str
   node: Node

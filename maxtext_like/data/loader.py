@@ -28,6 +28,7 @@ from maxtext_like.data.mixture import Mixture, Source
 from maxtext_like.data.order import Order, Share, Split, seed_for
 from maxtext_like.data.pack import KEYS, Packer, Row, Rows, ShuffleBuffer
 from maxtext_like.data.prefetch import Prefetch
+from maxtext_like.data.registry import load
 from maxtext_like.data.sources import (
   DataConfig,
   dotted,
@@ -113,7 +114,7 @@ def make_data(
     refuse_path(data)
     multimodal = make_multimodal(vision, None, length, None)
     identity |= {"vocab_size": vocab_size, "data_shuffle_seed": data.data_shuffle_seed}
-    rows: Rows = kind.load(kind.opens)(
+    rows: Rows = load(kind, kind.opens)(
       length,
       lookup.rows,
       data.data_shuffle_seed,

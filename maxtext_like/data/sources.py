@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from maxtext_like.config.choices import DATASETS, OF_FILES, Dataset
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import alternatives
 from maxtext_like.config.vision import VisionConfig
@@ -15,7 +16,7 @@ from maxtext_like.data.chat.encode import TrainOn
 from maxtext_like.data.documents import Documents
 from maxtext_like.data.order import Split
 from maxtext_like.data.readers import input_files
-from maxtext_like.data.registry import DATASETS, OF_FILES, Dataset
+from maxtext_like.data.registry import load
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
   key, owners, found = path_key(data, split), {}, {}
   for name, paths in sorted(by_source(getattr(data, key)).items() or {"": None}.items()):
     dataset = _dataset_of(data, key, name)
-    suffixes = DATASETS[dataset].load("SUFFIXES")
+    suffixes = load(DATASETS[dataset], "SUFFIXES")
     found[name] = input_files.find(paths, suffixes, dataset, dotted(key, name))
     _warn_of_other_files(paths, dataset, dotted(key, name))
     for file in found[name]:
@@ -168,7 +169,7 @@ def _warn_once(what: str) -> None:
 
 def _record_suffixes() -> dict[str, str]:
   """Returns the file endings of the kinds whose records have several fields, with the kind of each."""
-  return {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in kind.load("SUFFIXES")}
+  return {suffix: name for name, kind in DATASETS.items() if kind.fields for suffix in load(kind, "SUFFIXES")}
 
 
 def _kinds_named(paths: str | Sequence[str] | None) -> list[str]:
@@ -187,7 +188,7 @@ def _other_dataset(file: str, dataset: str, suffixes: tuple[str, ...]) -> str | 
   if not suffixes or file.endswith(suffixes):
     return None
   others = (name for name, kind in DATASETS.items() if name != dataset and kind.files)
-  return next((name for name in others if file.endswith(DATASETS[name].load("SUFFIXES") or "\0")), None)
+  return next((name for name in others if file.endswith(load(DATASETS[name], "SUFFIXES") or "\0")), None)
 
 
 def open_documents(
@@ -209,7 +210,7 @@ def open_documents(
   key, kind = path_key(data, split), kind_of(data)
   if not kind.files:
     refuse_path(data)
-    return {"": kind.load(kind.opens)([], data, vision=vision, undivided=undivided, key=key)}
+    return {"": load(kind, kind.opens)([], data, vision=vision, undivided=undivided, key=key)}
   found = find_files(data, split)
   if key == "eval_path":
     files = [file for files in found.values() for file in files]

@@ -254,7 +254,7 @@ def shapes(state):
 
 def test_runs_that_kept_nothing(tmp_path, capsys):
   assert main(["replay", str(tmp_path)]) == 2
-  assert "holds no config.yml" in capsys.readouterr().err
+  assert "has no config.yml" in capsys.readouterr().err
   with pytest.raises(UserError, match="no failed step"):
     failed_step.find(tmp_path)
 
@@ -302,4 +302,4 @@ def test_a_run_in_a_store_is_replayed_and_looked_at_from_there(tmp_path, capsys,
   assert "is finite" in capsys.readouterr().out
   assert (tmp_path / "runs/a-replay/xray.html").exists()
   assert main(["bisect", *words, "dtype=bfloat16", "--checkpoint", f"{place}/a", "--tolerance", "100"]) == 0
-  assert "nothing to mend" in capsys.readouterr().out
+  assert "nothing to repair" in capsys.readouterr().out

@@ -300,7 +300,7 @@ def test_of_a_model_with_an_adapter():
   """What is compared are the gradients and the update of the adapter alone; what mends them is found among the same keys."""
   words = [*SMALL, "vocab_size=300", "inhomogeneous_layer_cycle_interval=1", "lora_rank=2"]
   found = maxtext_like.bisect("gemma3-tiny", "dtype=float32", *words)
-  assert "nothing to mend" in str(found)
+  assert "nothing to repair" in str(found)
 
 
 def test_the_tolerance_is_chosen_from_what_the_dtype_makes_at_best():

@@ -66,7 +66,7 @@ def test_a_model_shows_in_a_line_what_it_is(run):
 
 
 def test_a_checkpoint_goes_out_and_in_again_and_risk_reads_it(run, tmp_path):
-  with pytest.raises(UserError, match=r"dtype 'fp16'\n  fix: one of bfloat16, float16, float32"):
+  with pytest.raises(UserError, match=r"dtype 'fp16'\n  fix: pass one of bfloat16, float16, float32"):
     maxtext_like.export_checkpoint(run.directory, tmp_path / "out", dtype="fp16")  # pyright: ignore[reportArgumentType]
   maxtext_like.export_checkpoint(run.directory, tmp_path / "out", dtype="float32")
   maxtext_like.import_checkpoint(tmp_path / "out", tmp_path / "in")
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_out_and_in_again_and_risk_reads_it(run, tmp_path):
   assert found.table(0) == known.table(0)
   wrong: Any
   for wrong in ([[1, 2]], {"input_ids": [[1, 2], [3]]}):
-    with pytest.raises(UserError, match=r"no arrays by name: .*\n  fix: "):
+    with pytest.raises(UserError, match=r"not a dict of arrays: .*\n  fix: "):
       maxtext_like.forward(tmp_path / "out", wrong)
 
 
@@ -153,7 +153,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
   wrong: Any
   for wrong in (None, 5, maxtext_like.load(imported)):
     for call in (maxtext_like.load, maxtext_like.risk, maxtext_like.replay):
-      with pytest.raises(UserError, match=r"names no directory\n  fix: a path"):
+      with pytest.raises(UserError, match=r"names no directory\n  fix: pass a path"):
         call(wrong)
 
 
@@ -169,7 +169,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
     ({"on_text": True}, "on_text=True: not a function"),
     ({"temprature": 0}, "generate: unknown argument 'temprature', did you mean 'temperature'"),
     ({"max_token": 5}, "unknown argument 'max_token', did you mean 'max_tokens'"),
-    ({"dtype": "bfloat16"}, "dtype=bfloat16: the model is loaded already\n  fix: give it to load"),
+    ({"dtype": "bfloat16"}, "dtype=bfloat16: the model is already loaded\n  fix: pass it to load"),
   ],
 )
 def test_options_of_generate(run, options, said):
@@ -193,7 +193,7 @@ def test_the_keywords_of_a_function_are_near_too():
 def test_what_takes_no_lines_is_told():
   call: Any
   for call in (maxtext_like.train, maxtext_like.bisect):
-    with pytest.raises(UserError, match=r"progress=True takes no lines\n  fix: a function of a line, as print"):
+    with pytest.raises(UserError, match=r"progress=True takes no lines\n  fix: pass a function of a line, as print"):
       call("qwen3-tiny", progress=True)
 
 

@@ -46,7 +46,7 @@ def test_a_module_is_a_function_and_stays_as_it_was():
 
 def test_a_module_that_is_closed_over_is_told_to_be_given():
   net = Net(nnx.Rngs(0))
-  with pytest.raises(UserError, match=r"was not given .*BatchStat.*\n  fix: give it as an argument"):
+  with pytest.raises(UserError, match=r"is not an argument .*BatchStat.*\n  fix: pass it as an argument"):
     maxtext_like.xray(lambda x: net(x), X)
   assert maxtext_like.xray(lambda model, x: model(x), net, X).finite
 
@@ -85,5 +85,5 @@ def test_another_number_is_another_program():
 
 def test_what_is_no_function_is_told():
   wrong: Any = X
-  with pytest.raises(UserError, match=r"is no function\n  fix: xray\(f, x\) instead of xray\(f\(x\)\)"):
+  with pytest.raises(UserError, match=r"is not a function\n  fix: write xray\(f, x\) instead of xray\(f\(x\)\)"):
     maxtext_like.xray(wrong, X)

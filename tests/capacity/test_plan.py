@@ -148,7 +148,7 @@ def test_a_card_that_is_not_in_the_table(monkeypatch, capsys):
   shown = capsys.readouterr().out
   assert "gpu-1, 1 devices" in shown
   assert f" of {12e9 / GIB:.2f} GiB (" in shown
-  assert "not known: this device is in no table of speeds" in shown
+  assert "unknown: there is no table of speeds for this device" in shown
   assert main(["plan", "gemma3-4b", "--topology", "rtx 4090", "--memory", "1GB"]) == 4
   shown = capsys.readouterr().out
   assert "rtx4090-1, 1 devices" in shown
@@ -243,9 +243,9 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
     ("memory=24",): "fix: memory=24GB",
     ("topology=gpu-2",): "add memory=24GB",
     (): "no topology",
-    ("topology=cpu-8", "num_slices=2"): "num_slices=2 is for TPUs",
+    ("topology=cpu-8", "num_slices=2"): "num_slices=2 is only for TPUs",
     ("topology=v6e-8", "xla_flags=all"): "xla_flags is for maxtext-like compile alone",
-    ("topology=v6e-8", "dcn_fsdp_parallelism=2"): "make 2 slices, and this run has 1",
+    ("topology=v6e-8", "dcn_fsdp_parallelism=2"): "make 2 slices, but this run has 1",
     ("topology=v6e-8", "ici_fsdp_parallelism=3"): "topology=v6e-8 num_slices=1: mesh",
   }.items():
     assert main(["plan", "gemma3-tiny", *words]) == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.config import load_config
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.errors import UserError
 from maxtext_like.models.model import make_model

@@ -16,14 +16,14 @@ SMALL = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_inter
   ("words", "message"),
   [
     (["gemma4-tiny"], "no platform\n  fix: name one of tpu, cuda, cpu"),
-    (["gemma4-tiny", "--platform", "gpu"], "platform gpu is none of tpu, cuda, cpu"),
+    (["gemma4-tiny", "--platform", "gpu"], "platform gpu is not one of tpu, cuda, cpu"),
     (["gemma4-tiny", "--topology", "v6e-23"], "did you mean v6e-32"),
-    (["gemma4-tiny", "--topology=v6e-8", "--platform=cuda"], "topology v6e-8 is a TPU slice, platform cuda is not"),
+    (["gemma4-tiny", "--topology=v6e-8", "--platform=cuda"], "topology v6e-8 is a TPU slice, but platform is cuda"),
     (["gemma4-tiny", "--platform"], "no value"),
-    (["--platform", "tpu"], "no configuration named"),
+    (["--platform", "tpu"], "the model is missing"),
     (["gemma4-tiny", "--platform", "tpu", "stepz=3"], "did you mean 'steps'"),
     (["gemma4-tiny", "--platform", "cpu", "attention=splash", "dtype=bfloat16"], "it runs on TPUs, not on cpu"),
-    ([*SMALL, "--platform", "cpu", "layer_precision=[0 dtype=float32]"], "layer_precision gives layers dtypes of their own"),
+    ([*SMALL, "--platform", "cpu", "layer_precision=[0 dtype=float32]"], "audit: layer_precision"),
   ],
 )
 def test_wrong_words(words, message, capsys):

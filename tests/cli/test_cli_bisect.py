@@ -55,7 +55,7 @@ def test_a_step_that_is_fine(bisect):
   code, said, _ = bisect("gemma4-tiny", *SMALL, "dtype=bfloat16", "--tolerance", "0.5")
   assert code == 0
   assert "gemma4-tiny in bfloat16: errors against float32: loss " in said
-  assert "nothing to mend: within the tolerance of 0.5" in said
+  assert "nothing to repair: within the tolerance of 0.5" in said
 
 
 @pytest.mark.slow
@@ -100,4 +100,4 @@ def test_nothing_mends_it_and_the_weights_of_a_run(bisect, tmp_path, capsys):
   code, said, _ = bisect("gemma4-tiny", *words)
   assert code == 3
   assert "no precision key brings it within the tolerance of 1e-12" in said
-  assert "nearest, with weight_dtype=float32: " in said
+  assert "smallest error, with weight_dtype=float32: " in said

@@ -39,7 +39,7 @@ def test_notes_follow_as_comments(capsys, tmp_path):
 @pytest.mark.parametrize("words", [[], ["steps=5"], ["--steps=5", "gemma4-tiny"]])
 def test_the_model_comes_first(words, capsys):
   assert main(["config", *words]) == 2
-  assert "no configuration named" in capsys.readouterr().err
+  assert "the model is missing" in capsys.readouterr().err
 
 
 def test_help_names_what_it_takes(capsys):

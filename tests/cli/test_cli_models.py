@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext_like.api import catalog
+from maxtext_like.api import models
 from maxtext_like.cli.main import main
 from maxtext_like.config.files import model_names
 from maxtext_like.config.load import load_config
@@ -10,7 +10,7 @@ from maxtext_like.config.load import load_config
 
 def counts(name):
   config = load_config(name).config
-  return catalog.parameter_counts(config.model, config.precision)
+  return models.parameter_counts(config.model, config.precision)
 
 
 def gemma3(V, D, F, L, N, K, H):
@@ -88,7 +88,7 @@ WITH_TOWER = {
 @pytest.mark.parametrize("name", WITH_TOWER)
 def test_totals_with_the_vision_tower_are_the_published_ones(name):
   config = load_config(name, ["use_multimodal=true"]).config
-  total = catalog.parameter_counts(config.model, config.precision, config.vision).total
+  total = models.parameter_counts(config.model, config.precision, config.vision).total
   published = WITH_TOWER[name]
   assert f"{total / 1e9:.{len(published.partition('.')[2])}f}" == published
 
@@ -112,7 +112,7 @@ def test_released_sizes_of_the_text_models():
   # Totals of the whole checkpoints less the towers: 4 300 079 472 of Gemma 3 4B has 419 816 304 for pictures.
   assert counts("gemma3-4b").total == 4_300_079_472 - 419_816_304
   config = load_config("gemma3-4b", ["use_multimodal=true"]).config
-  assert catalog.parameter_counts(config.model, config.precision, config.vision).total == 4_300_079_472
+  assert models.parameter_counts(config.model, config.precision, config.vision).total == 4_300_079_472
 
 
 def test_no_array_is_made(monkeypatch):

@@ -34,7 +34,7 @@ def test_what_is_learned_is_marked(chats, capsys):
     "template gemma3",
     "documents 3, 0 empty, 0 bad",
     f"tokens    {84 + 86 + 173}, {14 + 16 + 27} learned (16.6%)",
-    "cut       1 longer than max_target_length=96, 0 left out with nothing to learn",
+    "cut       1 longer than max_target_length=96, 0 skipped without a learned token",
     "rows      3 of 96 tokens, 92.4% filled",
     "",
   ]
@@ -42,13 +42,13 @@ def test_what_is_learned_is_marked(chats, capsys):
 
 def test_rows_in_which_nothing_is_learned_are_a_fault(chats, capsys):
   assert main(["data", *WORDS, f"dataset_path={chats}", "--show=0", "max_target_length=64"]) == 2
-  assert capsys.readouterr().out.splitlines()[2:] == [
-    "tokens    0, 0 learned",
-    "cut       0 longer than max_target_length=64, 3 left out with nothing to learn",
-    "rows      0 of 64 tokens, 0.0% filled",
-    "nothing is learned: train refuses this",
-    "  fix: max_target_length above 64, in which the first learned token is to come, or train_on=all",
-  ]
+  tokens, cut, rows, fault, fix = capsys.readouterr().out.splitlines()[2:]
+  assert tokens == "tokens    0, 0 learned"
+  assert cut.startswith("cut       0 longer than max_target_length=64, 3 skipped")
+  assert rows == "rows      0 of 64 tokens, 0.0% filled"
+  assert fault.startswith("no token is learned")
+  assert fix.startswith("  fix: set max_target_length above 64")
+  assert fix.endswith("train_on=all")
 
 
 def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
@@ -58,10 +58,10 @@ def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
   chats.write_text(json.dumps(RECORDS[2]) + "\n" + json.dumps(shown) + "\n" + json.dumps([shown]) + "\n")
   assert main(["data", *WORDS, "use_multimodal=true", f"dataset_path={chats}"]) == 2
   out = capsys.readouterr().out
-  cut = "learned, cut at max_target_length=96:"
-  assert f"--- {chats}:1: 173 tokens, 27 {cut} 76 more tokens would be learned after the cut\n" in out
-  assert f"⟦{'x' * 27}⟧\n--- cut here, what follows is not trained on:\n{'x' * 63}<end_of_turn>\n" in out
-  assert f"--- {chats}:2: 98 tokens, 13 {cut} 1 more tokens" in out
+  cut = "learned, truncated at max_target_length=96:"
+  assert f"--- {chats}:1: 173 tokens, 27 {cut} 76 more learned tokens are after the cut\n" in out
+  assert f"⟦{'x' * 27}⟧\n--- truncated here; the rest is not trained on:\n{'x' * 63}<end_of_turn>\n" in out
+  assert f"--- {chats}:2: 98 tokens, 13 {cut} 1 more learned tokens" in out
   assert "<start_of_turn>user\n\n\n<boi><image> x 16<eoi>\n\n?<end_of_turn>" in out
   assert (
     f"{chats}:3: the record is list, expected an object: in a file that is one list, each entry must be a separate line" in out
@@ -78,7 +78,7 @@ def test_what_may_not_be_meant_is_noted(chats, capsys):
   assert main(["data", *WORDS, f"dataset_path={chats}", *words]) == 0
   lines = capsys.readouterr().out.splitlines()
   assert lines[1] == "documents 3, 0 empty, 0 bad"
-  assert lines[3].endswith("0 left out with nothing to learn, 1 left out as their records mark them")
+  assert "0 skipped without a learned token, 1 skipped because of a field" in lines[3]
   assert lines[5] == "note      fields of the records that are not used: 'source' in 2 of 3 records"
   lost = "note      answers learned without their thoughts: 1 before the last user message, where the template drops"
   assert lines[6].startswith(f"{lost} thoughts (first in {chats}:1). train_on=last")

@@ -51,7 +51,7 @@ def test_failures_say_what_and_leave_nothing(tmp_path: Path, capsys: pytest.Capt
   np.savez(inputs, input_ids=np.array([[3, 96]]))
   assert "the vocabulary has ids 0 to 95" in failure(tmp_path, capsys, inputs=inputs)
   np.savez(inputs, input_ids=np.array([[3, 95]]))
-  assert "gradients needs labels" in failure(tmp_path, capsys, "--gradients", inputs=inputs)
+  assert "gradients need labels" in failure(tmp_path, capsys, "--gradients", inputs=inputs)
   assert "has no config.json" in failure(tmp_path, capsys, checkpoint=tmp_path)
   assert "did you mean 'dtype'" in failure(tmp_path, capsys, "dtyp=float32")
   assert "absent.npz" in failure(tmp_path, capsys, inputs=tmp_path / "absent.npz")
@@ -80,7 +80,7 @@ def test_words_that_are_missing_or_wrong(tmp_path: Path, capsys: pytest.CaptureF
   with pytest.raises(SystemExit) as end:
     main(["forward", "--help"])
   assert end.value.code == 0
-  assert "grad.<name of the parameter in transformers>" in capsys.readouterr().out
+  assert "grad.<parameter name in transformers>" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytes
     assert (counted is not None) == ("rescued" in printed) == (dtype == "float16")
     if dtype == "float16":
       assert counted
-      assert f"float16: {counted} values left its range and were rescued" in printed
+      assert f"float16: {counted} values overflowed" in printed
   assert np.isfinite(logits["float16"]).all()
   assert np.abs(logits["float16"] - logits["float32"]).max() > 0.1 * np.abs(logits["float32"]).max()
   assert forward(tmp_path, "dtype=float16", inputs=CASE / "inputs.npz") == 0
@@ -119,4 +119,4 @@ def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytes
 def test_generation_tells_it_too(capsys: pytest.CaptureFixture, extreme: Path, dtype: str, told: bool):
   words = ["generate", "--checkpoint", str(extreme), "--prompt", "abc", "--max-tokens", "3", "--temperature", "0"]
   assert main([*words, f"dtype={dtype}"]) == 0
-  assert ("values left its range and were rescued" in capsys.readouterr().err) == told
+  assert ("values overflowed" in capsys.readouterr().err) == told

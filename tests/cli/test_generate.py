@@ -72,7 +72,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     (["--prompt", "a", "--image", "none.png"], "none.png: no such file"),
     (["--prompt", "<image><image>", "--image", "wide.png"], "the text has 2 '<image>' for 1 images"),
     (["--prompt", "a", "--stop", "user"], "stop token 'user': the tokenizer has no such token"),
-    (["--batch", "prompts.jsonl", "--image", "wide.png"], "--image goes with --prompt"),
+    (["--batch", "prompts.jsonl", "--image", "wide.png"], "--image needs --prompt"),
     (["--prompt", "a", "--batch", "prompts.jsonl"], "either --prompt or --batch"),
     (["--prompt", "a", "--top-p", "2"], "0 < top_p <= 1"),
     (["--prompt", "a", "--max-tokens", "0"], "at least 1"),

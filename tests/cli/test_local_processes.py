@@ -10,8 +10,9 @@ import pytest
 
 from maxtext_like.cli import local_processes
 from maxtext_like.cli.local_processes import take_options
-from maxtext_like.cli.main import SEVERAL_PROCESSES, main
+from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
+from maxtext_like.verbs import VERBS
 
 
 def test_the_words_that_ask():
@@ -36,7 +37,7 @@ def test_the_first_bad_end_is_the_answer():
   assert "[1] error: unknown verb" in done.stdout
 
 
-@pytest.mark.parametrize("verb", SEVERAL_PROCESSES)
+@pytest.mark.parametrize("verb", [verb for verb, entry in VERBS.items() if entry.several_processes])
 def test_a_verb_starts_itself_in_each(verb, monkeypatch):
   """With the words that were given to it, but for those that ask."""
   started = []
@@ -67,7 +68,7 @@ def test_gpus_that_the_environment_names_are_shared_out(tmp_path, monkeypatch, c
 
 def test_too_few_gpus_are_refused(monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
-  with pytest.raises(UserError, match="take 4 GPUs, CUDA_VISIBLE_DEVICES=3,4,5 has 3"):
+  with pytest.raises(UserError, match="need 4 GPUs, but CUDA_VISIBLE_DEVICES=3,4,5 has 3"):
     local_processes.run([], 2, 2)
 
 

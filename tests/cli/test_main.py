@@ -14,8 +14,9 @@ import pytest
 from maxtext_like import errors
 from maxtext_like.cli import main as cli
 from maxtext_like.cli import streams
-from maxtext_like.cli.main import VERBS, main, printable
+from maxtext_like.cli.main import main, printable
 from maxtext_like.errors import StoppedRunError, UserError
+from maxtext_like.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +48,7 @@ def loaded_modules(*words):
 
 def test_a_verb_of_one_process_says_so(capsys):
   assert main(["bisect", "gemma4-tiny", "--processes", "2"]) == 2
-  assert "bisect runs in one process; --processes is for train, sft, xray, replay" in capsys.readouterr().err
+  assert "bisect runs in one process; only train, sft, xray, replay accept --processes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

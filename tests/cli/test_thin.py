@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import maxtext_like
-from maxtext_like.cli.main import VERBS, main
+from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
+from maxtext_like.verbs import VERBS
 
 CLI = Path(__file__).parents[2] / "maxtext_like" / "cli"
 CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "checkpoint")
@@ -23,6 +24,7 @@ BESIDES = {
     "config.problems",
     "config.overrides",
     "typed_command",
+    "verbs",
   ),
   "sharding",  # of several processes one prints
   "storage",  # a word may be a URL

@@ -68,7 +68,7 @@ def test_values(text, kind, value):
     ("five", int, "not an int"),
     ("true", int, "not an int"),
     ("'5'", int, 'quoted text "5" where int'),
-    ("1e999", float, "beyond the range"),
+    ("1e999", float, "1e999.*range"),
     ("nan", float, "not a float"),
     (".inf", float, "not a float"),
     ("01.5", float, "not a float"),
@@ -108,7 +108,7 @@ def test_quoted_null_and_numbers_are_text():
 
 @pytest.mark.parametrize("text", [str(2**63), str(-(2**63) - 1), "1" * 5000, "-" + "9" * 4301])
 def test_an_int_has_64_bits(text):
-  with pytest.raises(CoercionError, match="64 bits"):
+  with pytest.raises(CoercionError, match="64-bit"):
     coerce(Scalar(text, True, 1), int)
 
 

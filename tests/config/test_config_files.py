@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from maxtext_like.config.coerce import coerce
 from maxtext_like.config.files import configs_folder, find_config, label_of, model_names
+from maxtext_like.config.load import base_values
+from maxtext_like.config.schema import LEAVES
+from maxtext_like.config.yaml_file import Mapping, read_yaml
 from maxtext_like.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,10 +46,10 @@ def test_every_model_of_the_project_is_listed():
     ("deepseek3-671", "did you mean deepseek3-671b"),
     ("configs/models/gemma4-32b.yml", "did you mean .*gemma4-31b"),
     ("/nowhere/gemma3-4b.yml", "/nowhere/gemma3-4b.yml: no such model.*\n.*did you mean gemma3-4b"),
-    ("llama", "models are deepseek3-671b, "),
+    ("llama", "fix: .*deepseek3-671b, "),
     ("configs/models", "is a directory"),
     ("/dev/null", "is not a regular file"),
-    ("", "no configuration named"),
+    ("", "name of the configuration is empty"),
   ],
 )
 def test_what_is_not_there(name, reason, monkeypatch):
@@ -67,7 +71,8 @@ def test_an_installed_wheel_finds_its_own_copy(tmp_path):
   shutil.copytree(ROOT / "configs", tmp_path / "maxtext_like" / "configs")
   program = (
     "from maxtext_like.config.load import load_config; import maxtext_like;"
-    "loaded = load_config('configs/models/gemma4-tiny.yml'); print(loaded.path); print(loaded.origins['training.steps'])"
+    "loaded = load_config('configs/models/gemma4-tiny.yml');"
+    "print(loaded.path); print(loaded.origins['training.learning_rate'])"
   )
   done = subprocess.run(
     [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, env={"PYTHONPATH": "."}
@@ -83,4 +88,19 @@ def test_a_damaged_installation_says_so(tmp_path):
   done = subprocess.run(
     [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, env={"PYTHONPATH": "."}
   )
-  assert "configs/base.yml is missing; install maxtext-like again" in done.stderr
+  assert "configs/base.yml is missing" in done.stderr
+  assert "fix: install maxtext-like again" in done.stderr
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_model_file_does_not_repeat_a_default(name):
+  """A reader of a model file should see only what the model changes. The reason for a kept default is a comment."""
+  path = configs_folder() / "models" / f"{name}.yml"
+  defaults = base_values()
+  repeated = []
+  for section in read_yaml(path, path.name).items.values():
+    assert isinstance(section, Mapping)
+    for key, node in section.items.items():
+      if coerce(node, LEAVES[key][1]) == defaults[key]:
+        repeated.append(f"{path.name}:{section.key_lines[key]}: {key} is the default of configs/base.yml; remove the line")
+  assert not repeated, "\n".join(repeated)

@@ -42,7 +42,7 @@ def test_a_safer_value_is_safe_and_every_key_but_dtype_is_a_remedy():
   for key in KEYS.values():
     assert key.safe(values(dtype="float16", **{} if key.name == "dtype" else {key.name: key.safer})) or key.name == "dtype"
   assert {key.name for key in REMEDIES} == set(KEYS) - {"dtype"}
-  assert [key.turn for key in REMEDIES] == sorted(key.turn for key in REMEDIES)
+  assert [key.order for key in REMEDIES] == sorted(key.order for key in REMEDIES)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_snapshot_of_main(cached):
   cached(revision="other000", ref="experiment")
   assert hub.find(NAME) == snapshot
   assert hub.find("google/gemma-3-12b-it") is None
-  assert hub.advice(NAME).endswith("hf download google/gemma-3-4b-it (of the package huggingface_hub) puts it there")
+  assert "hf download google/gemma-3-4b-it" in hub.advice(NAME)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_keys_of_a_configuration(cached):
   snapshot = cached()
   loaded = load_config("gemma3-tiny", [f"init_from={NAME}", f"tokenizer_path={NAME}"])
   assert loaded.config.checkpoint.init_from == str(snapshot) == loaded.config.data.tokenizer
-  assert f'argument "init_from={NAME}": init_from is {snapshot}, of the Hugging Face cache' in loaded.notes
+  assert any(note.startswith(f'argument "init_from={NAME}": init_from') and str(snapshot) in note for note in loaded.notes)
   assert f'  init_from: {snapshot}  # argument "init_from={NAME}"' in loaded.to_yaml()
   other = load_config("gemma3-tiny", ["init_from=google/gemma-3-12b-it"])  # on a machine that only plans
   assert (other.config.checkpoint.init_from, other.notes) == ("google/gemma-3-12b-it", ())

@@ -21,7 +21,7 @@ ROWS = {
   "lr_schedule_steps": [("gemma3-tiny lr_schedule_type=constant warmup_steps_fraction=0", "9", "lr_schedule_type is constant")],
   "clip": [
     ("gemma3-tiny optimizer_in_backward=true gradient_clipping_threshold=0", "layer", "nothing is clipped"),
-    ("gemma3-tiny optimizer_in_backward=true dtype=float16", "running", "as clip: exact does"),
+    ("gemma3-tiny optimizer_in_backward=true dtype=float16", "running", "clip: exact"),
   ],
   "spike_window": [("gemma3-tiny", "9", "spike_factor is 0.0")],
   "max_spike_rollbacks": [("gemma3-tiny", "9", "spike_factor is 0.0")],
@@ -29,14 +29,14 @@ ROWS = {
   "grouped_product": [("gemma3-tiny", "tiles", NO_EXPERTS), ("deepseek3-tiny first_num_dense_layers=4", "tiles", NO_EXPERTS)],
   "routed_bias_update_rate": [
     ("deepseek3-tiny lora_rank=4", "0.1", "an adapter is trained"),
-    ("deepseek3-tiny trainable_parameters_mask=[mlp]", "0.1", "with trainable_parameters_mask"),
+    ("deepseek3-tiny trainable_parameters_mask=[mlp]", "0.1", "trainable_parameters_mask"),
     ("deepseek3.2-tiny indexer_sparse_training=false", "0.1", "trains only the indexer"),
     ("deepseek3-tiny first_num_dense_layers=4", "0.1", NO_EXPERTS),
   ],
   "load_balance_loss": [("deepseek3-tiny", "maxtext", "load_balance_loss_weight is 0"), ("qwen3-tiny", "maxtext", NO_EXPERTS)],
   "load_balance_loss_weight": [
     ("qwen3-tiny", "0.1", NO_EXPERTS),
-    ("deepseek3.2-tiny indexer_sparse_training=false", "0.1", "do not reach"),
+    ("deepseek3.2-tiny indexer_sparse_training=false", "0.1", "indexer_sparse_training: false"),
   ],
   "router_z_loss_weight": [("gemma4-tiny", "0.1", NO_EXPERTS)],
   "indexer_loss_scaling_factor": [("deepseek3-tiny", "0.1", "use_indexer is false")],

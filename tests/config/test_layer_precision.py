@@ -42,23 +42,23 @@ def test_the_resolved_configuration_can_be_used_again(tmp_path):
   [
     ("gemma4-tiny", "[6 float32_logits=false]", "the model has layers 0 to 5"),
     ("gemma4-tiny", "[3-2 float32_logits=false]", "the model has layers 0 to 5"),
-    ("gemma4-tiny", "[0-2 float32_logits=false, 2 dtype=float32]", "layer 2 stands in '0-2 float32_logits=false' too"),
-    ("gemma4-tiny", "[1]", "not a layer, or a range of them, and values"),
-    ("gemma4-tiny", "[-1 dtype=float32]", "not a layer, or a range of them, and values"),
-    ("gemma4-tiny", "[dtype=float32]", "not a layer, or a range of them, and values"),
-    ("gemma4-tiny", '[""]', "not a layer, or a range of them, and values"),
+    ("gemma4-tiny", "[0-2 float32_logits=false, 2 dtype=float32]", "layer 2 is also in '0-2 float32_logits=false'"),
+    ("gemma4-tiny", "[1]", "'1': expected a layer or a range"),
+    ("gemma4-tiny", "[-1 dtype=float32]", "expected a layer or a range"),
+    ("gemma4-tiny", "[dtype=float32]", "expected a layer or a range"),
+    ("gemma4-tiny", '[""]', "expected a layer or a range"),
     ("gemma4-tiny", "[1 dtype]", "'dtype' is not key=value"),
     ("gemma4-tiny", "[1 dtype=float64]", "dtype: 'float64' is not one of float32, bfloat16, float16"),
-    ("gemma4-tiny", "[1 dtype=float32 dtype=bfloat16]", "dtype stands there twice"),
+    ("gemma4-tiny", "[1 dtype=float32 dtype=bfloat16]", "dtype is set twice"),
     ("gemma4-tiny", "[1 flaot32_logits=true]", "unknown key 'flaot32_logits', did you mean 'float32_logits'?"),
-    ("gemma4-tiny", "[1 residual_dtype=float32]", "residual_dtype is one for the whole model"),
-    ("gemma4-tiny", "[1 dtype=bfloat16]", "dtype=bfloat16 in layer 1: it has that value already"),
-    ("gemma4-tiny", "[1 dtype=float16]", "float16 needs a scaled loss"),
-    ("gemma4-tiny", "[1-2 float32_logits=true]", "float32_logits=true in layers 1-2: it has that value already"),
-    ("gemma4-tiny", "[1 float32_gate_product=auto]", "it has that value already"),
-    ("gemma4-tiny", "[1 float32_gate_product=false]", "it has that value already"),
-    ("gemma4-tiny", "[1 dtype=float32 float32_logits=false]", "everything of it is in float32"),
-    ("gemma4-tiny", "[1 float16_rescue=false]", "it acts with dtype float16, and there it is bfloat16"),
+    ("gemma4-tiny", "[1 residual_dtype=float32]", "residual_dtype applies to the model"),
+    ("gemma4-tiny", "[1 dtype=bfloat16]", "dtype=bfloat16 in layer 1: the model has that value"),
+    ("gemma4-tiny", "[1 dtype=float16]", "float16 needs a loss scale"),
+    ("gemma4-tiny", "[1-2 float32_logits=true]", "float32_logits=true in layers 1-2: the model has that value"),
+    ("gemma4-tiny", "[1 float32_gate_product=auto]", "the model has that value"),
+    ("gemma4-tiny", "[1 float32_gate_product=false]", "the model has that value"),
+    ("gemma4-tiny", "[1 dtype=float32 float32_logits=false]", "everything in float32"),
+    ("gemma4-tiny", "[1 float16_rescue=false]", "only with dtype float16"),
     ("gemma4-tiny", "[1 float32_gate_logits=false]", "it has no experts"),
     ("gemma4-tiny", "[1 indexer_float32_logits=false]", "the model has no sparse indexer"),
     ("deepseek3-tiny", "[0-2 float32_gate_logits=false]", "float32_gate_logits=false in layer 0: it has no experts"),
@@ -74,4 +74,4 @@ def test_what_cannot_be_or_does_nothing_is_refused(name, entries, reason):
 def test_auto_means_what_it_means_for_the_layer_s_dtype():
   words = ["dtype=float16", "layer_precision=[1 dtype=bfloat16 float32_gate_product=true]"]
   assert load_config("gemma4-tiny", words).config.precision.layer_precision
-  assert "that value already" in error("gemma4-tiny", "dtype=float16", "layer_precision=[1 float32_gate_product=true]")
+  assert "the model has that value" in error("gemma4-tiny", "dtype=float16", "layer_precision=[1 float32_gate_product=true]")

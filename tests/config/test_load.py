@@ -16,7 +16,9 @@ from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.values import load_values
 from maxtext_like.errors import UserError
 
-TINY = (configs_folder() / "models" / "gemma4-tiny.yml").read_text("utf-8")
+TINY = (configs_folder() / "models" / "gemma4-tiny.yml").read_text("utf-8").replace("training:\n", "training:\n  steps: 100\n")
+LINE = {line.strip().partition(":")[0]: number for number, line in enumerate(TINY.splitlines(), 1)}
+END = len(TINY.splitlines())
 
 
 @pytest.fixture
@@ -58,18 +60,30 @@ def test_model_name_is_the_files_unless_set(model):
 @pytest.mark.parametrize(
   ("text", "reason"),
   [
-    (TINY.replace("  emb_dim: 128", "  embdim: 128"), r"m.yml:6: unknown key 'model.embdim', did you mean 'emb_dim'\?"),
-    (TINY + "\nflaot32_logits: true\n", r"m.yml:60: unknown key 'flaot32_logits', did you mean 'float32_logits'\?"),
-    (TINY + "\ntrainng:\n  steps: 5\n", r"m.yml:60: unknown section 'trainng', did you mean 'training'\?"),
-    (TINY + "\nmesh:\n  steps: 5\n", r"m.yml:61: 'steps' is a key of training, not of mesh"),
-    (TINY + "\nmesh: 5\n", r"m.yml:60: mesh is a section: put its keys below it"),
-    (TINY + "\nsteps: 5\n", r"m.yml:60: duplicate key 'steps', first at m.yml:55"),
-    (TINY.replace("steps: 100", "steps: 5.0"), r"m.yml:55: steps: '5.0' is not an int: write 5"),
-    (TINY.replace("steps: 100", "steps: {a: 1}"), r"m.yml:55: steps: a mapping where int is needed"),
-    (TINY.replace("steps: 100", "steps:\n    deep:\n      er: 1"), r"m.yml:55: steps: a mapping where int is needed"),
-    (TINY.replace("steps: 100", "steps:"), r"neither steps nor epochs is set\n  where: m.yml:55 \(steps\)"),
-    (TINY.replace("length: 128", "length:"), r"m.yml:56: max_target_length: null where int is needed"),
-    (TINY.replace("dtype: float32", "dtype: float64", 1), r"m.yml:49: dtype: 'float64' is not one of float32, bfloat16"),
+    (
+      TINY.replace("  emb_dim: 128", "  embdim: 128"),
+      rf"m.yml:{LINE['emb_dim']}: unknown key 'model.embdim', did you mean 'emb_dim'\?",
+    ),
+    (TINY + "\nflaot32_logits: true\n", rf"m.yml:{END + 2}: unknown key 'flaot32_logits', did you mean 'float32_logits'\?"),
+    (TINY + "\ntrainng:\n  steps: 5\n", rf"m.yml:{END + 2}: unknown section 'trainng', did you mean 'training'\?"),
+    (TINY + "\nmesh:\n  steps: 5\n", rf"m.yml:{END + 3}: 'steps' is a key of training, not of mesh"),
+    (TINY + "\nmesh: 5\n", rf"m.yml:{END + 2}: mesh is a section"),
+    (TINY + "\nsteps: 5\n", rf"m.yml:{END + 2}: duplicate key 'steps', first at m.yml:{LINE['steps']}"),
+    (TINY.replace("steps: 100", "steps: 5.0"), rf"m.yml:{LINE['steps']}: steps: '5.0' is not an int: write 5"),
+    (TINY.replace("steps: 100", "steps: {a: 1}"), rf"m.yml:{LINE['steps']}: steps: a mapping where int is needed"),
+    (
+      TINY.replace("steps: 100", "steps:\n    deep:\n      er: 1"),
+      rf"m.yml:{LINE['steps']}: steps: a mapping where int is needed",
+    ),
+    (TINY.replace("steps: 100", "steps:"), rf"neither steps nor epochs is set\n  where: m.yml:{LINE['steps']} \(steps\)"),
+    (
+      TINY.replace("length: 128", "length:"),
+      rf"m.yml:{LINE['max_target_length']}: max_target_length: null where int is needed",
+    ),
+    (
+      TINY.replace("dtype: float32", "dtype: float64", 1),
+      rf"m.yml:{LINE['dtype']}: dtype: 'float64' is not one of float32, bfloat16",
+    ),
     ("", r"the model file does not set decoder_block \(gemma3 \| gemma4 \| deepseek \| qwen3\), vocab_size \(int\)"),
     ("model:\n", "the model file does not set decoder_block"),
   ],
@@ -100,7 +114,7 @@ def test_flat_and_dotted_files_mean_the_same(model):
 
 
 def test_base_alone_is_no_model():
-  with pytest.raises(UserError, match="holds defaults, no model"):
+  with pytest.raises(UserError, match=r"base.yml: .*defaults"):
     load_config(configs_folder() / "base.yml")
 
 
@@ -185,7 +199,7 @@ def test_a_run_has_one_length_and_the_nearer_word_counts(tmp_path):
   loaded = load_values(base.to_dict(), "Config", words)
   assert length(loaded) == (None, 2)
   assert (loaded.config.data.eval_fraction, loaded.config.checkpoint.resume) == (0.0, False)
-  with pytest.raises(UserError, match="epochs = 3 and steps = 7: a run has one length"):
+  with pytest.raises(UserError, match="epochs = 3 and steps = 7"):
     load_config("gemma3-tiny", ["epochs=3", "steps=7"])
   with pytest.raises(UserError, match="neither steps nor epochs is set"):
     load_config("gemma3-tiny", ["steps=null"])
@@ -194,9 +208,9 @@ def test_a_run_has_one_length_and_the_nearer_word_counts(tmp_path):
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["dataset=synthetic"], "which has no end"),
-    (["spike_factor=2"], "which leaves data out"),
-    (["dataset=text", "dataset_path={a: x, b: y}", "dataset_weights={a: 1, b: 1}"], "each source begins anew"),
+    (["dataset=synthetic"], "epochs = 3 with dataset: synthetic"),
+    (["spike_factor=2"], "epochs = 3 with spike_factor = 2"),
+    (["dataset=text", "dataset_path={a: x, b: y}", "dataset_weights={a: 1, b: 1}"], "epochs = 3 with dataset_weights"),
   ],
 )
 def test_epochs_of_what_cannot_be_counted_in_passes_are_refused(words, message):
@@ -214,14 +228,14 @@ def test_epochs_of_what_cannot_be_counted_in_passes_are_refused(words, message):
   ],
 )
 def test_numbers_that_no_program_and_no_clock_can_hold_are_refused(word):
-  with pytest.raises(UserError, match=f"{word.partition('=')[0]}: .* is beyond"):
+  with pytest.raises(UserError, match=f"{word.partition('=')[0]}: .* is above the limit"):
     load_config("gemma3-tiny", [word])
 
 
 def test_a_seed_has_32_bits():
   """JAX makes keys from 32 bits, so that 2**32 would be seed 0."""
   assert load_config("gemma4-tiny", [f"seed={2**32 - 1}"]).config.training.seed == 2**32 - 1
-  with pytest.raises(UserError, match="seed: 4294967296 is beyond 4294967295"):
+  with pytest.raises(UserError, match=r"seed: 4294967296 .*4294967295"):
     load_config("gemma4-tiny", ["seed=4294967296"])
   keys = [np.asarray(jax.random.key_data(jax.random.key(np.uint32(seed)))).tolist() for seed in (0, 1, 2**31, 2**32 - 1)]
   assert len({str(key) for key in keys}) == 4

@@ -31,11 +31,10 @@ def test_every_conflict_is_listed_with_places_and_remedies():
 
 
 def test_one_conflict_is_one_message():
-  assert error("gemma4-tiny", "resume=true", "enable_checkpointing=false") == (
-    "resume: true with enable_checkpointing: false\n"
-    '  where: argument "resume=true"; argument "enable_checkpointing=false"\n'
-    "  fix: turn one of them around: a run without checkpoints cannot be resumed"
-  )
+  what, where, fix = error("gemma4-tiny", "resume=true", "enable_checkpointing=false").splitlines()
+  assert what == "resume: true with enable_checkpointing: false"
+  assert where == '  where: argument "resume=true"; argument "enable_checkpointing=false"'
+  assert fix.startswith("  fix: set enable_checkpointing=true or resume=false")
 
 
 def test_turning_checkpoints_off_turns_resume_off():
@@ -52,7 +51,7 @@ def test_turning_checkpoints_off_turns_resume_off():
     ("gemma4-tiny", ["use_double_wide_mlp=true"], "there are none"),
     ("gemma4-tiny", ["share_kv_projections=false"], "global_num_kv_heads = 1 without share_kv_projections"),
     ("gemma4-tiny", ["vocab_size_per_layer_input=512"], "without a per-layer embedding"),
-    ("gemma4-tiny", ["rope_type=linear"], "gemma4 has rope_type default"),
+    ("gemma4-tiny", ["rope_type=linear"], "rope_type: linear is not supported by decoder_block gemma4"),
     ("gemma3-tiny", ["rope_type=default"], "rope_type: default with rope_linear_scaling_factor = 8"),
     ("gemma3-tiny", ["rope_linear_scaling_factor=1"], "rope_type: linear with rope_linear_scaling_factor = 1"),
     ("deepseek3-tiny", ["num_kv_heads=2"], "num_kv_heads = 2 differs from num_query_heads = 4"),
@@ -65,12 +64,12 @@ def test_turning_checkpoints_off_turns_resume_off():
     ("gemma4-tiny", ["eos_token_id=[1,-5]"], "eos_token_id = -5 is below 0"),
     ("gemma4-tiny", ["pad_token_id=512"], "pad_token_id = 512 is outside the vocabulary of 512"),
     ("gemma4-tiny", ["sample_every=5", "dataset=synthetic"], "sample_every = 5 with dataset: synthetic"),
-    ("gemma4-tiny", ["sample_every=5", "sample_prompts=[]"], "sample_every = 5 without sample_prompts"),
+    ("gemma4-tiny", ["sample_every=5", "sample_prompts=[]"], "sample_every = 5, but sample_prompts is empty"),
     ("gemma4-tiny", ["sample_tokens=0"], "sample_tokens = 0"),
     ("gemma4-tiny", ["sample_temperature=-1"], "sample_temperature = -1"),
-    ("deepseek3-tiny", ["sliding_window_size=16"], "sliding_window_size = 16 does nothing in decoder_block deepseek"),
-    ("gemma3-tiny", ["num_experts=4"], "num_experts = 4 does nothing in decoder_block gemma3"),
-    ("gemma4-tiny", ["use_indexer=true"], "use_indexer = true does nothing in decoder_block gemma4"),
+    ("deepseek3-tiny", ["sliding_window_size=16"], "sliding_window_size = 16 has no effect in decoder_block deepseek"),
+    ("gemma3-tiny", ["num_experts=4"], "num_experts = 4 has no effect in decoder_block gemma3"),
+    ("gemma4-tiny", ["use_indexer=true"], "use_indexer = true has no effect in decoder_block gemma4"),
   ],
 )
 def test_conflicts(name, words, reason):
@@ -81,12 +80,12 @@ def test_conflicts(name, words, reason):
   ("words", "fix"),
   [
     (["optimizer_memory_host_offload=true"], "fix: set optimizer_in_backward=true"),
-    (["optimizer_memory_host_offload=true", "lora_rank=4"], "fix: leave it out: this run cannot have optimizer_in_backward"),
+    (["optimizer_memory_host_offload=true", "lora_rank=4"], "fix: leave it out: "),
     (["optimizer_memory_host_offload=true", "gradient_accumulation_steps=2"], "fix: leave it out"),
     (["optimizer_memory_host_offload=true", "numerics_every=5"], "fix: leave it out"),
     (["remat_policy=none", "remat_offload=kept"], "as in remat_policy=save_outputs"),
     (["remat_policy=none", "remat_offload=layer_inputs"], "as in remat_policy=full"),
-    (["eval_interval=2", "eval_fraction=0"], "as in eval_fraction=0.05, or set eval_interval to 0"),
+    (["eval_interval=2", "eval_fraction=0"], "as in eval_fraction=0.05, or set eval_interval=0"),
     (["eval_interval=2", "eval_path=/tmp/a.txt"], "fix: leave eval_path out, or set dataset to "),
     (["dataset=jsonl"], "as in dataset_path=/data/*.jsonl"),
     (["dataset=text"], "as in dataset_path=/data/*.txt"),
@@ -132,7 +131,7 @@ def test_an_adapter_is_named_by_the_key_that_was_given(word, said, tmp_path):
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_a_precision_flag_that_the_model_has_no_use_for_is_refused(name, key, value):
   text = error(name, f"{key}={value}")
-  assert f"{key} = {value} does nothing: the model has not got" in text
+  assert f"{key} = {value} has no effect: the model does not have" in text
   assert f'where: argument "{key}={value}"' in text
 
 

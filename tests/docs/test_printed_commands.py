@@ -15,9 +15,10 @@ import pytest
 from printed_commands import PAGES, ROOT, Printed, examples, filled, printed, scripts
 
 import maxtext_like
-from maxtext_like.api.configuration import load_for_sft
-from maxtext_like.cli.main import VERBS, main
+from maxtext_like.api.config import load_for_sft
+from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
+from maxtext_like.verbs import VERBS
 
 PRINTED = [command for page in PAGES for command in printed(page)]
 COMMANDS = [pytest.param(c, id=f"{c.page}: {c.text[:70]}") for c in PRINTED]

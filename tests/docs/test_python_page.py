@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import maxtext_like
+from maxtext_like import verbs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "python.md"
@@ -37,21 +39,21 @@ def test_every_public_name_is_on_the_page_and_has_a_docstring():
     assert getattr(maxtext_like, name).__doc__, name
 
 
-def test_the_names_are_the_same_everywhere():
-  """In __all__, in the table that loads them, and in what type checkers read."""
-  source = ROOT / "maxtext_like" / "__init__.py"
-  (stubs,) = (node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.If))
-  seen = {
-    alias.name: (node.module or "").removeprefix("maxtext_like.")
-    for node in stubs.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-  }
-  assert seen == maxtext_like._HOMES
-  assert sorted(seen) == sorted(maxtext_like.__all__)
+def test_type_checkers_read_the_table_of_names():
+  stub = ROOT / "maxtext_like" / "__init__.pyi"
+  assert stub.read_text("utf-8") == verbs.stub(), "run: python -m maxtext_like.config.document"
+  assert sorted(maxtext_like.__all__) == sorted(verbs.public_names())
   assert set(maxtext_like.__all__) < set(dir(maxtext_like))
   with pytest.raises(AttributeError, match="no attribute 'trian'"):
     maxtext_like.trian  # noqa: B018
+
+
+def test_every_verb_has_its_two_files():
+  for verb, entry in verbs.VERBS.items():
+    module = verbs.module_of(verb)
+    assert callable(importlib.import_module(f"maxtext_like.cli.{module}").run), verb
+    assert (ROOT / "maxtext_like" / "api" / f"{module}.py").is_file(), verb
+    assert entry.api, verb
 
 
 def test_importing_the_package_loads_nothing():

@@ -8,11 +8,13 @@ ABSURD = "1" * 5000  # more digits than Python turns into a number
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    ({"output_dir": "abfs://bucket/runs"}, "output_dir = abfs://bucket/runs: a run can be in gs:// or s3://"),
+    ({"output_dir": "abfs://bucket/runs"}, "output_dir = abfs://bucket/runs: "),
     pytest.param({"run_name": "x" * 300}, "run_name has 300 bytes", marks=pytest.mark.slow),
     ({"output_dir": "x" * 300}, "File name too long"),
-    ({"steps": ABSURD}, "is not an int of 64 bits"),
-    pytest.param({"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is beyond 10000", marks=pytest.mark.slow),
+    ({"steps": ABSURD}, "64-bit int"),
+    pytest.param(
+      {"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is above the limit 10000", marks=pytest.mark.slow
+    ),
     pytest.param({"sample_prompts": "[" * 30000}, "nested more than 20 deep", marks=pytest.mark.slow),
   ],
   ids=lambda value: str(value)[:30],
@@ -32,7 +34,7 @@ def test_bombs_in_a_file(train, tmp_path):
   for text, said in (
     ("data:\n  text_field: &a [x, x]\n  tokenizer: [*a, *a]\n", "anchor '&a'"),
     ("data:\n  text_field:\n    " + "- " * 50000, "nested more than 20 deep"),
-    ("training:\n  seed: " + ABSURD, "is not an int of 64 bits"),
+    ("training:\n  seed: " + ABSURD, "64-bit int"),
     ("data:\n" + "".join(f"  key{i}: {i}\n" for i in range(20000)), "50 problems"),
   ):
     bomb.write_text(text)

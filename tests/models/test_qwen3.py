@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext_like.api.catalog import parameter_counts
 from maxtext_like.api.forward import open_weights
+from maxtext_like.api.models import parameter_counts
 from maxtext_like.checkpoint.huggingface.config import export_config, interpret
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.cli.main import main
@@ -91,11 +91,11 @@ def test_training_is_the_same_in_both_faces_and_learns(model: str, tmp_path: Pat
 @pytest.mark.parametrize(
   ("model", "word", "reason"),
   [
-    ("qwen3-tiny", "kv_lora_rank=8", "kv_lora_rank = 8 does nothing in decoder_block qwen3\n.*\n  fix: .*a key of deepseek"),
-    ("qwen3-tiny", "sliding_window_size=8", "sliding_window_size = 8 does nothing.*\n.*\n  fix: .*a key of gemma3 and gemma4"),
-    ("qwen3-tiny", "use_multimodal=true", "use_multimodal = true does nothing in decoder_block qwen3"),
-    ("qwen3-tiny", "rope_type=yarn", "rope_type: yarn in decoder_block qwen3\n.*\n  fix: qwen3 has rope_type default"),
-    ("qwen3-tiny", "float32_gate_logits=true", "does nothing: the model has not got a router"),
+    ("qwen3-tiny", "kv_lora_rank=8", "kv_lora_rank = 8 has no effect in decoder_block qwen3\n.*\n  fix: .*a key of deepseek"),
+    ("qwen3-tiny", "sliding_window_size=8", "sliding_window_size = 8 has no effect.*\n.*\n  fix: .*a key of gemma3 and gemma4"),
+    ("qwen3-tiny", "use_multimodal=true", "use_multimodal = true has no effect in decoder_block qwen3"),
+    ("qwen3-tiny", "rope_type=yarn", "rope_type: yarn .*decoder_block qwen3\n.*\n  fix: set rope_type to default"),
+    ("qwen3-tiny", "float32_gate_logits=true", "float32_gate_logits = true has no effect: the model does not have a router"),
     ("qwen3-moe-tiny", "num_experts_per_tok=9", "num_experts_per_tok = 9 is more than num_experts = 8"),
     ("qwen3-moe-tiny", "head_dim=0", "head_dim is not set"),
     ("qwen3-moe-tiny", "num_kv_heads=3", "num_query_heads = 4 is not divisible by num_kv_heads = 3"),

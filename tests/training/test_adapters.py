@@ -156,9 +156,9 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   assert "cast/checkpoints/2: the adapter is added to weights in bfloat16, and what rounding changes is 0." in caplog.text
   inputs = {"input_ids": [[5, 6, 7]]}
   forward = maxtext_like.forward(workplace / "cast", inputs, dtype="float32")
-  assert "the adapter is added in float32 to weights of bfloat16" in "".join(forward.notes)
+  assert "merged in float32 into bfloat16 weights" in "".join(forward.notes)
   rounded = maxtext_like.forward(workplace / "cast", inputs, dtype="float32", weight_dtype="bfloat16")
-  assert "added in float32" not in "".join(rounded.notes)
+  assert "merged in float32" not in "".join(rounded.notes)
   np.testing.assert_allclose(rounded.arrays["logits"], merged, atol=1e-6)
   assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # the change due to rounding of the sums
   caplog.clear()
@@ -186,14 +186,15 @@ def test_an_adapter_of_drawn_weights_says_which_they_are(workplace, tmp_path, ca
   capsys.readouterr()
   assert main(["export", str(workplace / "drawn"), "--out", str(tmp_path / "peft"), "--adapter"]) == 0
   assert (
-    capsys.readouterr().out == f"{tmp_path}/peft: an adapter of 14 linear maps, rank 3, of weights initialized from seed 7\n"
+    capsys.readouterr().out
+    == f"{tmp_path}/peft: an adapter for 14 linear maps, rank 3, trained on weights initialized from seed 7\n"
   )
 
 
 def test_what_has_no_adapter_is_not_merged(workplace, tmp_path, capsys):
   words = ["--out", str(tmp_path / "hf"), "--merge"]
   assert main(["export", str(workplace / "base"), *words]) == 2
-  assert "holds a whole model and no adapter to merge" in capsys.readouterr().err
+  assert "is a complete model without an adapter to merge" in capsys.readouterr().err
   assert main(["export", str(workplace / "adapter"), *words, "--adapter"]) == 2
   assert "not allowed with argument --merge" in capsys.readouterr().err
   assert main(["export", str(workplace / "adapter"), *words]) == 0
@@ -336,7 +337,7 @@ def test_dora_is_the_same_model_however_it_is_written(workplace, dora, tmp_path)
       "lora_dropout = 0.1: dropout is not supported for embedding.table",
     ),
     (["lora_dropout=1"], "lora_dropout = 1.0 is outside [0, 1)"),
-    (["lora_rank=0", "lora_dora=true"], "lora_dora = true does nothing with lora_rank: 0"),
+    (["lora_rank=0", "lora_dora=true"], "lora_dora = true has no effect with lora_rank: 0"),
     (["lora_rank_pattern={mlp.dwn: 4}"], "lora_rank_pattern: 'mlp.dwn' matches no weight of this model"),
     (["lora_modules=[q_proj]", "lora_alpha_pattern={mlp: 4}"], "'mlp' matches no weight that lora_modules matches"),
     (["lora_rank_pattern={mlp: 0}"], "lora_rank_pattern: mlp: 0 is not above 0"),
@@ -449,11 +450,11 @@ def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
       {"alpha_pattern": {"q_proj": 3}},
       "adapter 6.0 except {'attention.q': 3.0}, this run 6.0",
     ),
-    (["lora_rank_pattern={q_proj: 2}"], {}, "does nothing with lora_from: the adapter there brings its own"),
+    (["lora_rank_pattern={q_proj: 2}"], {}, "has no effect with lora_from"),
     ([], {"peft_type": "LOHA"}, "not a LoRA adapter (peft_type LOHA)"),
     ([], {"lora_alpha": 0}, "adapter_config.json: lora_alpha = 0 for layers.0."),
     ([], {"alpha_pattern": {"q_proj": -1}}, "adapter_config.json: alpha_pattern = -1 for layers.0.attention.q is not above 0"),
-    (["lora_alpha=3"], {}, "lora_alpha = 3.0 does nothing with lora_from"),
+    (["lora_alpha=3"], {}, "lora_alpha = 3.0 has no effect with lora_from"),
   ],
 )
 def test_an_adapter_that_is_not_the_run_s_is_refused(workplace, for_peft, tmp_path, capsys, words, change, said):
@@ -565,5 +566,5 @@ def test_an_adapter_whose_weights_are_not_here_is_not_imported(workplace, for_pe
   shutil.copytree(for_peft, tmp_path / "peft")
   path = tmp_path / "peft" / peft.CONFIG
   path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "some/model"}))
-  with pytest.raises(UserError, match=r"the weights below are some/model, which is no directory here(?s:.*)init_from=DIR"):
+  with pytest.raises(UserError, match=r"the weights below are some/model, which is not a directory(?s:.*)init_from=DIR"):
     maxtext_like.import_checkpoint(tmp_path / "peft", tmp_path / "imported")

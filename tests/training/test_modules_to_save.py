@@ -125,8 +125,8 @@ def test_one_table_that_peft_trained_as_two_is_refused(place, tmp_path):
     (["modules_to_save=[lm_head]"], "the head of this model is its embedding"),
     (["modules_to_save=[norm]"], "modules_to_save: 'norm' is not one of embed_tokens, lm_head"),
     (["lora_modules=[embed_tokens, q_proj]"], "embed_tokens would be trained fully, and lora_modules adapts it too"),
-    (["lora_rank=0", "lora_alpha=null"], "modules_to_save = [embed_tokens] does nothing with lora_rank: 0"),
-    (["lora_from=PEFT", "lora_rank=0", "lora_alpha=null"], "modules_to_save = [embed_tokens] does nothing with lora_from: the"),
+    (["lora_rank=0", "lora_alpha=null"], "modules_to_save = [embed_tokens] has no effect with lora_rank: 0"),
+    (["lora_from=PEFT", "lora_rank=0", "lora_alpha=null"], "modules_to_save = [embed_tokens] has no effect with lora_from"),
     (["lora_from=PEFT", "modules_to_save=[]"], "modules_to_save: adapter ('embed_tokens',), this run ()"),
   ],
 )

@@ -1,6 +1,7 @@
-"""Optimizers, objectives and data sets are their file and a line of their registry: nothing else names them."""
+"""Families, optimizers, objectives, data sets and kernels: each name of a key is a file, and nothing else names it."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,51 +9,68 @@ from typing import Any, get_args
 
 import pytest
 
+from maxtext_like import layers, models
 from maxtext_like.capacity import memory
+from maxtext_like.config import choices, families
 from maxtext_like.config.load import load_config
 from maxtext_like.config.problems import alternatives
 from maxtext_like.config.schema import LEAVES
-from maxtext_like.data.registry import DATASETS
+from maxtext_like.data.registry import load
 from maxtext_like.errors import UserError
+from maxtext_like.layers.kernels import names
+from maxtext_like.models import registry
 from maxtext_like.training import objectives, optimizers
 from maxtext_like.training.objectives import language_modelling
-from maxtext_like.training.objectives import registry as objective_registry
-from maxtext_like.training.optimizers import registry as optimizer_registry
 from maxtext_like.training.run.banner import introduction, shares
 from maxtext_like.training.step.program import make_program
 
 SMALL = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dataset=synthetic", "max_target_length=8"]
 
 
-@pytest.mark.parametrize(("package", "registry"), [(objectives, objective_registry), (optimizers, optimizer_registry)])
-def test_a_file_is_a_name_of_the_registry(package: ModuleType, registry: Any):
+@pytest.mark.parametrize(("package", "names"), [(objectives, choices.OBJECTIVES), (optimizers, choices.OPTIMIZERS)])
+def test_each_file_is_a_choice(package: ModuleType, names: Any):
   files = [path for path in Path(package.__path__[0]).glob("*.py") if "\ndef build(" in path.read_text("utf-8")]
-  assert sorted(path.stem for path in files) == sorted(registry.NAMES)
+  assert sorted(path.stem for path in files) == sorted(names)
+
+
+def test_each_folder_of_a_family_is_a_choice():
+  assert sorted(path.parent.name for path in Path(models.__path__[0]).glob("*/model.py")) == sorted(choices.FAMILIES)
+  assert list(registry.FAMILIES) == list(families.FAMILIES) == list(choices.FAMILIES)
+
+
+@pytest.mark.parametrize(
+  ("folder", "kernel", "choice"),
+  [("attention", names.Attention, names.AttentionChoice), ("grouped_matmul", names.Grouped, names.GroupedChoice)],
+)
+def test_each_file_of_a_kernel_is_a_choice(folder: str, kernel: Any, choice: Any):
+  files = (Path(layers.__path__[0]) / "kernels" / folder).glob("*.py")
+  found = [path.stem for path in files if re.search(r"^KERNEL\b", path.read_text("utf-8"), re.MULTILINE)]
+  assert sorted(found) == sorted(get_args(kernel))
+  assert get_args(choice) == ("auto", *get_args(kernel))
 
 
 @pytest.mark.parametrize(
   ("key", "names"),
-  [("objective", objective_registry.NAMES), ("opt_type", optimizer_registry.NAMES), ("dataset", tuple(DATASETS))],
+  [("objective", choices.OBJECTIVES), ("opt_type", tuple(choices.OPTIMIZERS)), ("dataset", tuple(choices.DATASETS))],
 )
-def test_the_configuration_asks_the_registry(key, names):
+def test_the_configuration_takes_the_choices(key, names):
   assert get_args(LEAVES[key][1]) == names
   wrong = names[0].replace(names[0][-3:], names[0][-4:])
   with pytest.raises(UserError, match=f"{key}: '{wrong}' is not one of {', '.join(names)}, did you mean '{names[0]}'"):
     load_config("gemma4-tiny", [f"{key}={wrong}"])
 
 
-def test_only_registries_name_optimizers():
-  """MaxText's names and advice on memory, which are of one of them, apart."""
+def test_only_one_table_names_optimizers():
   package = Path(objectives.__path__[0]).parents[1]
   naming = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if '"lion"' in path.read_text("utf-8")}
   # Other trainers call the optimizer by the same name.
-  assert naming == {"training/optimizers/registry.py", "config/foreign_exact.py"}
+  assert naming == {"config/choices.py", "config/foreign_exact.py"}
 
 
 def test_every_data_set_opens():
-  for kind in DATASETS.values():
-    assert callable(kind.load(kind.opens))
-    assert not kind.files or isinstance(kind.load("SUFFIXES"), tuple)
+  for kind in choices.DATASETS.values():
+    assert callable(load(kind, kind.opens))
+    assert not kind.files or isinstance(load(kind, "SUFFIXES"), tuple)
 
 
 def test_the_key_chooses_the_objective_and_the_start_line_tells_it(monkeypatch):

@@ -171,9 +171,9 @@ class Config(ExpertsConfig):
         "set indexer_loss_scaling_factor above 0, or indexer_sparse_training: true",
       )
 
-  def pointless(self) -> Iterator[Problem]:
+  def ignored_values(self) -> Iterator[Problem]:
     """Yield settings that can be built but have no effect, or another effect than they suggest."""
-    yield from super().pointless()
+    yield from super().ignored_values()
     if self.rope_type == "yarn" and self.beta_fast <= self.beta_slow:
       yield Problem(f"beta_fast = {self.beta_fast:g} is not above beta_slow = {self.beta_slow:g}", ("beta_fast", "beta_slow"))
     if self.num_kv_heads != self.num_query_heads:

@@ -93,9 +93,9 @@ class Config(GemmaConfig):
     yield from super().problems()
     yield from above_zero(self, "rope_linear_scaling_factor", "query_pre_attn_scalar")
 
-  def pointless(self) -> Iterator[Problem]:
+  def ignored_values(self) -> Iterator[Problem]:
     """Yield settings that can be built but have no effect, or another effect than they suggest."""
-    yield from super().pointless()
+    yield from super().ignored_values()
     if (self.rope_linear_scaling_factor != 1) != (self.rope_type == "linear"):
       yield Problem(
         f"rope_type: {self.rope_type} with rope_linear_scaling_factor = {self.rope_linear_scaling_factor:g}",
@@ -113,9 +113,9 @@ class Vision(SquareVision):
     """Text between an image and the surrounding text."""
     return "\n\n"
 
-  def unfit(self, model: ModelConfig) -> Iterator[Problem]:
+  def decoder_problems(self, model: ModelConfig) -> Iterator[Problem]:
     """Yield the reasons why the tower cannot be built for a decoder. It is called only with ``use_multimodal``."""
-    yield from super().unfit(model)
+    yield from super().decoder_problems(model)
     if self.patch_size_for_vit < 1 or self.vision_output_length < 1:
       return
     side, rest = divmod(self.image_size_for_vit, self.patch_size_for_vit)

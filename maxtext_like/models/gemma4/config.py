@@ -84,9 +84,9 @@ class Config(ExpertsConfig, GemmaConfig):
           "share fewer layers",
         )
 
-  def pointless(self) -> Iterator[Problem]:
+  def ignored_values(self) -> Iterator[Problem]:
     """Yield settings that can be built but have no effect, or another effect than they suggest."""
-    yield from super().pointless()
+    yield from super().ignored_values()
     cycle, L = self.inhomogeneous_layer_cycle_interval, self.num_decoder_layers
     last_is_sliding = self.layer_types[-1] == "sliding" if self.layer_types else cycle >= 1 and L % cycle != 0
     if last_is_sliding:
@@ -150,7 +150,7 @@ class Vision(PatchVision):
     yield from at_least(self, 1, "head_dim_for_vit")
     yield from above_zero(self, "rope_theta_for_vit")
 
-  def unfit(self, model: ModelConfig) -> Iterator[Problem]:
+  def decoder_problems(self, model: ModelConfig) -> Iterator[Problem]:
     """Yield the reasons why the tower cannot be built for a decoder. It is called only with ``use_multimodal``."""
     if self.num_attention_heads_for_vit > 0 and self.head_dim % 4:
       yield Problem(
@@ -158,4 +158,4 @@ class Vision(PatchVision):
         ("head_dim_for_vit", "hidden_size_for_vit", "num_attention_heads_for_vit"),
         "one half of a head is rotated by the column and the other by the row, both in pairs",
       )
-    yield from super().unfit(model)
+    yield from super().decoder_problems(model)

@@ -39,7 +39,7 @@ class Spot:
     if not self.narrow:
       return False
     if self.failed == "parameters":
-      return key.mends == "parameters"
+      return key.repairs == "parameters"
     return not set(self.scopes).isdisjoint(key.scopes) or self.direction in key.directions
 
 
@@ -94,6 +94,6 @@ def _helps(key: PrecisionKey, config: Config, failed: str, cause: Spot | None) -
     return False
   if cause is not None:
     return cause.concerns(key)
-  if key.mends in ("forward", "hides"):  # in float32 these keep rounding small, and there is nothing to keep finite
+  if key.repairs in ("forward", "hides"):  # in float32 these keep rounding small, and there is nothing to keep finite
     return failed.startswith(("loss", "gradients")) and (values["dtype"] != "float32" or key.safer == "float32")
-  return key.mends == failed
+  return key.repairs == failed

@@ -9,13 +9,13 @@ from pathlib import Path
 from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.weight_sources import located, require_source
+from maxtext_like.config.choices import DATASETS
 from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import Loaded
 from maxtext_like.config.paths import by_source
 from maxtext_like.config.problems import Problem, error_of
 from maxtext_like.config.schema import Config
 from maxtext_like.data.readers import input_files
-from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenization.tokenizer import AUTO, find_tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, is_remote, require_usable

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from maxtext_like.checkpoint.store import manifest, sidecar_files
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, open_steps
+from maxtext_like.config.choices import DATASETS
 from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.data.loader import DataSource
-from maxtext_like.data.registry import DATASETS
 from maxtext_like.data.tokenization.tokenizer import AUTO, BytesTokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed, is_remote

@@ -259,7 +259,7 @@ def test_the_command_prints_writes_and_exits(tmp_path: Path, capsys: pytest.Capt
     (["--checkpoint", "tests"], "neither a run"),
     (["--checkpoint", "tests", "--tokens", "5"], "--tokens 100 or more"),
     (["--checkpoint", "tests", "bogus"], "unknown word 'bogus'"),
-    (["--checkpoint", "tests", "--json", "no/such/folder/x.json"], "folder is missing"),
+    (["--checkpoint", "tests", "--json", "no/such/folder/x.json"], "x.json: the folder"),
   ],
 )
 def test_wrong_usage(words: list[str], what: str):

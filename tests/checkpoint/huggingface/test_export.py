@@ -194,7 +194,7 @@ def test_import_refuses_numbers_that_are_not_finite_and_leaves_nothing(tmp_path:
   raw[-2:] = b"\xc0\x7f"  # bfloat16 NaN
   (source / "model.safetensors").write_bytes(raw)
   assert main(["import", str(source), "--out", str(tmp_path / "out")]) == 2
-  assert "not finite, in " in capsys.readouterr().err
+  assert "non-finite numbers in " in capsys.readouterr().err
   assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -75,9 +75,9 @@ def test_a_perplexity_beyond_float64_is_infinite():
 @pytest.mark.parametrize(
   ("words", "message"),
   [
-    (["keep_best=true"], "keep_best = true without eval_interval"),
-    (["early_stopping_patience=1"], "early_stopping_patience = 1 without eval_interval"),
-    (["early_stopping_threshold=0.1"], "early_stopping_threshold = 0.1 without early_stopping_patience"),
+    (["keep_best=true"], "keep_best = true .*eval_interval = 0"),
+    (["early_stopping_patience=1"], "early_stopping_patience = 1 .*eval_interval = 0"),
+    (["early_stopping_threshold=0.1"], "early_stopping_threshold = 0.1 .*early_stopping_patience = 0"),
     (["keep_best=true", "eval_interval=1", "enable_checkpointing=false"], "keep_best = true with enable_checkpointing: false"),
   ],
 )

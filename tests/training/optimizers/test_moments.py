@@ -173,7 +173,7 @@ def test_a_moment_that_a_rule_has_not_got_is_refused(words, said):
 
 
 def test_a_second_moment_that_could_not_fall_is_refused():
-  with pytest.raises(UserError, match=r"nu_dtype = bfloat16 with adam_b2 = 0\.999"):
+  with pytest.raises(UserError, match=r"nu_dtype = bfloat16 .*adam_b2 = 0\.999"):
     load_config("gemma4-tiny", ["nu_dtype=bfloat16", "adam_b2=0.999"])
   load_config("gemma4-tiny", ["nu_dtype=bfloat16", "adam_b2=0.99"])
   load_config("gemma4-tiny", ["nu_dtype=dynamic8", "adam_b2=0.999"])

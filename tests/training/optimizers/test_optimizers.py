@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext_like.config.choices import OPTIMIZERS
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.layers.param import Param
 from maxtext_like.models.row_norms import largest_clipped
 from maxtext_like.training.optimizers.by_layer import ByLayer
 from maxtext_like.training.optimizers.optimizer import decays, make_optimizer
-from maxtext_like.training.optimizers.registry import NAMES
 from tests.training.toy import toy_config
 
 OPT_TYPES = get_args(get_type_hints(TrainingConfig)["opt_type"])
@@ -142,7 +142,7 @@ def test_factored_moments_are_sharded_along_what_they_keep():
 
 
 def test_the_configuration_and_the_registry_name_the_same():
-  assert sorted(OPT_TYPES) == sorted(NAMES)
+  assert sorted(OPT_TYPES) == sorted(OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("rule", "rank"), [*((rule, 0) for rule in OPT_TYPES), ("adafactor", 3)])

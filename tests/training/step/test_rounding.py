@@ -197,6 +197,6 @@ def test_the_same_on_one_device_and_on_eight():
 
 
 def test_refused_where_nothing_is_rounded():
-  with pytest.raises(UserError, match="stochastic_rounding = true does nothing with weight_dtype: float32"):
+  with pytest.raises(UserError, match="stochastic_rounding = true has no effect with weight_dtype: float32"):
     load_config("gemma4-tiny", ["stochastic_rounding=true"])
   assert load_config("gemma4-tiny", ["stochastic_rounding=true", "weight_dtype=bfloat16"]).config.training.stochastic_rounding

@@ -11,7 +11,10 @@ B batch, T query, S key, N query heads, K key-value heads, H head, V value head.
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
+
+from maxtext_like.layers.kernels.names import Attention as Name
+from maxtext_like.layers.kernels.names import AttentionChoice as Choice
 
 if TYPE_CHECKING:
   import jax
@@ -20,12 +23,8 @@ if TYPE_CHECKING:
   from maxtext_like.layers.precision import Precision
   from maxtext_like.layers.sharding_rules import Rules
 
-Name = Literal["splash", "cudnn_flash", "mosaic_flash", "blockwise", "dot_product"]
 NAMES: tuple[Name, ...] = get_args(Name)
-"""The order in which "auto" prefers kernels; those that are slow for a case come last. The last kernel supports everything."""
-
-Choice = Literal["auto", "dot_product", "blockwise", "cudnn_flash", "mosaic_flash", "splash"]
-"""Values of the configuration: "auto" chooses the first kernel that supports the case, "dot_product" any of ``PLAIN``."""
+"""Kernels in the order in which "auto" prefers them."""
 
 PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")
 """Kernels in plain XLA: the reference, and the same computation in tiles of queries for rows longer than a tile."""

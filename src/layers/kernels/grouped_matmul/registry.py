@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-Name = Literal["pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
-NAMES: tuple[Name, ...] = get_args(Name)
-"""The order in which "auto" prefers kernels that do not multiply more rows than needed."""
+from maxtext_like.layers.kernels.names import Grouped as Name
+from maxtext_like.layers.kernels.names import GroupedChoice as Choice
 
-Choice = Literal["auto", "pallas_tpu", "pallas_gpu", "pallas_triton", "rounds", "ragged_dot", "tiles"]
-"""Values of the configuration."""
+NAMES: tuple[Name, ...] = get_args(Name)
+"""Kernels in the order in which "auto" prefers them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,9 @@ module imports no JAX, so that the configuration can read it too.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-Name = Literal["pallas_gpu", "xla"]
-Choice = Literal["auto", "pallas_gpu", "xla"]
-"""Values of the configuration: "auto" chooses the kernel if it supports the case."""
+from maxtext_like.layers.kernels.names import Norm as Name
+from maxtext_like.layers.kernels.names import NormChoice as Choice
 
 _HOPPER = "9.0"
 _LEAST, _MOST = 1024, 8192

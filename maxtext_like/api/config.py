@@ -1,4 +1,4 @@
-"""Configurations as Python code writes them: a name and keywords, or values that it changed."""
+"""``load_config``: loads a configuration from a name with keywords, a file, a checkpoint directory, or changed values."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
   Configuration = str | Path | Loaded | Config | ConfigDict
-  """What a configuration may be given as."""
+  """Types that describe a configuration."""
 
 
 def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
-  """Loads, merges and checks a configuration.
+  """Load, merge and check a configuration.
 
   Args:
-    model: a model's name (``"gemma4-tiny"``), the path of a model file, a directory with a checkpoint, which gives the model
-      and becomes ``init_from``, or a configuration (a value returned by this function, its ``config``, or its ``ConfigDict``).
+    model: a model's name (``"gemma4-tiny"``), the path of a model file, a directory with a checkpoint (which defines the model
+      and becomes ``init_from``), or a configuration (a result of this function, its ``config``, or its ``ConfigDict``).
     overrides: words as on the command line: ``"steps=20"``, or the path of an overlay.
     keys: the same as Python values: ``steps=20``.
 
   Returns:
-    ``config``, the typed sections (``.config.training.steps``), with ``origins``, ``notes`` and ``to_yaml()``.
+    An object with ``config``, the typed sections (``.config.training.steps``), ``origins``, ``notes`` and ``to_yaml()``.
 
   Raises:
-    UserError: anything wrong, with place, value and remedy; conflicts are listed all at once.
+    UserError: the configuration is invalid. The message has place, value and fix of every problem.
   """
   given = words(overrides, keys, load_config)
   if isinstance(model, Loaded):
@@ -48,13 +48,13 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
   if callable(getattr(model, "to_dict", None)):
     return load_values(model.to_dict(), "ConfigDict", given, _kind_of_files)
   raise UserError(
-    f"{model!r:.60} ({type(model).__name__}) is no configuration\n"
-    '  fix: a model\'s name with keys behind it, as "gemma4-tiny", steps=20, or what load_config returned'
+    f"{model!r:.60} ({type(model).__name__}) is not a configuration\n"
+    '  fix: pass a model name and keys, as "gemma4-tiny", steps=20, or a result of load_config'
   )
 
 
 def _load_directory(name: str, given: list[str]) -> Loaded | None:
-  """The configuration of the checkpoint that ``name`` names, or ``init_from`` if ``name`` is a family; None: neither."""
+  """Return the configuration of the checkpoint ``name``, or of ``init_from`` if ``name`` is a family; otherwise None."""
   sources = [word.partition("=")[2] for word in given if word.startswith(("init_from=", "checkpoint.init_from="))]
   family = name if name in FAMILIES and sources and not Path(name).exists() else None
   name = name if family is None else sources[-1]
@@ -63,17 +63,17 @@ def _load_directory(name: str, given: list[str]) -> Loaded | None:
   place = Place(name) if is_remote(name) else hub.find(name) or Path(name).expanduser()
   if isinstance(place, Path) and not place.is_dir():
     return None
-  from maxtext_like.checkpoint.store.directory_config import load_directory  # which imports JAX
+  from maxtext_like.checkpoint.store.directory_config import load_directory  # imports JAX, so only here
 
   return load_directory(place, given, _kind_of_files, family=family)
 
 
 def _kind_of_files(paths: Any, data_format: str) -> str:
-  from maxtext_like.data.sources import kind_of_files  # which imports NumPy
+  from maxtext_like.data.sources import kind_of_files  # imports NumPy, so only here
 
   return kind_of_files(paths, data_format)
 
 
 def load_for_sft(config: "Configuration", given: list[str]) -> Loaded:
-  """The configuration of a run on conversations: ``data_format=chat`` is laid under the words. Raises as ``load_config``."""
+  """Load the configuration of a run on conversations, with ``data_format=chat`` as a default. Raises as ``load_config``."""
   return load_config(config, "data_format=chat", *given)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.api.configuration import load_config
+from maxtext_like.api.config import load_config
 from maxtext_like.api.risk import risk
 from maxtext_like.config.files import model_names
 from maxtext_like.errors import UserError
@@ -55,7 +55,7 @@ def test_a_dtype_may_be_that_of_arrays(dtype):
 
 @pytest.mark.parametrize("given", [None, 3, {"model_name": "gemma4-tiny"}])
 def test_what_is_no_configuration_is_told(given: Any):
-  with pytest.raises(UserError, match=r"is no configuration\n  fix: a model's name"):
+  with pytest.raises(UserError, match=r"is not a configuration\n  fix: pass a model name"):
     load_config(given)
 
 
