@@ -31,7 +31,7 @@ def row(name: str, rows: int, dim: int, kernel: Name, dtype: Any) -> str:
   x, g, stream = (arrays[i::3] for i in range(3))
   # The forward pass once; what is measured is the backward pass alone.
   alone = [jax.vjp(norm, p, a)[1] for a in x]
-  beside = [jax.vjp(norm.beside, p, a)[1] for a in x]
+  beside = [jax.vjp(norm.with_input, p, a)[1] for a in x]
   of_alone = seconds(jax.jit(lambda pulls, g: [pull(b) for pull, b in zip(pulls, g, strict=True)]), alone, g, budget=0.5)
   of_beside = seconds(
     jax.jit(lambda pulls, s, g: [pull((a, b)) for pull, a, b in zip(pulls, s, g, strict=True)]), beside, stream, g, budget=0.5

@@ -38,10 +38,8 @@ def test_operands_are_low_and_the_result_may_be_the_accumulator(dtype, out):
 
 def test_in_float32_there_is_one_product_whatever_the_flags():
   einsum = Precision(dtype="float32").einsum
-  texts = {
-    str(jax.make_jaxpr(lambda x, y, kw=kw: einsum("BTD,DF->BTF", x, y, **kw))(X, Y))
-    for kw in ({}, {"out": "float32"}, {"unbounded": True})
-  }
+  options: list[dict[str, Any]] = [{}, {"out": "float32"}, {"unbounded": True}]
+  texts = {str(jax.make_jaxpr(lambda x, y, kw=kw: einsum("BTD,DF->BTF", x, y, **kw))(X, Y)) for kw in options}
   assert len(texts) == 1
 
 
@@ -125,7 +123,8 @@ DECIDES: dict[str, Callable[[Precision], str]] = {
 @pytest.mark.parametrize("key", DECIDES)
 def test_each_flag_decides_one_dtype(key, dtype):
   off: dict[str, Any] = {"dtype": dtype, **dict.fromkeys(DECIDES, False)}
-  flagged = {name: decides(Precision(**off | {key: True})) for name, decides in DECIDES.items()}
+  on: dict[str, Any] = off | {key: True}
+  flagged = {name: decides(Precision(**on)) for name, decides in DECIDES.items()}
   expected = dict.fromkeys(DECIDES, dtype) | {key: "float32"}
   if dtype == "float16":  # a sum over experts could overflow
     expected["float32_weight_sum"] = "float32"

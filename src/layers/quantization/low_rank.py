@@ -141,7 +141,7 @@ class LowRank(Weight):
     summed = "".join(e.weight[i] for i in self.layout.summed)
     kept = "".join(e.weight[i] for i in self.layout.kept)
     inner = "".join(c for c in e.x if c not in summed) + "r"
-    wide = {"out": out} if groups is not None else {"out": "float32", "unbounded": unbounded}
+    wide: dict[str, Any] = {"out": out} if groups is not None else {"out": "float32", "unbounded": unbounded}
     given = {"groups": groups, "out": out, "unbounded": unbounded}
     # Multiply by a and by b, and add the product of the base.
     scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)

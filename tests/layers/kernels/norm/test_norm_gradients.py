@@ -46,7 +46,7 @@ def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
     norm = RMSNorm(NormConfig(dim=D, kernel=kernel, **options), Precision(dtype=dtype))
     alone, back = jax.vjp(norm, p, x)
     zeroed, back_of_zeroed = jax.vjp(lambda p, x: norm(p, x, real=real), p, x)
-    pair, back_of_pair = jax.vjp(norm.beside, p, x)
+    pair, back_of_pair = jax.vjp(norm.with_input, p, x)
     return [alone, zeroed, *pair], [*back(g), *back_of_zeroed(g), *back_of_pair((stream, g))]
 
   (values, gradients), (want, wanted) = found("pallas_gpu"), found("xla")
