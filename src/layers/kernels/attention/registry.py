@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 NAMES: tuple[Name, ...] = get_args(Name)
 """Kernels in the order in which "auto" prefers them."""
 
+PLATFORMS: dict[Name, tuple[str, ...]] = {"splash": ("tpu",), "cudnn_flash": ("gpu", "cuda"), "mosaic_flash": ("gpu", "cuda")}
+"""Platforms of the kernels that run on some only. "auto" does not import kernels of other platforms."""
+
 PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")
 """Kernels in plain XLA: the reference, and the same computation in tiles of queries for rows longer than a tile."""
 
@@ -155,7 +158,7 @@ def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> Attentio
   """
   if choice in ("auto", "dot_product"):
     # Choose the first kernel that supports the case. Slow fused kernels come after fast ones, and plain XLA last.
-    names = NAMES if choice == "auto" else PLAIN
+    names = [name for name in NAMES if case.platform in PLATFORMS.get(name, (case.platform,))] if choice == "auto" else PLAIN
     able = [found for found in (kernel(name) for name in names if name not in without) if not found.refuses(case)]
     return min(able, key=lambda found: (not found.fused, found.slow(case)))
   asked = kernel(choice)

@@ -18,6 +18,9 @@ from maxtext_like.layers.kernels.names import GroupedChoice as Choice
 NAMES: tuple[Name, ...] = get_args(Name)
 """Kernels in the order in which "auto" prefers them."""
 
+PLATFORMS: dict[Name, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas_triton": "gpu"}
+"""The platform of the kernels that run on one only. "auto" does not import kernels of other platforms."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -112,7 +115,9 @@ def choose(choice: Choice, *cases: Case, without: tuple[Name, ...] = ()) -> Grou
   """
   if choice == "auto":
     # Prefer kernels that do not multiply more rows than needed; otherwise take the first that supports all cases.
-    able = [found for found in map(kernel, NAMES) if found.name not in without and not any(map(found.reasons, cases))]
+    runs = lambda name: all(PLATFORMS.get(name, case.platform) == case.platform for case in cases)
+    names = [name for name in NAMES if name not in without and runs(name)]
+    able = [found for found in map(kernel, names) if not any(map(found.reasons, cases))]
     return next((found for found in able if all(map(found.chosen, cases))), able[0])
   # A kernel chosen by name must support every case. List each reason once.
   asked = kernel(choice)

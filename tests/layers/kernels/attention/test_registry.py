@@ -158,6 +158,20 @@ def test_names_choices_and_modules_are_the_same():
   assert [registry.kernel(name).name for name in registry.NAMES] == list(registry.NAMES)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "cuda", "tpu"])
+def test_auto_imports_only_kernels_of_the_platform(platform, monkeypatch):
+  case = dataclasses.replace(GPU, platform=platform)
+  others = {name for name, platforms in registry.PLATFORMS.items() if platform not in platforms}
+  assert others
+  for name in others:
+    assert f"not on {platform}" in " ".join(registry.kernel(name).refuses(case))
+  asked = []
+  find = registry.kernel
+  monkeypatch.setattr(registry, "kernel", lambda name: asked.append(name) or find(name))
+  choose("auto", case)
+  assert set(asked) == set(registry.NAMES) - others
+
+
 def test_the_configuration_can_ask_without_jax():
   code = "import sys, maxtext_like.layers.kernels.attention.registry; assert 'jax' not in sys.modules"
   assert subprocess.run([sys.executable, "-c", code]).returncode == 0

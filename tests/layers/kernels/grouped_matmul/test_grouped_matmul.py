@@ -180,6 +180,16 @@ def test_the_choice():
   assert registry.Choice.__args__ == ("auto", *NAMES)
 
 
+def test_the_platforms_of_the_table_are_those_that_kernels_accept():
+  accepted = {
+    name: {p for p in ("cpu", "gpu", "tpu") if not kernel(name).refuses(Case(platform=p, dtype="bfloat16"))} for name in NAMES
+  }
+  for name, platforms in accepted.items():
+    own = registry.PLATFORMS.get(name)
+    assert platforms <= ({own} if own else {"cpu", "gpu", "tpu"})
+    assert bool(own) == (platforms != {"cpu", "gpu", "tpu"})
+
+
 def test_the_choice_for_sums():
   """16-bit operands and float32 sums: of kernels that round them, those that have float32 operands."""
   auto = {
