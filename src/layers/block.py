@@ -113,6 +113,7 @@ class Block:
       branch_norm = RMSNorm(replace(c.norm, initial_scale=c.branch_gain), self.precision).params()
       spec |= {"post_attention_norm": branch_norm, "post_mlp_norm": branch_norm}
     spec |= {ffn.name: ffn.params()} if ffn.name else ffn.params()
+    # Parts that only some models have.
     if c.per_layer:
       spec["ple"] = PerLayerGate(c.per_layer, self.precision).params()
     if c.layer_scalar:
@@ -147,6 +148,7 @@ class Block:
         x = x * p["layer_scalar"].astype(x.dtype)
     # Report captures and probes, and pass this layer's shared keys and values on in the carry.
     x = ctx.tap("hidden", ctx.tap("residual", x))
+    # Only a layer with ``shares_kv_as`` reports keys and values.
     shared = ctx.aux.pop("shared_kv", {})
     return carry | {"x": x} | ({"kv": carry["kv"] | shared} if shared else {}), ctx.aux
 
@@ -159,6 +161,7 @@ class Block:
     """Add the output of a part to the residual stream, in the dtype of the stream. No other code decides this dtype.
 
     The output is normed first if ``sandwich`` is set. Nothing is added at positions where ``real_BT`` is False."""
+    # The dtype of the stream, which may be wider than that of the layers.
     residual = self.precision.residual
     if self.cfg.sandwich:
       return _add(x_BTD, named(self._norm, p, norm, out_BTD, residual, real=real_BT))

@@ -60,6 +60,7 @@ def constant(rows: jax.Array, placeholder_BT: jax.Array | None) -> jax.Array:
   ``torch.nn.Embedding``."""
   if placeholder_BT is None:
     return rows
+  # The values stay the same; only the gradient at placeholders is dropped.
   return jnp.where(placeholder_BT.reshape(*placeholder_BT.shape, *(1,) * (rows.ndim - 2)), jax.lax.stop_gradient(rows), rows)
 
 
@@ -90,6 +91,7 @@ class Embedding:
   def params(self) -> dict:
     c = self.cfg
     shape = (c.vocab_size, c.emb_dim)
+    # A tied head multiplies by this table, so its scale decides the scale of the first logits.
     init = normal(c.emb_dim**-0.5 if c.initial_stddev is None else c.initial_stddev)
     return {"table": Param(shape, ("vocab", "embed"), self.precision.weight_dtype, init, contracts=(1,))}
 
@@ -136,6 +138,7 @@ class Head:
 @jax.named_scope("logits")
 def output_product(precision: Precision, spec: str, x: jax.Array, w: Any) -> jax.Array:
   """Compute the last product: float32 operands with ``logits_dot_in_fp32``, a float32 result with ``cast_logits_to_fp32``."""
+  # The operands and the result have separate keys.
   operands = precision.for_logits
   out = "float32" if operands.dtype == "float32" else precision.logits_dtype
   return product(operands, spec, x, w, out=out).astype(precision.logits_dtype)

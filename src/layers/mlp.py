@@ -57,6 +57,7 @@ def _value_and_slope(x: jax.Array, activation: Activation) -> tuple[jax.Array, j
   Both are computed as x * sigmoid(v(x)). For GELU this equals x / 2 * (1 + tanh(v / 2)), but without the subtraction that loses
   all digits at negative x. A norm after a narrow product (per-layer inputs) would amplify that loss to visible errors.
   """
+  # XLA fuses these operations, so float32 costs no memory.
   x = x.astype(jnp.float32)
   # Beyond +-100 the sigmoid is 0 or 1 and its slope is 0. Without the clip, x^3 = inf times this 0 would be NaN.
   z = jnp.clip(x, -100.0, 100.0)
@@ -208,6 +209,7 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
     good = jnp.isfinite(gate) & jnp.isfinite(up)
     rescued = jnp.sum(~good, dtype=jnp.int32)
     gate, up = jnp.where(good, gate, 0), jnp.where(good, up, 0)
+  # The product has the dtype of gate and up (``Precision.gate_dtype``).
   hidden = activate(gate, activation) * up
   unit = jnp.ones((*hidden.shape[:-1], 1), jnp.float32)
   # float32: scale each row into the range of float16. float16: clip to the range.
@@ -234,5 +236,6 @@ def rescue_output(out: jax.Array, rescued: jax.Array, precision: Precision) -> t
   """Set non-finite outputs to zero and count them, if ``float16_rescue`` is on."""
   if not precision.float16_rescue:
     return out, rescued
+  # A float32 sum of finite products can still be infinite.
   good = jnp.isfinite(out)
   return jnp.where(good, out, 0), rescued + jnp.sum(~good, dtype=jnp.int32)

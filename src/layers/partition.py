@@ -113,6 +113,7 @@ class ShardedWeight:
     """Gather the parts of the weight that multiply on this device. The gradient is scattered to the sharding of the weight."""
     weight = as_stored(weight)
     for dimension, axes in enumerate(self.over):
+      # A dimension without mesh axes is complete on every device.
       if axes:
         weight = gathered(weight, axes, dimension)
     return weight
@@ -173,6 +174,7 @@ def rounded_sum(total: jax.Array, dtype: Any) -> jax.Array:
 
   Without the barrier, XLA moves the rounding before the all-reduce and adds rounded partial sums."""
   # On one device there is nothing to add, and the barrier would only prevent fusion.
+  # A total that already has the dtype is not rounded.
   barred = free_mesh() is not None and total.dtype != dtype
   return (jax.lax.optimization_barrier(total) if barred else total).astype(dtype)
 
@@ -350,6 +352,7 @@ def by_token(rules: Rules, function: Callable[..., Any], shared: Any, *arrays: j
     return function(shared, *arrays)
   # The gradient of ``shared`` is added over devices in the dtype in which it enters, so convert it to float32.
   shared = jax.tree.map(lambda w: in_float32(w) if w.dtype in (jnp.bfloat16, jnp.float16) else w, shared)
+  # Inside, mark ``shared`` as varying, so that its gradient is added over the devices that split tokens.
   own = lambda shared, *arrays: function(jax.tree.map(lambda w: vary(w, axes), shared), *arrays)
   specs = (PartitionSpec(), *(tokens,) * len(arrays))
   return on_devices(own, mesh, specs, tokens)(shared, *arrays)
@@ -372,6 +375,7 @@ def by_head(
   """
   mesh = free_mesh()
   if mesh is None or mesh.size == 1:
+    # On one device there is nothing to split.
     return attend(q_BTNH, k_BSKH, v_BSKV, *of_rows)
   # Find how rows and heads are split. Complete rows are needed, so positions are not split.
   B, T, N, _ = q_BTNH.shape
@@ -382,4 +386,5 @@ def by_head(
   if copies > 1:
     k_BSKH, v_BSKV = (jnp.repeat(x, copies, axis=2) for x in (k_BSKH, v_BSKV))
   specs = (heads,) * 3 + (rows,) * len(of_rows)
+  # Kernels do not say over which axes their results vary, so JAX cannot check it.
   return on_devices(attend, mesh, specs, heads, check_vma=False)(q_BTNH, k_BSKH, v_BSKV, *of_rows)

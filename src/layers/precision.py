@@ -225,6 +225,7 @@ class Precision:
     Returns:
       The product, in float32 or ``dtype``.
     """
+    # On a CPU the leading axes are merged for the product and restored afterwards.
     spec, x, leading = _by_rows(_spelt_out(spec, x.ndim), x)
     made = self._multiply(spec, x, y, out or self.dtype, unbounded, large)
     return made.reshape(*leading, *made.shape[1:]) if leading else made
@@ -238,6 +239,7 @@ class Precision:
     if self.dtype == "float32" and y.dtype != jnp.float32 and spec[0] not in spec.partition("->")[0].partition(",")[2]:
       y = in_float32(y)
     x, y = self.cast(x), self.cast(y)
+    # float32 products add up in float32 in any case. So do 16-bit ones, unless ``reduction_dtype`` is "dtype".
     parts = "none" if self.dtype == "float32" or self.reduction_dtype == "dtype" else shared_sums()
     low = large and self.matmul_dtype == "float8"
     # The custom derivative is needed for float8 operands, for a result wider than its operands, and for float32 partial sums.
@@ -259,6 +261,7 @@ class Precision:
         float32. None: ``dtype``.
     """
     if out not in (None, self.dtype):
+      # The kernel rounds float32 operands itself, so that their gradients keep the range of float32.
       x, y = (a if a.dtype == jnp.float32 else self.cast(a) for a in (x_MD, y_EDF))
       return kernel(by).sums(x, y, sizes_E, self.dtype, self.matmul_precision)
     return kernel(by).run(self.cast(x_MD), self.cast(y_EDF), sizes_E, self.matmul_precision)
@@ -290,6 +293,7 @@ def _by_rows(spec: str, x: jax.Array) -> tuple[str, jax.Array, tuple[int, ...]]:
   count = 0
   while first[count : count + 1] == out[count : count + 1] != "" and first[count] not in second:
     count += 1
+  # A single leading axis needs no merge, and other platforms transpose without a copy.
   if count < 2 or not on_one_cpu():
     return spec, x, ()
   rows = x.reshape(math.prod(x.shape[:count]), *x.shape[count:])
@@ -357,6 +361,7 @@ _plus.defvjp(lambda dtype, x, p: (_plus(dtype, x, p), p), _plus_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, y: jax.Array) -> Any:
+  # Partial sums that devices add up stay float32 until they are added.
   wide = jnp.float32 if how.parts == "all" else how.out
   return how.rounded(how.spec, how.multiply(how.spec, how.operand(x), how.operand(y), wide), how.out)
 
@@ -391,6 +396,7 @@ def _product_bwd(how, saved, g):
   of_x = jnp.float32 if how.parts == "all" else own
   of_y = jnp.float32 if how.parts == "all" or of_weight else own
   of_dx = f"{result},{y_axes}->{x_axes}"
+  # The gradient of x sums over the axes of the result that x does not have.
   dx = how.multiply(of_dx, g, y, of_x)
 
   def dy_of(g):
@@ -398,6 +404,7 @@ def _product_bwd(how, saved, g):
     late = total.dtype == jnp.float32 and adds_up_whole_weights()
     return rounded_sum(total, saved[1].dtype) if late else total.astype(saved[1].dtype)
 
+  # Pieces are cut along an axis that the weight and the result share.
   kept = next(a for a in y_axes if a in result)
   in_y, in_g, columns = y_axes.index(kept), result.index(kept), saved[1].shape[y_axes.index(kept)]
   # Compute the gradient of a large table in pieces. Each piece is added over devices in float32 and rounded before the next
@@ -415,6 +422,7 @@ def _product_bwd(how, saved, g):
     dy = jnp.moveaxis(dy, 0, in_y).reshape(saved[1].shape)
   else:
     dy = dy_of(g)
+  # Round the gradient of x last, after devices have added their partial sums.
   dx = how.rounded(of_dx, dx, saved[0].dtype)
   return barrier_on_tpus(dx, dy) if of_weight and saved[1].size * 4 >= _LARGE_BYTES else (dx, dy)
 

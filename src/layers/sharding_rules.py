@@ -58,6 +58,7 @@ class Rules:
     Raises:
       ValueError: there is no rule for the logical axis.
     """
+    # A dimension without a logical axis is never split.
     if axis is None:
       return ()
     if axis not in LOGICAL_AXES:
@@ -76,6 +77,7 @@ class Rules:
 
     mesh = free_mesh()
     ways = 1 if mesh is None else self.ways("sequence", mesh)
+    # Uneven rows are not split over ``context``.
     return ways if length % ways == 0 else 1
 
   def spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: "Mesh") -> "PartitionSpec":
@@ -110,6 +112,7 @@ class Rules:
       while axis in GATHERED and len(names) > 1 and not divides(names):
         names = names[:-1]
       even = divides(names)
+      # A later dimension cannot use the same mesh axes again.
       taken.update(names if even else ())
       yield names, even
 
@@ -122,6 +125,7 @@ class Rules:
     import jax
     from jax.sharding import PartitionSpec
 
+    # The current mesh is read here, so that layers need no mesh argument.
     mesh = jax.sharding.get_abstract_mesh()
     spec = PartitionSpec() if mesh.empty else self.spec(x.shape[: len(axes)], axes, mesh)
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x

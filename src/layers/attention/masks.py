@@ -126,7 +126,9 @@ def attention_mask(
   if causal:
     mask = causal_mask(keys.first + jnp.arange(length), jnp.arange(count), window=window, images=images)
   else:
+    # Vision towers: every patch sees every patch of its image.
     mask = jnp.ones((1, length, count), bool)
+  # Rows without segments are one document each, and need no document mask.
   if tokens.segments is None or keys.tokens.segments is None:
     return mask
   return mask & same_document(tokens.segments, keys.tokens.segments)
@@ -144,6 +146,7 @@ def numbered_images(token_types: jax.Array) -> jax.Array:
   # A new image begins where the previous token is not part of one.
   image = (token_types == 1) | (token_types == 2)
   before = jnp.pad(image, ((0, 0), (1, 0)))[:, :-1]
+  # The number of images that have begun is the number of the current one.
   return jnp.where(image, jnp.cumsum(image & ~before, axis=1), 0).astype(jnp.int32)
 
 
@@ -173,6 +176,7 @@ def _masked_softmax(scores, mask) -> Any:
   top = jnp.max(masked_fill(scores, mask), axis=-1, keepdims=True)
   # A masked score can be far above the maximum. The inner where keeps its exponential from overflowing.
   weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
+  # A row without a visible key has the sum 0. Dividing by 1 instead gives zeros.
   total = jnp.sum(weights, axis=-1, keepdims=True)
   return weights / jnp.where(total == 0, 1, total)
 

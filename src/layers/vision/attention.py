@@ -83,6 +83,7 @@ def attend_patches(
   """
   # Choose the kernel for images of this size, and name its result for checkpoint policies.
   kernel = choose(cfg.kernel, case_of(cfg, precision, q_IPNH.shape[1]), cfg.failed)
+  # Images lie along the batch axis, so rows of the mesh split images. Patches see all patches (causal=False).
   out_IPNH = attend(
     kernel.name,
     q_IPNH,
@@ -96,4 +97,5 @@ def attend_patches(
     rules=rules,
     causal=False,
   )
+  # A kernel that saves its own residuals has named its result already.
   return out_IPNH if kernel.named else checkpoint_name(out_IPNH, "attention")

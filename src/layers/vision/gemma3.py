@@ -34,7 +34,7 @@ class SiglipConfig:
     output_dim: O.
     epsilon: epsilon of every norm, including that of the projector.
     output_gain: factor on the initial values of the output projections of attention and MLP.
-    kernel, platform, capability, failed: settings of attention, as in ``vision_attention.TowerConfig``.
+    kernel, platform, capability, failed: settings of attention, as in ``vision.attention.TowerConfig``.
   """
 
   padded: ClassVar[bool] = False
@@ -114,6 +114,7 @@ class SiglipLayer:
     def bias(*shape):
       return Param(shape, (None,) * len(shape), dtype, constant(0.0))
 
+    # Only the two output projections have the gain, because they write to the residual stream.
     attention = {name: Param((D, N, H), ("embed", "vision_heads", "head_dim"), dtype) for name in "qkv"}
     attention |= {f"{name}_bias": bias(N, H) for name in "qkv"}
     attention |= {"o": Param((N, H, D), ("vision_heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))}
@@ -202,6 +203,7 @@ class Siglip:
     # Cut the image into patches, and embed patches and positions.
     c, precision = self.cfg, self.precision
     I, g, s = pixels.shape[0], c.side, c.patch_size
+    # [I, C, g, s, g, s] becomes [I, g, g, C, s, s]: one row of numbers for each patch.
     patches = pixels.reshape(I, c.channels, g, s, g, s).transpose(0, 2, 4, 1, 3, 5).reshape(I, g * g, -1)
     x = precision.plus(product(precision, "IPK,KD->IPD", patches, p["patch"]["kernel"]), p["patch"]["bias"])
     x = precision.plus(x, p["positions"]).astype(precision.residual)
@@ -211,7 +213,9 @@ class Siglip:
     tower = ctx.tap("vision.tower_out", named(self._final_norm, p, "final_norm", x))
     # Pool to the number of image tokens, and project to the width of the decoder.
     pool = g // c.side_out
+    # The mean over each square of patches is computed in float32.
     grid = tower.astype(jnp.float32).reshape(I, c.side_out, pool, c.side_out, pool, c.emb_dim)
     pooled = grid.mean(axis=(2, 4)).reshape(I, c.tokens_per_image, c.emb_dim)
     out = product(precision, "ISD,DO->ISO", self._projector_norm(p["projector"]["norm"], pooled), p["projector"]["kernel"])
+    # Every image has the same number of tokens, so all of them are real.
     return ctx.tap("vision.projected", out), jnp.ones((I, c.tokens_per_image), bool)

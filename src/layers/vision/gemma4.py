@@ -41,7 +41,7 @@ class Gemma4VisionConfig:
     output_dim: O.
     epsilon: epsilon of every norm.
     query_gain, branch_gain: initial scales of the query norm, and of the norms before each residual addition.
-    kernel, platform, capability, failed: settings of attention, as in ``vision_attention.TowerConfig``.
+    kernel, platform, capability, failed: settings of attention, as in ``vision.attention.TowerConfig``.
   """
 
   padded: ClassVar[bool] = True
