@@ -81,7 +81,7 @@ def build_decoder(
   )
   cfg = dataclasses.replace(cfg, scan_layers=scan_layers, remat_policy=remat_policy, remat_offload=remat_offload, rules=rules)
   experts = [Experts(layer.cfg.ffn.experts, layer.precision) for layer in layers if layer.cfg.ffn.experts is not None]
-  # One grouped kernel for all layers with experts. Choosing imports the kernels of the platform, so models without experts skip it.
+  # One grouped kernel for all layers with experts. Models without experts skip the choice, which imports kernels.
   if grouped_product != "auto" or experts:
     wanted = dict.fromkeys((e.precision.dtype, e.sums) for e in experts) or {(precision.dtype, False): None}
     cases = [grouped.Case(platform=platform, dtype=dtype, sums=sums, capability=capability) for dtype, sums in wanted]
