@@ -221,7 +221,7 @@ def open_documents(
   for name, files in found.items():
     if only in (None, name):
       own = DATASETS[_dataset_of(data, key, name)]
-      opened[name] = own.load(own.opens)(files, data, vision=vision, undivided=undivided, key=dotted(key, name))
+      opened[name] = load(own, own.opens)(files, data, vision=vision, undivided=undivided, key=dotted(key, name))
   return opened
 
 
