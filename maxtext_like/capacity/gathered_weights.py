@@ -53,12 +53,14 @@ def gathered_weights(program: TrainProgram) -> list[GatheredWeight]:
   declared = jax.tree.leaves(program.spec)
   for (path, x), p in zip(jax.tree_util.tree_leaves_with_path(params), declared, strict=True):
     keys, entries = path_keys(path), dict(enumerate(x.sharding.spec))
+    # A weight is gathered along the axes that only save memory, not along those that split the work.
     split = [i for i, entry in entries.items() if "fsdp" in axes_of(entry) or (p.axes[i] in GATHERED and axes_of(entry))]
     stacked = keys[0].startswith("stack_")
     axes = axes_of(entries[split[0]]) if split else ()
     ways = math.prod(mesh.shape[axis] for axis in axes)
     if ways == 1 or not (stacked or keys[0] == head):
       continue
+    # Sizes of the complete weight of one layer, and one entry per layer.
     shard = x.sharding.shard_shape(x.shape)
     rows, own = x.shape[0] if stacked else 1, shard[split[0]]
     whole = math.prod(shard) * ways // rows

@@ -388,7 +388,7 @@ def host_room(platform: str) -> Limit | None:
 
 
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
-  """Return the estimate as aligned text, in GB (1e9 bytes) per device."""
+  """Format the estimate in GB (1e9 bytes) per device."""
   parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need) if f.name != "host"]
   always = ("parameters", "optimizer", "gradients", "activations")
   rows = [*((name, size) for name, size in parts if size or name in always), ("total", need.total)]
@@ -419,10 +419,6 @@ def for_gpus(config: Config, host: GpuHost) -> tuple[TrainProgram, MemoryEstimat
 def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[MemoryEstimate, Limit | None]:
   """Return the estimate and the limit, or raise if the estimate exceeds the limit.
 
-  Args:
-    program: program of the run.
-    saved: as of ``estimate``.
-
   Raises:
     DoesNotFitError: with the table and the possible remedies.
     UserError: as ``host_room``.
@@ -436,6 +432,7 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
       f"{program.model.mesh.size} device(s), {limit.bytes / GB:.1f} GB are available\n"
       f"{table(need, limit)}\n{remedies(program, need, limit)}"
     )
+  # Host memory is shared by the devices of the process.
   room, together = host_room(_platform(program)), need.host * len(here)
   if together and room is not None and together > room.bytes:
     t = program.config.training

@@ -66,11 +66,13 @@ def roofline(
     dtype: dtype of all other products.
     precision: a value of ``matmul_precision``, for float32 products.
   """
+  # Float8 products have a separate peak rate.
   peak = chip.peak(dtype, precision)
   assert chip.memory is not None
   products = (flops - float8_flops) / peak + float8_flops / (chip.float8 or peak)
   bounds = {"matrix units": products / 1e12, "HBM": memory_bytes / chip.memory, "ICI": 0.0, "DCN": 0.0, "host": 0.0}
   waiting = 0.0
+  # Asynchronous transfers can overlap with computation; the others add to the time of a step.
   for t in transfers:
     if t.kind in HOST_COPIES:
       unit, rate = "host", chip.host

@@ -149,6 +149,7 @@ def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
     UserError: more GPUs than one host has; an invalid memory, or none for an unknown card; an invalid share of a card's memory
       in the environment.
   """
+  # Normalise the spelling, then split the name into card and number of cards.
   written = name.lower()
   for pattern, spelling in _SPELLINGS:
     written = re.sub(pattern, spelling, written)
@@ -165,6 +166,7 @@ def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
       f"topology={name}: only GPUs of one host are supported here, 1 to {MAX_GPUS} of them (a run may have several hosts)\n"
       f"  fix: topology={key}-8, with the rows of one host{meant}"
     )
+  # An unknown card needs its memory.
   size = None if memory is None else memory_bytes(memory)
   card = CARDS.get(key)
   if card is None and size is None:

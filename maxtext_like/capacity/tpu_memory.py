@@ -48,6 +48,7 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
   by_rows = program.abstract_state["params"].get("ple", {}).get("table")
   if by_rows is not None and _is_turned(by_rows) and program.config.training.gradient_accumulation_steps > 1:
     kept += as_declared(_own(by_rows)) * by_rows.dtype.itemsize
+  # The phases of the docstring; the largest one counts.
   loss = kept + table + max(need.logits, *(w.assembly_bytes for w in weights if w.part == TABLE), 0)
   backward = kept + need.gradients + again + need.dequantised
   if read:

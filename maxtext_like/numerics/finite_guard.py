@@ -127,6 +127,7 @@ class FiniteGuard(optax.GradientTransformationExtraArgs):
           else "make FiniteGuard the outermost transformation, FiniteGuard(optax.chain(...)), or pass its part of the state"
         )
       )
+    # The flags are in the order of the leaves, whose paths are their names.
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
     read = lambda x: np.asarray(jax.tree.leaves(x)[0])

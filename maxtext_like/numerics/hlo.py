@@ -249,6 +249,7 @@ def _element_type(tuple_type: str, index: int) -> str:
 
 def read_hlo(text: str) -> Reading:
   """Read the HLO text of a compiled program, including the instructions inside fusions."""
+  # First pass: type, opcode and operands of every instruction.
   types: dict[str, tuple[str, ...]] = {}
   made: dict[str, tuple[str, str]] = {}  # opcode and the text after it, by the name of an instruction
   roots: dict[str, str] = {}  # the last instruction of each computation
@@ -266,6 +267,7 @@ def read_hlo(text: str) -> Reading:
         roots[computation] = found[1]
       if found[3] == "parameter":
         parameters.setdefault(computation, {})[int(_operands(found[4]))] = found[1]
+  # Second pass: the instructions, with the dtypes of their operands.
   sources = _Sources.of(made, roots, parameters)
   entry = False
   for line in lines:

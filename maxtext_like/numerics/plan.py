@@ -178,6 +178,7 @@ class _Builder:
     path, stack = _join(path, _readable(names)), _join(stack, names)
     node = Node(eqn, "leaf", path, self.direction(stack))
     inner, held = jaxprs.call_jaxpr(eqn), self.names_of(eqn.invars)
+    # A call is inlined into the frame.
     if inner is not None and not (jaxprs.is_remat(eqn) and jaxprs.touches_ref(eqn)):
       node.kind = "call"
       inner, consts = jaxprs.open_jaxpr(inner)
@@ -191,6 +192,7 @@ class _Builder:
       (jaxprs.is_cond, "cond", lambda: [(b, f"branch{i}") for i, b in enumerate(eqn.params["branches"])]),
       (jaxprs.is_shard_map, "shard_map", lambda: [(eqn.params["jaxpr"], "shard_map")]),
     ]
+    # A loop, a branch or a shard_map has frames of its own.
     for matches, kind, bodies in loops:
       if matches(eqn) and not jaxprs.touches_ref(eqn):
         node.kind, node.child = kind, len(frame.children)
@@ -204,6 +206,7 @@ class _Builder:
         return node
     if jaxprs.hides_jaxpr(eqn):
       self.opaque[eqn.primitive.name] = self.opaque.get(eqn.primitive.name, 0) + 1
+    # A leaf: a tag is measured in full, and every inexact output is measured as the plan asks.
     if (tag := _tag_of(eqn)) is not None:
       aval = eqn.outvars[0].aval
       kind, name, by_row = tag
@@ -220,6 +223,7 @@ class _Builder:
         self.site(frame, op, path, sources, node.direction, v.aval, derived, reads) if jaxprs.is_float(v.aval) else None
         for v in eqn.outvars
       ]
+    # Record which inputs the outputs still represent, so that a fault can name a parameter.
     shifted = eqn.primitive.name in _SCALED and sum(not jaxprs.is_literal(v) for v in eqn.invars) == 1
     if is_exact(eqn) or shifted or eqn.primitive.name in (*SUBSET, "convert_element_type"):
       if len(eqn.outvars) == len(held):

@@ -264,6 +264,7 @@ def decode(rows: Any, *, full: bool = True, dtype: Any = jnp.float32) -> Stats:
   measured = count > 0
   nothing = np.full(count.shape, math.nan)
   largest = np.where(measured & ((real(MAX) > 0) | (nan + inf == 0)), real(MAX), math.nan)
+  # Counts become fractions; formats flush the numbers below their smallest subnormal.
   with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
     share = lambda c: np.where(measured, whole(c) / count, math.nan) if full else nothing
     rms = np.sqrt(real(SQUARES) / count)

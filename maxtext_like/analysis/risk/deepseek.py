@@ -21,6 +21,7 @@ def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) 
   def project(name: str, quantity: str) -> Signal:
     return _linear(walk, place, quantity, p, name, x, bias=c.bias)
 
+  # Queries and keys of each head are expanded from low-rank latents, which are normalised.
   source, q_name = x, "q"
   if c.q_lora_rank:
     project("q_a", "q latent")
@@ -51,6 +52,7 @@ def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) 
       walk.put(place, parts[1], second)
     return first, second, np.concatenate(grams)
 
+  # The scores, the indexer, and the weighted sum of the values.
   q_nope, q_rope, q_gram = expand(q_name, source, ("q", "q"))
   k_nope, v, k_gram = expand("kv_b", latent, ("k", "v"))
   bound, std = _scores(walk, c, (q_nope, q_rope, q_gram), (k_nope, k_rope, k_gram))

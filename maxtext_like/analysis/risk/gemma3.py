@@ -27,9 +27,11 @@ def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Sig
   def post(name: str, *keys: str) -> Signal:
     return bounds.normed(p.scale(*keys, name, plus_one=plus_one), u_residual)
 
+  # The attention part.
   y = sizes.norm(place, p, "pre_attention_norm", c.norm)
   sizes.attention(place, p.part("attention"), c.mixer, y)
   x = x.added(post("post_attention_norm"), u_residual)
+  # The feed-forward part: an MLP, and experts in parallel if there are any.
   y = sizes.norm(place, p, "pre_mlp_norm", c.norm)
   sizes.mlp(f"{place}.mlp", p.part("mlp"), y, mlp.activation)
   if c.ffn.experts:
@@ -37,6 +39,7 @@ def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Sig
     sizes.moe(f"{place}.moe", p.part("moe"), c.ffn.experts, y)
     sizes.put(place, "branches", post("post_dense_norm").added(post("post_moe_norm"), u_residual))
   x = x.added(post("post_mlp_norm"), u_residual)
+  # The layer's own input (Gemma 4 E2B and E4B).
   if c.per_layer:
     assert per_layer is not None
     u32 = bounds.UNIT_ROUNDOFF["float32"]
@@ -45,6 +48,7 @@ def layer_of_gemma(sizes: Sizes, place: str, p: Parameters, layer: Block, x: Sig
     sizes.put(f"{place}.ple", "per-layer product", hidden)
     sizes.put(f"{place}.ple", "per-layer output", bounds.through(hidden, p.columns("ple", "projection"), sizes.u))
     x = x.added(post("norm", "ple"), u_residual)
+  # A layer scalar may make the stream smaller or larger: the larger one counts.
   before = x
   if c.layer_scalar:
     x = x.times(float(p.vector("layer_scalar"))).grown((1 + u_residual) ** 2)
