@@ -78,7 +78,7 @@ def in_blocks(x: jax.Array, where: Layout) -> jax.Array:
   return x.reshape(*x.shape[:axis], -1, where.size, *x.shape[axis + 1 :])
 
 
-def whole(x: jax.Array, where: Layout) -> jax.Array:
+def from_blocks(x: jax.Array, where: Layout) -> jax.Array:
   """Undo ``in_blocks``."""
   axis = x.ndim + where.axis
   return x.reshape(*x.shape[: axis - 1], -1, *x.shape[axis + 1 :])
@@ -122,7 +122,7 @@ def encode(blocks: jax.Array, where: Layout, *, signed: bool) -> Blocks:
     number = 127 + jnp.where(blocks < 0, -jnp.minimum(number, 127), number)
   else:
     number = jnp.where(blocks > 0, jnp.maximum(number, 1), number)
-  return Blocks(whole(number.astype(jnp.uint8), where), jnp.squeeze(spread, blocks.ndim + where.axis))
+  return Blocks(from_blocks(number.astype(jnp.uint8), where), jnp.squeeze(spread, blocks.ndim + where.axis))
 
 
 def decode(stored: Blocks, where: Layout, *, signed: bool) -> jax.Array:

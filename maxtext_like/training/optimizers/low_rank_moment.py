@@ -128,12 +128,12 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
   leaves, structure = jax.tree.flatten(spec)
 
   def init(params: Tree) -> LowRankState:
-    def begun(p: Param, x: jax.Array) -> Factors | jax.Array:
+    def started(p: Param, x: jax.Array) -> Factors | jax.Array:
       m = _Matrix.of(p, x.shape, rank)
       zeros = lambda sizes: jnp.zeros((*m.batch, *sizes, rank), jnp.float32)  # pyright: ignore[reportOptionalMemberAccess]
       return jnp.zeros(x.shape, jnp.float32) if m is None else Factors(zeros(m.rows), zeros(m.columns))
 
-    return LowRankState(jnp.zeros((), jnp.int32), jax.tree.map(begun, spec, params))
+    return LowRankState(jnp.zeros((), jnp.int32), jax.tree.map(started, spec, params))
 
   def update(directions: Tree, state: LowRankState, params: Tree = None) -> tuple[Tree, LowRankState]:
     del params
@@ -146,12 +146,12 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
     # 0 if the squares overflow float32: such an update does not enter the momentum.
     scales = [1 / jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1) for x in given[0]]
     each = zip(matrices, given[0], scales, given[1], strict=True)
-    begun = [None if m is None else _Begun.of(m, x, scale, old, b1, count) for m, x, scale, old in each]
+    started = [None if m is None else _Started.of(m, x, scale, old, b1, count) for m, x, scale, old in each]
     # Single matrices are orthonormalized together, because each call waits for a sequence of small kernels. A stack has enough
     # matrices to be processed alone; waiting for the others would keep everything that its update reads in memory.
-    single = [found for found in begun if found is not None and not found.matrix.batch]
+    single = [found for found in started if found is not None and not found.matrix.batch]
     together = iter(_orthonormal([found.sketch for found in single]))
-    for found, u, scale, old in zip(begun, given[0], scales, given[1], strict=True):
+    for found, u, scale, old in zip(started, given[0], scales, given[1], strict=True):
       if found is None:
         new = b1 * old + (1 - b1) * (u * scale / _LARGEST)
         direction = new * (_LARGEST / unbiased)
@@ -166,7 +166,7 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
   return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-class _Begun(NamedTuple):
+class _Started(NamedTuple):
   """The update of one moment before the basis of its subspace is known.
 
   Attributes:
@@ -189,7 +189,7 @@ class _Begun(NamedTuple):
   @classmethod
   def of(
     cls, matrix: _Matrix, direction: jax.Array, scale: jax.Array, factors: Factors, b1: float, count: jax.Array
-  ) -> "_Begun":
+  ) -> "_Started":
     rows, columns = matrix.of_factors(factors)
     rounded = matrix.matrices(direction).astype(jnp.bfloat16)
     length = jnp.linalg.norm(columns, axis=-2, keepdims=True)

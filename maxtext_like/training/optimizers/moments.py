@@ -37,7 +37,7 @@ class Moment:
   dtype: str
   signed: bool
 
-  def begun(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
+  def zeros(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
     """Return a moment of zeros in its stored form.
 
     Args:
@@ -49,14 +49,14 @@ class Moment:
       return dynamic8.zeros(x.shape, where, signed=self.signed)
     return jnp.zeros(x.shape, "float32" if self.dtype == "dynamic8" else self.dtype)
 
-  def stored(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
+  def encode(self, p: Param, x: jax.Array) -> jax.Array | Blocks:
     """Encode a float32 array, which is in blocks, to its stored form."""
     where = dynamic8.layout(p)
     if where and self.dtype == "dynamic8":
       return dynamic8.encode(x, where, signed=self.signed)
-    return _whole(p, x).astype("float32" if self.dtype == "dynamic8" else self.dtype)
+    return _from_blocks(p, x).astype("float32" if self.dtype == "dynamic8" else self.dtype)
 
-  def loaded(self, p: Param, x: jax.Array | Blocks) -> jax.Array:
+  def decode(self, p: Param, x: jax.Array | Blocks) -> jax.Array:
     """Decode the stored form to float32 in blocks."""
     where = dynamic8.layout(p)
     return dynamic8.decode(x, where, signed=self.signed) if where and isinstance(x, Blocks) else _in_blocks(p, x)
@@ -67,12 +67,14 @@ def _in_blocks(p: Param, x: Any) -> jax.Array:
   return dynamic8.in_blocks(x.astype(jnp.float32), where) if where else x.astype(jnp.float32)
 
 
-def _whole(p: Param, x: jax.Array) -> jax.Array:
+def _from_blocks(p: Param, x: jax.Array) -> jax.Array:
   where = dynamic8.layout(p)
-  return dynamic8.whole(x, where) if where else x
+  return dynamic8.from_blocks(x, where) if where else x
 
 
-def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: Tree) -> optax.GradientTransformation:
+def with_stored_moments(
+  inner: optax.GradientTransformation, moments: Sequence[Moment], spec: Tree
+) -> optax.GradientTransformation:
   """Wrap an elementwise transformation so that its moments are stored in the given form.
 
   Args:
@@ -85,8 +87,8 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
 
   def init(params: Tree) -> Any:
     state: Any = inner.init(params)
-    begun = lambda m: jax.tree.map(m.begun, spec, getattr(state, m.field))
-    return state._replace(**{m.field: begun(m) for m in moments})
+    zeros = lambda m: jax.tree.map(m.zeros, spec, getattr(state, m.field))
+    return state._replace(**{m.field: zeros(m) for m in moments})
 
   def update(grads: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
     del params
@@ -94,9 +96,9 @@ def kept(inner: optax.GradientTransformation, moments: Sequence[Moment], spec: T
 
     def one(p, grad, *stored):
       # Decode, update, and encode again, all in blocks.
-      loaded = {m.field: m.loaded(p, x) for m, x in zip(moments, stored, strict=True)}
-      direction, after = advance(_in_blocks(p, grad), state._replace(**loaded))
-      return _whole(p, direction), *(m.stored(p, getattr(after, m.field)) for m in moments)
+      decoded = {m.field: m.decode(p, x) for m, x in zip(moments, stored, strict=True)}
+      direction, after = advance(_in_blocks(p, grad), state._replace(**decoded))
+      return _from_blocks(p, direction), *(m.encode(p, getattr(after, m.field)) for m in moments)
 
     # Each leaf is updated separately, in pieces if it is large.
     trees = (structure.flatten_up_to(tree) for tree in (grads, *(getattr(state, field) for field in fields)))

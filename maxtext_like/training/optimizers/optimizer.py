@@ -16,7 +16,7 @@ from maxtext_like.layers.param import Param
 from maxtext_like.models.row_norms import largest_clipped
 from maxtext_like.training.optimizers.dynamic8 import Blocks, scale_sharding
 from maxtext_like.training.optimizers.low_rank_moment import Factors, factor_shardings
-from maxtext_like.training.optimizers.moments import Moment, kept
+from maxtext_like.training.optimizers.moments import Moment, with_stored_moments
 from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.optimizers.rule import Rule
 
@@ -66,7 +66,7 @@ class Optimizer:
     if self.in_pieces:
       first = [] if rule.first is None else [Moment(rule.first, self.mu_dtype, signed=True)]
       second = [] if rule.second is None else [Moment(rule.second, self.nu_dtype, signed=False)]
-      direction = kept(direction, first + second, self.spec)
+      direction = with_stored_moments(direction, first + second, self.spec)
     chain = [direction]
     if self.weight_decay:
       chain.append(optax.add_decayed_weights(self.weight_decay, mask=jax.tree.map(decays, self.spec)))

@@ -13,7 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.quantization.quantised import dynamic_map
-from maxtext_like.training.optimizers.dynamic8 import Blocks, Layout, decode, encode, in_blocks, layout, scale_sharding, whole
+from maxtext_like.training.optimizers.dynamic8 import (
+  Blocks,
+  Layout,
+  decode,
+  encode,
+  from_blocks,
+  in_blocks,
+  layout,
+  scale_sharding,
+)
 
 LENGTH = 24
 WHERE = Layout(-1, LENGTH)
@@ -41,14 +50,14 @@ def written(x: np.ndarray, signed: bool) -> np.ndarray:
 def coded(x):
   signed = encode(in_blocks(x, WHERE), WHERE, signed=True)
   unsigned = encode(in_blocks(jnp.abs(x), WHERE), WHERE, signed=False)
-  return {s: (c, whole(decode(c, WHERE, signed=s), WHERE)) for s, c in ((True, signed), (False, unsigned))}
+  return {s: (c, from_blocks(decode(c, WHERE, signed=s), WHERE)) for s, c in ((True, signed), (False, unsigned))}
 
 
 @KINDS
 def test_the_codes_are_those_of_the_table_and_of_bitsandbytes(signed):
   """bitsandbytes 0.50.2, ``create_dynamic_map(signed)`` in float32: all of its numbers, to 3e-7 of each."""
   every = Blocks(jnp.arange(256, dtype=jnp.uint8), jnp.ones(1))
-  found = jax.jit(lambda c: whole(decode(c, Layout(-1, 256), signed=signed), Layout(-1, 256)))(every)
+  found = jax.jit(lambda c: from_blocks(decode(c, Layout(-1, 256), signed=signed), Layout(-1, 256)))(every)
   np.testing.assert_allclose(found, table(signed), rtol=3e-7)
   if signed:
     np.testing.assert_allclose(found, dynamic_map(), rtol=3e-7)  # which is theirs to the bit
