@@ -59,7 +59,7 @@ class MemoryEstimate:
     activations: kept from the forward pass for the backward pass, and working memory.
     logits: logits of a chunk, and their gradient.
     dequantised: the largest quantised weight of a layer, dequantised for both passes at the same time.
-    gathered: on GPUs that shard the weights, the gathered weights of the largest part of a layer, and their float32 gradient
+    fetched: on GPUs that shard the weights, the gathered weights of the largest part of a layer, and their float32 gradient
       before it is scattered.
     host: bytes in host memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), which are not part of the
       total.
@@ -72,7 +72,7 @@ class MemoryEstimate:
   activations: int
   logits: int
   dequantised: int
-  gathered: int = 0
+  fetched: int = 0
   host: int = 0
 
   @property
@@ -267,7 +267,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     activations=activations,
     logits=logits,
     dequantised=dequantised,
-    gathered=_gathered_bytes(program) if platform == "gpu" else 0,
+    fetched=_gathered_bytes(program) if platform == "gpu" else 0,
     host=host + bytes_of(away),
   )
 
@@ -319,7 +319,7 @@ def _in_use_together(program: TrainProgram, gradient: Any, activations: int, log
 
 
 def _gathered_bytes(program: TrainProgram) -> int:
-  """Return the bytes of ``MemoryEstimate.gathered``."""
+  """Return the bytes of ``MemoryEstimate.fetched``."""
   parts: dict[str, int] = {}
   for weight in gathered_weights(program):
     if weight.part != TABLE:

@@ -116,7 +116,7 @@ def plan(config: Config, target: Target) -> Plan:
   else:
     classes["activations"] = min(kept, need.activations)
     classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits
-    classes["temporaries"] += need.dequantised + need.gathered
+    classes["temporaries"] += need.dequantised + need.fetched
   # Work and time: FLOPs, memory traffic, transfers and their roofline.
   t, decoder = config.training, program.model.decoder
   devices = target.devices

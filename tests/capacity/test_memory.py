@@ -153,11 +153,11 @@ def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():
 
 
 def test_gpus_that_share_out_weights_have_a_part_of_a_layer_whole():
-  assert on_gpus("gemma4-tiny").gathered == 0
-  layer = on_gpus("gemma4-tiny", "ici_fsdp_parallelism=2", "dtype=bfloat16", topology="h200-2").gathered
+  assert on_gpus("gemma4-tiny").fetched == 0
+  layer = on_gpus("gemma4-tiny", "ici_fsdp_parallelism=2", "dtype=bfloat16", topology="h200-2").fetched
   c = load_config("gemma4-tiny").config.model
   assert layer == 3 * c.emb_dim * c.mlp_dim * (2 + 4)
-  assert on_gpus("gemma4-tiny", "ici_fsdp_parallelism=1", "ici_data_parallelism=2", topology="h200-2").gathered == 0
+  assert on_gpus("gemma4-tiny", "ici_fsdp_parallelism=1", "ici_data_parallelism=2", topology="h200-2").fetched == 0
 
 
 @pytest.mark.slow
