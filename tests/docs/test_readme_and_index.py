@@ -57,6 +57,18 @@ def test_every_number_of_the_hardware_table_is_in_the_results():
       assert number == "" or re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d,]|\.\d)", results), (row, number)
 
 
+@pytest.mark.parametrize("guide", ["large-model-one-gpu", "lora-on-24-gb"])
+def test_every_measured_number_of_a_guide_is_in_the_results(guide):
+  results = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "results").glob("*.md"))
+  rows = re.findall(r"^\|.*\d GiB.*$|^\|.*\d GB \|.*$", (DOCS / f"guides/{guide}.md").read_text("utf-8"), flags=re.MULTILINE)
+  assert len(rows) >= 5
+  for row in rows:
+    numbers = re.findall(r"\| (\d+\.\d+) G", row) + re.findall(r"\| ([\d,]*\d) \|", row)
+    assert numbers, row
+    for number in numbers:
+      assert re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d,]|\.\d)", results), (row, number)
+
+
 def test_every_model_is_in_the_table_of_models():
   table = (DOCS / "reference/models.md").read_text(encoding="utf-8")
   for path in (ROOT / "configs/models").glob("*.yml"):
