@@ -51,7 +51,7 @@ CONTEXTS = {
   "lion": (*DENSE, "opt_type=lion", "lr_schedule_type=wsd", "gradient_clipping_threshold=0"),
   "adafactor": (*DENSE, "opt_type=adafactor", "scan_layers=false", "remat_policy=full"),
   "float16": (*DENSE, "dtype=float16", "optimizer_in_backward=true"),
-  "adapter": (*MIXED, "lora_rank=2"),
+  "adapter": (*DENSE, "lora_rank=2"),
 }
 
 
