@@ -24,7 +24,7 @@ WORDS += [
   "learning_rate=1e-3",
   "enable_tensorboard=false",
 ]
-WORDS += ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=1"]
+WORDS += ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2"]
 LORA = ["lora_rank=8", "lora_alpha=8", "lora_modules=[attention, mlp, experts]"]
 
 
