@@ -102,8 +102,8 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
   def step() -> Any:
     nonlocal state, known
     state, metrics = compiled(state, data, known)
-    known = metrics["known"]
-    looked_at = ("usual", "skipped", "moe_load_max")
+    known = metrics["magnitude_bound"]
+    looked_at = ("decided", "skipped", "moe_load_max")
     taken.append({name: metrics[name] for name in looked_at if name in metrics})  # on the device: nothing waits for them here
     return metrics
 

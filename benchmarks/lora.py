@@ -61,7 +61,7 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   for _ in range(steps + 2):
     begin = time.perf_counter()
     state, metrics = step(state, batch, known)
-    known = metrics["known"]
+    known = metrics["magnitude_bound"]
     losses.append(float(metrics["loss"]))  # waits for the step
     times.append(time.perf_counter() - begin)
     taken.append(metrics)

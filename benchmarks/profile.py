@@ -242,7 +242,7 @@ def measure(model: str, words: list[str], steps: int, out: Path) -> dict[str, An
     begin = time.perf_counter()
     for _ in range(count):
       state, metrics = compiled(state, data, known)
-      known = metrics["known"]
+      known = metrics["magnitude_bound"]
     jax.block_until_ready((state, metrics))
     milliseconds = (time.perf_counter() - begin) / count * 1e3
     require_updates([metrics])

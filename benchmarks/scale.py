@@ -98,7 +98,7 @@ def measure(words: Sequence[str], row: Row, groups: int, steps: int) -> tuple[li
     begin = time.perf_counter()
     for _ in range(steps if group else 2):
       state, metrics = compiled(state, data, known)
-      known = metrics["known"]
+      known = metrics["magnitude_bound"]
     loss = float(jax.block_until_ready(metrics)["loss"])  # of the last step, and so of all of them
     if group:
       seconds.append((time.perf_counter() - begin) / steps)

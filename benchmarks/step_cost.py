@@ -7,7 +7,7 @@ python benchmarks/step_cost.py gemma4-31b per_device_batch_size=1 --against fini
   flags     every float32 key of the precision section on; against all of them off
   gates     the same without float32_gate_product, whose "auto" is off in bfloat16
   finite    the step as it is, every update proved finite; against one that looks at loss and gradients only
-  look      the careful form of the step, which looks at an update that is not proved finite; against the same
+  look      the checked form of the step, which checks an update that is not proved finite; against the same
   numerics  numerics_every=1; against numerics_every=0
   dora      lora_dora=true, with a lora_rank among the words; against LoRA (not unless asked for)
 
@@ -38,12 +38,12 @@ from maxtext_like.models import row_norms
 from maxtext_like.training.step import train_step
 from maxtext_like.training.step.program import TrainProgram, make_program
 
-# What no parameter and no moment of a drawn state exceeds, as ``TrainProgram.lower_look`` would say: moments are zeros.
+# What no parameter and no moment of a drawn state exceeds, as ``TrainProgram.lower_check`` would say: moments are zeros.
 DRAWN = np.array([1e4, 1], np.float32)
 
 
-def lower(program: TrainProgram, *, checked: bool = True, careful: bool = False, platform: str | None = None) -> Any:
-  """The lowered step; not checked, one without the proof, the sums and the flags of what an update makes (with
+def lower(program: TrainProgram, *, proved: bool = True, checked: bool = False, platform: str | None = None) -> Any:
+  """The lowered step; if not proved, one without the proof, the sums and the flags of what an update makes (with
   ``optimizer_in_backward`` without the proof alone)."""
 
   def squares(tree):
@@ -51,10 +51,10 @@ def lower(program: TrainProgram, *, checked: bool = True, careful: bool = False,
     return row_norms.Squares(jnp.concatenate(rows), jnp.zeros(len(rows)))
 
   with ExitStack() as stack:
-    if not checked:
+    if not proved:
       stack.enter_context(mock.patch.object(train_step, "plain_squares", squares))
       stack.enter_context(mock.patch.object(train_step, "state_peaks", return_value=jnp.zeros(0)))
-    return program.lower_step(platform, careful=careful)
+    return program.lower_step(platform, checked=checked)
 
 
 def proof(program: TrainProgram) -> TrainProgram:
@@ -67,7 +67,7 @@ def proof(program: TrainProgram) -> TrainProgram:
       return jnp.ones((), bool), state
 
   optimizer = Proved(**{f.name: getattr(own, f.name) for f in dataclasses.fields(own)})
-  return dataclasses.replace(program, step=dataclasses.replace(program.step, optimizer=optimizer, careful=False))
+  return dataclasses.replace(program, step=dataclasses.replace(program.step, optimizer=optimizer, checked=False))
 
 
 def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, TrainProgram, TrainProgram]:
@@ -80,8 +80,8 @@ def pair(name: str, model: str, words: list[str], topology: str | None = None) -
   platform = "tpu" if topology else None
   if name in ("finite", "look"):
     program = build()
-    plain = lower(proof(program), checked=False, platform=platform)
-    return lower(program, careful=name == "look", platform=platform), plain, program, program
+    plain = lower(proof(program), proved=False, platform=platform)
+    return lower(program, checked=name == "look", platform=platform), plain, program, program
   on, off = key_pair(name, model, words, build)
   return lower(on, platform=platform), lower(off, platform=platform), on, off
 
@@ -118,7 +118,7 @@ def require_updates(steps: Sequence[Mapping[str, Any]]) -> None:
   """Raises RuntimeError if a step, of which these are the metrics, left its update out: what was timed is not training then.
 
   Waits for the steps: to be called when they have been timed."""
-  left_out = [i for i, found in enumerate(steps) if not found["usual"] or found["skipped"]]
+  left_out = [i for i, found in enumerate(steps) if not found["decided"] or found["skipped"]]
   if left_out:
     raise RuntimeError(f"what was timed is not training: {len(left_out)} of {len(steps)} steps left their update out")
 
@@ -137,10 +137,10 @@ def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, step
     for run, whose in compiled if i % 2 else compiled[::-1]:
       begin = clock()
       states[whose], metrics = run(states[whose], data, known[whose])
-      known[whose] = metrics["known"]
+      known[whose] = metrics["magnitude_bound"]
       jax.block_until_ready((states[whose], metrics))
       seconds.append(clock() - begin)
-      taken.append({name: metrics[name] for name in ("usual", "skipped")})
+      taken.append({name: metrics[name] for name in ("decided", "skipped")})
     added, without = seconds if i % 2 else seconds[::-1]
     if i >= 2:
       found.append(added / without)

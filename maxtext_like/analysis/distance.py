@@ -140,7 +140,7 @@ class Steps:
 
   def _train_step(self, config: Config) -> Callable[..., Any]:
     """Return the step of a run. It donates its state."""
-    return self.program(config).lower_step(careful=True).compile()
+    return self.program(config).lower_step(checked=True).compile()
 
   def _update(self, config: Config) -> Callable[..., Any]:
     """Return (parameters, gradients) -> (the trained parameters after the first update, the update in float32)."""

@@ -291,7 +291,7 @@ class Bisection:
         begin = time.perf_counter()
         run[1], metrics = run[0](run[1], self._batch, run[3])
         jax.block_until_ready((run[1], metrics))
-        run[3] = metrics["known"]
+        run[3] = metrics["magnitude_bound"]
         if turn:  # the first turn warms up
           run[2].append(time.perf_counter() - begin)
     return float(np.median(np.asarray(runs[0][2]) / np.asarray(runs[1][2])))

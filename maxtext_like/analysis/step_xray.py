@@ -30,7 +30,7 @@ from maxtext_like.numerics.xray import XRay, on_host, xray
 from maxtext_like.numerics.xray_report import Report
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import use_mesh
-from maxtext_like.training.loop.remedies import Spot, what_to_try
+from maxtext_like.training.loop.remedies import Spot, step_remedies
 from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import UNKNOWN, Batch, State
 
@@ -76,7 +76,7 @@ def step_xray(program: TrainProgram, *, everything: bool = False) -> XRay:
 
   def looked_at(state, batch):
     _, metrics = step(state, batch, jnp.asarray(UNKNOWN))
-    measures = ("finite", "known", "watched", "grad_norm", "param_norm")
+    measures = ("finite", "magnitude_bound", "watched", "grad_norm", "param_norm")
     floats = {name: x for name, x in metrics.items() if name not in measures and jnp.issubdtype(x.dtype, jnp.floating)}
     return floats | {"watched": metrics["watched"]}
 
@@ -335,7 +335,7 @@ def remedies(config: Config, cause: Cause) -> list[str]:
   if cause.op == "input":
     return []
   spot = Spot(frozenset(cause.path.split("/")), cause.direction, cause.dtype)
-  return what_to_try(config, spot.failed, spot)
+  return step_remedies(config, spot.failed, spot)
 
 
 def cause_lines(config: Config, report: Report) -> str:

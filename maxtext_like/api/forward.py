@@ -229,7 +229,7 @@ def evaluator(
   import numpy as np
 
   from maxtext_like.api.forward_layer import ForwardLayer
-  from maxtext_like.training.step.module_api import make_apply
+  from maxtext_like.training.step.program import make_apply
 
   layer = ForwardLayer(weights.decoder, padding_idx=config.model.pad_token_id)
   apply = make_apply(layer, config.training.module_api)

@@ -81,13 +81,13 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
     RetryableError: a failure that may not repeat; call again.
   """
   from maxtext_like.training.loop.progress import Progress
-  from maxtext_like.training.run.preflight import first_look, run_directory
+  from maxtext_like.training.run.preflight import preflight, run_directory
 
   require_shown(progress)
   loaded = load_config(config, *words(overrides, keys, train))
   found = run_directory(loaded.config)
   directory, url = found.path, found.url
-  if (finished := first_look(loaded)) is not None:
+  if (finished := preflight(loaded)) is not None:
     with Progress(0, 1, progress) as shown:
       shown.say(finished)
     return Run(directory, finished, url)

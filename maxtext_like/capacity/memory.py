@@ -257,7 +257,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
   elif platform == "gpu":
     if program.adapter is None and t.gradient_accumulation_steps == 1:
       activations, logits, copies = _in_use_together(program, gradient, activations, logits)
-    if program.step.optimizer.rule.whole and program.step.careful:
+    if program.step.optimizer.rule.whole and program.step.checked:
       copies = max(copies, bytes_as(jnp.float32, gradient) - activations - logits)
   return MemoryEstimate(
     parameters=bytes_of(state["params"], numbers),

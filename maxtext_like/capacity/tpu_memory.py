@@ -57,7 +57,7 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     backward += read[fullest] + max(w.assembly_bytes for w in own) + _gradients(program, [w for w in own if w.trained])
   rows = _rows_added(program, placed.get("ple", {}).get("table"))
   behind = need.gradients + _in_both_dtypes(placed.get("embedding", {}), 4) + rows
-  if program.step.optimizer.rule.whole and program.step.careful and not program.config.training.optimizer_in_backward:
+  if program.step.optimizer.rule.whole and program.step.checked and not program.config.training.optimizer_in_backward:
     behind = max(behind, need.gradients + _in_both_dtypes(trained, 0) + rows)
   return int(max(loss, backward, behind))
 

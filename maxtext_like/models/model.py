@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from maxtext_like.config.schema import Config
@@ -145,11 +144,6 @@ class Model:
     places = self.batch_sharding.addressable_devices_indices_map((rows,)).values()
     own = frozenset(row for place in places if place is not None for row in range(rows)[place[0]])
     return None if len(own) == rows else own
-
-  def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Put a complete batch on the mesh as global arrays. Each process copies only the rows that belong to its devices."""
-    sharding = self.batch_sharding
-    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
 
 
 def placed(spec: Any, mesh: Mesh, rules: Rules) -> Any:

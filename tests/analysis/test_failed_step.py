@@ -22,9 +22,10 @@ from maxtext_like.storage import Place
 from maxtext_like.training.loop.divergence import Divergence
 from maxtext_like.training.loop.finiteness import FinitenessGuard
 from maxtext_like.training.loop.loop import Loop
-from maxtext_like.training.loop.stepper import Stepper
+from maxtext_like.training.loop.saving import Saver
 from maxtext_like.training.step import loss_scale
 from maxtext_like.training.step.initial_state import read_state
+from maxtext_like.training.step.program import Stepper
 from maxtext_like.training.step.trainable import select
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
@@ -63,7 +64,7 @@ def toy_loop(config, place: Path) -> Any:
   program: Any = SimpleNamespace(
     config=config,
     place=lambda batch: batch,
-    stored=lambda state: state,
+    checkpoint_state=lambda state: state,
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=()),
   )
   quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False, requested=None)
@@ -126,23 +127,23 @@ def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, cau
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, waits):
-  """The third step does nothing, and the one that may have been started behind it: the losses are those of careful steps."""
+  """The third step does nothing, and the one that may have been started behind it: the losses are those of checked steps."""
 
   def losses(usual):
     loop = toy_loop(toy_config(*words), tmp_path)
-    rows, careful = [], loop.stepper.step
+    rows, checked = [], loop.stepper.step
     loop.files.row = rows.append
-    loop.program.lower_step = lambda careful: SimpleNamespace(compile=lambda: step_again)
+    loop.program.lower_step = lambda checked: SimpleNamespace(compile=lambda: step_again)
     taken, again = [], []
 
     def step_again(state, batch, known):
       assert np.isinf(known).all()
       again.append(int(state["step"]))
-      return careful(state, batch, known)
+      return checked(state, batch, known)
 
     def step(state, batch, known):
       taken.append(int(state["step"]))
-      return (usual or careful)(state, batch, jnp.full(2, jnp.inf) if taken == [0, 1, 2] else known)
+      return (usual or checked)(state, batch, jnp.full(2, jnp.inf) if taken == [0, 1, 2] else known)
 
     loop.stepper.step = step
     loop.run(0)
@@ -151,7 +152,7 @@ def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, wa
   words = ["opt_type=sgd", "finite_check_steps=0", "steps=6", f"max_skipped_steps={1 if waits else 3}"]
   form, _ = toy_step(toy_config(*words), decoder=toy_decoder())
   expected, _, _, never = losses(None)
-  found, steps, taken, again = losses(jax.jit(dataclasses.replace(form, careful=False)))
+  found, steps, taken, again = losses(jax.jit(dataclasses.replace(form, checked=False)))
   assert found == expected
   assert steps == [1, 2, 3, 4, 5, 6]
   assert not never
@@ -172,18 +173,18 @@ def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
   loop.stepper.step = spoilt
   with pytest.raises(NonFiniteError, match=r"(?s)first trace.embedding.table after an update .*no replay") as error:
     loop.run(0)
-  assert "not finite before it" in str(error.value)
+  assert "already non-finite before the step" in str(error.value)
   assert not caught
 
 
-def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path):
+def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path, monkeypatch):
   """The steps only prove it finite; memory that changes behind them is found by reading it."""
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
   step, saved = loop.stepper.step, []
   loop.manager = SimpleNamespace(
     due=lambda n: n % 2 == 0, poll=lambda: None, save=lambda n, *_, **__: saved.append(n), complete_steps=lambda: saved
   )
-  loop._extra = dict
+  monkeypatch.setattr(Saver, "_extra", dict)
 
   def forgets(state, batch, known):
     state, metrics = step(state, batch, known)
@@ -222,7 +223,7 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   config = toy_config(*OVERFLOWING)
   _, state = toy_step(config)
   begun = {"loss_scale": loss_scale.initial(config.training.loss_scale_init)}
-  completed = lambda stored, weights: begun | stored  # as of a ``TrainProgram``
+  completed = lambda checkpoint_state, weights: begun | checkpoint_state  # as of a ``TrainProgram``
   program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), adapter=None, completed=completed)
   with pytest.raises(UserError, match="no failed step\n"):
     failed_step.find(run)
@@ -234,7 +235,10 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   jax.tree.map(np.testing.assert_array_equal, read_state(kept.state, program), state)
   wide = {name: x for name, x in state.items() if name != "loss_scale"}
   as_float32: Any = SimpleNamespace(
-    config=toy_config("opt_type=sgd"), abstract_state=shapes(wide), adapter=None, completed=lambda stored, weights: stored
+    config=toy_config("opt_type=sgd"),
+    abstract_state=shapes(wide),
+    adapter=None,
+    completed=lambda checkpoint_state, weights: checkpoint_state,
   )
   assert "loss_scale" not in read_state(kept.state, as_float32)
   failed_step.keep(as_float32, run / "failed_step", 1, wide, toy_batch(), "why")

@@ -29,7 +29,7 @@ def test_documents_begin_where_the_other_side_s_do():
 
 
 def test_steps_that_left_their_update_out_are_no_training():
-  step = lambda usual, skipped: {"usual": np.bool_(usual), "skipped": np.bool_(skipped)}
+  step = lambda decided, skipped: {"decided": np.bool_(decided), "skipped": np.bool_(skipped)}
   require_updates([step(True, False)] * 3)
   with pytest.raises(RuntimeError, match="2 of 3 steps left their update out"):
     require_updates([step(True, False), step(False, True), step(True, True)])

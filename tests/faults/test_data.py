@@ -88,7 +88,7 @@ def test_files_to_evaluate_on_that_go_cost_no_step(train, records):
   other.write_bytes(records.read_bytes())
   keys = {"dataset": "jsonl", "dataset_path": records, "eval_path": other, "eval_interval": 20, "eval_steps": 2}
   process = train.start("a", **keys, **ENDLESS)
-  train.wait_for(r"data    400 documents train, 400 evaluate \(of eval_path\)", process)
+  train.wait_for(r"data    400 training documents, 400 evaluation documents .*eval_path", process)
   train.wait_for(r"step +20 of", process)
   other.unlink()
   assert process.wait() == 2, train.log.read_text()

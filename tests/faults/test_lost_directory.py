@@ -19,9 +19,7 @@ def test_removed_while_it_trains(train):
   while run.exists():  # a step that is being saved may fall into the removal
     subprocess.run(["rm", "-rf", run], check=False)
   assert process.wait(timeout=240) == 42, train.log.read_text()
-  said = (
-    rf"run directory {re.escape(str(run))}: (it was removed or renamed|its run.lock was removed) while this run was going on"
-  )
+  said = rf"run directory {re.escape(str(run))}: (it was removed or renamed|its run.lock was removed) "
   assert re.search(said, train.log.read_text())  # the lock may go first
   assert "Traceback" not in train.log.read_text()
   made_again = {str(path.relative_to(run)) for path in run.rglob("*")} if run.exists() else set()
@@ -52,7 +50,7 @@ def test_lost_and_brought_back(train, tmp_path):
   shutil.rmtree(run)
   code, text = train.run("a", **keys)
   assert code == 0, text
-  assert f"mirror  step 30 copied back from checkpoint_mirror {tmp_path}/mirror, its newest one" in text
+  assert f"mirror  copied back step 30, the newest in checkpoint_mirror {tmp_path}/mirror" in text
   assert "already at step 30 of 30" in text
   assert_bitwise_equal(train.state("a", 30), whole)
   # Checkpoints that are lost from a directory that knows of them come back too, and the run goes on.
@@ -79,7 +77,8 @@ def test_restarted_without_progress(train):
     process.wait()
   code, text = train.run("a", max_restarts_without_progress=1)
   assert code == 3, text
-  assert "started 2 times in a row without one new checkpoint, none was ever saved" in text
+  assert "started 2 times in a row without a new checkpoint" in text
+  assert "max_restarts_without_progress=1" in text
   assert "remove" in text
   (train.output_dir / "a" / "restarts.json").unlink()
   code, text = train.run("a", max_restarts_without_progress=1, steps=10)

@@ -67,7 +67,9 @@ def test_in_the_optimizer_it_is_named_and_not_saved(trained, moment, value, repl
   plant(runs, run, with_number(state, f"['opt_state'][0].{moment}{DOWN}", value))
   code, text = runs.run(run, steps=9, replay_failed_step=str(replayed).lower())
   assert code == 3, text
-  assert f"step 6: non-finite optimizer state in 1 of 56 arrays, first {moment}.layers.1.mlp.down, before the step" in text
+  assert (
+    f"step 6: non-finite optimizer state in 1 of 56 arrays, first {moment}.layers.1.mlp.down already before the step" in text
+  )
   assert (f"first cause: optimizer state {moment}.layers.1.mlp.down (an input) contains 1 " in text) == replayed
   assert "learning_rate" not in text.split("what to try")[1].splitlines()[0]
   assert runs.complete(run) == [4, 5]

@@ -39,7 +39,7 @@ def test_the_run_goes_back_past_the_documents(poisoned):
   found = json.loads((runs.output_dir / "whole" / "spikes.json").read_text())
   assert found
   assert all(spike["back_to"] == found[0]["back_to"] for spike in found)
-  assert text.count("; back to step ") == len(found)
+  assert text.count("Rolled back to step ") == len(found)
   first, last = found[0]["documents"][0], found[-1]["documents"][1]
   assert first <= POISONED[0]
   assert last >= POISONED[-1]
@@ -55,7 +55,7 @@ def test_the_run_goes_back_past_the_documents(poisoned):
 def test_killed_after_going_back_it_ends_as_the_one_that_was_not(poisoned):
   runs, _ = poisoned
   process = runs.start("killed")
-  runs.wait_for(r"; back to step \d+.*\n(.*\n)*step +\d+ of 70", process)
+  runs.wait_for(r"Rolled back to step \d+.*\n(.*\n)*step +\d+ of 70", process)
   process.kill()
   assert process.wait() == -signal.SIGKILL
   code, text = runs.run("killed")
@@ -90,5 +90,6 @@ def test_what_does_not_help_ends_with_exit_code_3_and_the_checkpoint(poisoned):
   runs, _ = poisoned
   code, text = runs.run("endless", max_spike_rollbacks=1, spike_factor=1.02)
   assert code == 3, text
-  assert "times already (max_spike_rollbacks), and other data did not help" in text
+  assert "was already rolled back to step" in text
+  assert "max_spike_rollbacks=1" in text
   assert runs.complete("endless")

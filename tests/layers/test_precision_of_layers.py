@@ -14,7 +14,7 @@ from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import Context, Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.precision import Precision
-from maxtext_like.training.step.module_api import make_apply
+from maxtext_like.training.step.program import make_apply
 from tests.layers.conftest import FAMILIES
 from tests.layers.test_decoder import QUICK, UNOPTIMISED, objective
 

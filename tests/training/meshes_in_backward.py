@@ -23,12 +23,12 @@ def descend(model: str, words: list[str], devices: int) -> list[float]:
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   with use_mesh(program.model.mesh):
     state, batch, losses = program.lower_init().compile()(np.uint32(1)), program.place(batch_of(program)), []
-    step, look = program.lower_step().compile(), program.lower_look().compile()
-    known = look(state["params"], state["opt_state"])["known"]
+    step, look = program.lower_step().compile(), program.lower_check().compile()
+    known = look(state["params"], state["opt_state"])["magnitude_bound"]
     for _ in range(3):
       state, metrics = step(state, batch, known)
-      known = metrics["known"]
-      assert metrics["usual"], "not a step, but one that has to be taken again"
+      known = metrics["magnitude_bound"]
+      assert metrics["decided"], "not a step, but one that has to be taken again"
       losses.append(float(metrics["loss"]))
   return losses
 

@@ -33,7 +33,7 @@ def descend(kind: str, words: list[str], devices: int, folder: str, name: str, b
   found: dict[str, Any] = {"losses": []}
   with use_mesh(program.model.mesh):
     state, batch = program.lower_init().compile()(np.uint32(1)), program.place(batch_of(program))
-    step = program.lower_step(careful=True).compile()
+    step = program.lower_step(checked=True).compile()
     if before is not None:
       with CheckpointManager(f"{folder}/{before}") as manager:
         restored = manager.restore(program.abstract_state)

@@ -51,11 +51,11 @@ def losses_and_state(config: Config, devices: int | None = None, rows: int | Non
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[:devices]))
   state = program.lower_init().compile()(np.uint32(1))
   begun = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-  step = program.lower_step(careful=True).compile()
+  step = program.lower_step(checked=True).compile()
   out, known = [], UNKNOWN
   for batch in batches(program.global_batch if rows is None else rows):
     state, metrics = step(state, program.place(batch), known)
-    known = metrics["known"]
+    known = metrics["magnitude_bound"]
     out += [float(metrics["loss"]), float(metrics["grad_norm"])]
   return out, begun
 

@@ -70,7 +70,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(place, capsys):
   words = (f"init_from={place}/base", *TABLE, "base_weights=nf4", "dtype=float16")
   assert train(place, "parts", *words, "steps=2") == 0
   assert train(place, "parts", *words, "steps=4") == 0
-  assert "; embedding.table trained whole\n" in capsys.readouterr().out
+  assert "; embedding.table trained completely\n" in capsys.readouterr().out
   one, other = (load_file(export(place / name, place / f"of-{name}")) for name in ("whole", "parts"))
   assert one.keys() == other.keys()
   for name, array in one.items():

@@ -27,7 +27,7 @@ def run(model: str, *words: str, spoil=lambda params: params):
   state["params"] = spoil(state["params"])
   params = jax.tree.map(np.asarray, state["params"])
   batch = batches(program.global_batch)[0]
-  _, metrics = program.lower_step(careful=True).compile({"xla_backend_optimization_level": 0})(
+  _, metrics = program.lower_step(checked=True).compile({"xla_backend_optimization_level": 0})(
     state, program.place(batch), UNKNOWN
   )
   return program, params, batch, jax.device_get(metrics)

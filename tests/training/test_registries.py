@@ -21,7 +21,7 @@ from maxtext_like.layers.kernels import names
 from maxtext_like.models import registry
 from maxtext_like.training import objectives, optimizers
 from maxtext_like.training.objectives import language_modelling
-from maxtext_like.training.run.banner import introduction, shares
+from maxtext_like.training.run.banner import banner, shares
 from maxtext_like.training.step.program import make_program
 
 SMALL = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "dataset=synthetic", "max_target_length=8"]
@@ -87,7 +87,7 @@ def test_the_key_chooses_the_objective_and_the_start_line_tells_it(monkeypatch):
   for c, kind in ((config, language_modelling.LanguageModelling), (other, Other)):
     program = make_program(c)
     assert type(program.objective) is kind
-    lines = introduction(program, "run", memory.estimate(program), None).splitlines()
+    lines = banner(program, "run", memory.estimate(program), None).splitlines()
     told += [line for line in lines if line.startswith("batch")]
   assert told[0].endswith(", adamw")
   assert told[1] == f"{told[0]}, other"

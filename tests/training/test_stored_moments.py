@@ -30,7 +30,7 @@ def toy(monkeypatch):
   step, state = toy_step(toy_config(*EIGHT, "adam_weight_decay=0.1"))
   state, metrics = step(state, toy_batch(1), UNKNOWN)
   assert isinstance(state["opt_state"][0].mu["stack_0"]["layer_0"]["kernel"], Blocks)
-  return step, state, metrics["known"]
+  return step, state, metrics["magnitude_bound"]
 
 
 def test_an_update_that_is_not_finite_leaves_codes_and_scales_as_they_were(toy):
@@ -60,8 +60,8 @@ def test_what_is_known_of_moments_is_no_less_than_the_largest_of_them(toy):
   step, state, known = toy
   for seed in range(4):
     state, metrics = step(state, toy_batch(seed), known)
-    known = metrics["known"]
-    assert bool(metrics["usual"])
+    known = metrics["magnitude_bound"]
+    assert bool(metrics["decided"])
     scales = [x for x in jax.tree.leaves(state["opt_state"]) if x.dtype == jnp.float32]
     assert 0 < max(float(x.max()) for x in scales) <= float(known[1])
 

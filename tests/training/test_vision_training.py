@@ -77,7 +77,7 @@ def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(tmp_path: 
   # The shapes of the golden images are not those of whole squares of patches: the step takes what it is given.
   batch = {name: jax.numpy.asarray(array) for name, array in golden_batch(case, program.config).items()}
   params = load_hugging_face(GOLDEN / case / "checkpoint", program.model.decoder)
-  step = jax.jit(dataclasses.replace(program.step, careful=True), compiler_options=QUICK)
+  step = jax.jit(dataclasses.replace(program.step, checked=True), compiler_options=QUICK)
   state, metrics = step(program._around(params, jax.numpy.uint32(0)), batch, UNKNOWN)
   with np.load(GOLDEN / case / "outputs.npz") as expected:
     np.testing.assert_allclose(metrics["loss"], expected["fp32.base.loss"], rtol=0, atol=1e-5)
@@ -172,13 +172,13 @@ def steps_of(program: TrainProgram, batch: dict, count: int) -> tuple[dict, dict
   """Parameters before and after so many steps on the same batch."""
   state = program.lower_init().compile(compiler_options=QUICK)(np.uint32(0))
   # The run's own form, compiled once: what jax.jit is given in the second step lies elsewhere than in the first.
-  step, known = program.lower_step(careful=True).compile(compiler_options=QUICK), UNKNOWN
+  step, known = program.lower_step(checked=True).compile(compiler_options=QUICK), UNKNOWN
   before = jax.tree.map(np.array, state["params"])  # a copy: the step takes the state's memory
   for _ in range(count):
     state, metrics = step(state, batch, known)
     assert np.isfinite(metrics["loss"])
     assert not metrics["skipped"]
-    known = metrics["known"]
+    known = metrics["magnitude_bound"]
   return before, jax.tree.map(np.asarray, state["params"])
 
 

@@ -102,13 +102,13 @@ def toy_step(config: Config, chunks: int = 1, decoder: Any = None) -> tuple[Any,
 
 @jax.jit
 def toy_look(params: Any, opt_state: Any) -> dict[str, jax.Array]:
-  """``TrainProgram.lower_look`` of a toy, all of whose parameters but the biases are trained."""
+  """``TrainProgram.lower_check`` of a toy, all of whose parameters but the biases are trained."""
   layer = {**params["stack_0"]["layer_0"], "bias": None}
   parameters, optimizer = row_peaks(params), state_peaks(opt_state, params | {"stack_0": {"layer_0": layer}})
   known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
   norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params)))
   finite = {"state_parameters": jnp.isfinite(parameters), "state_optimizer": jnp.isfinite(optimizer)}
-  return {"known": known, "param_norm": norm} | finite
+  return {"magnitude_bound": known, "param_norm": norm} | finite
 
 
 def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:

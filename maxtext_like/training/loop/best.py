@@ -1,4 +1,4 @@
-"""The best of a run by its held-out loss: which step it was, and how long nothing has been better."""
+"""Tracks the best evaluation loss of a run for ``keep_best`` and early stopping."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,15 @@ EXTRA = "best"  # name in a checkpoint's extra values
 
 @dataclass
 class Best:
-  """Watches the evaluations of a run. Its state is part of every checkpoint: a run in pieces counts as one that never stopped.
+  """Records the evaluations of a run. Its state is part of every checkpoint, so interruptions do not change its decisions.
 
   Attributes:
-    patience: evaluations in a row without a better one, after which the run ends; 0: it never does for that.
-    threshold: by how much a loss has to be below the best one for the wait to begin anew.
-    step: of the lowest loss; None: there was none that is finite.
-    loss: the lowest.
-    waited: evaluations since one was lower by more than the threshold.
-    evaluated: the newest step that was evaluated.
+    patience: number of evaluations in a row without improvement after which the run ends; 0 turns early stopping off.
+    threshold: minimum decrease of the loss that counts as an improvement.
+    step: step with the lowest loss; None if no loss was finite so far.
+    loss: the lowest loss.
+    waited: number of evaluations since the last improvement.
+    evaluated: newest step that was evaluated.
   """
 
   patience: int = 0
@@ -31,11 +31,11 @@ class Best:
 
   @classmethod
   def of(cls, training: TrainingConfig) -> "Best":
-    """As configured."""
+    """Return an empty record with the configured patience and threshold."""
     return cls(training.early_stopping_patience, training.early_stopping_threshold)
 
-  def look(self, step: int, loss: float) -> None:
-    """Takes note of an evaluation. A loss that is not a number is never better."""
+  def observe(self, step: int, loss: float) -> None:
+    """Record an evaluation. A NaN loss is never an improvement."""
     self.evaluated = step
     self.waited = 0 if loss < self.loss - self.threshold else self.waited + 1
     if loss < self.loss:
@@ -43,34 +43,35 @@ class Best:
 
   @property
   def exhausted(self) -> bool:
-    """Nothing was better for as long as the run was to wait."""
+    """True if the run has waited ``patience`` evaluations for an improvement."""
     return 0 < self.patience <= self.waited
 
   def why_stopped(self, step: int, steps: int) -> str:
-    """What a run says that ends early, after ``step`` of ``steps``."""
+    """Return the line that explains why the run ended after ``step`` of ``steps`` steps."""
     lowest = f"the lowest is {self.loss:.4f} after step {self.step}" if self.step is not None else "none was finite"
     by = f" by more than {self.threshold:g}" if self.threshold else ""
     count = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
     return f"stopped early at step {step} of {steps}: eval_loss has not fallen{by} in {count}, {lowest}"
 
   def get_state(self) -> dict[str, Any]:
-    """What a checkpoint keeps; JSON."""
+    """Return the state for a checkpoint, as JSON."""
     loss = None if self.step is None else self.loss
     return {"step": self.step, "eval_loss": loss, "waited": self.waited, "evaluated": self.evaluated}
 
   def set_state(self, state: dict[str, Any] | None, step: int) -> None:
-    """Goes on as the checkpoint of a step had it; None: that kept nothing, so what comes next is the first."""
+    """Continue from the state in the checkpoint of ``step``. None: it stored none, so the next evaluation is the first."""
+    # A checkpoint of an earlier version or without evaluations has no state.
     state = state or {"step": None, "eval_loss": None, "waited": 0, "evaluated": step}
     self.step, self.waited, self.evaluated = state["step"], state["waited"], state["evaluated"]
     self.loss = float("inf") if self.step is None else state["eval_loss"]
 
 
 def stopped_early(newest: Manifest, training: TrainingConfig) -> str | None:
-  """Why a run with this newest checkpoint has ended early; None: it has not, or is to wait longer now.
+  """Return why the run with this newest checkpoint ended early, or None if it did not end early or patience was raised.
 
   Args:
-    newest: the checkpoint's manifest.
-    training: the ``training:`` section of whoever asks.
+    newest: manifest of the checkpoint.
+    training: the current ``training:`` section.
   """
   best = Best.of(training)
   best.set_state(newest.extra.get(EXTRA), newest.step)

@@ -1,8 +1,9 @@
 """Divergence: losses and parameter norms that explode, and whether a run leaves weights that can be used.
 
 The loop shows each step to a ``Divergence``, which reports a rise by an order of magnitude and judges the run at its end.
-Its state is part of every checkpoint, so a resumed run compares with the first loss of all, and a finished run and an export
-are judged from the manifest alone, without JAX.
+The loop passes each step to a ``Divergence``, which reports a rise by an order of magnitude and judges the run at its end. Its
+state is part of every checkpoint, so a resumed run compares with the first loss of all, and finished runs and exports are
+judged from the manifest alone, without JAX.
 """
 
 import math
@@ -40,13 +41,13 @@ RECENT_STEPS = 20  # steps after a rise in which a non-finite number is explaine
 
 @dataclass
 class History:
-  """The losses of a run that a checkpoint stores, and the judgement on its weights.
+  """The losses of a run that a checkpoint stores, and the judgment on its weights.
 
   Attributes:
     first: loss of the first step; None before it.
     last: losses of the newest applied steps, without the first step.
     skipped: steps in a row, up to the newest one, whose updates were not applied.
-    overflowed: all of these were float16 overflows of gradients.
+    overflowed: True if all of these were float16 overflows of gradients.
     final: loss of the weights that the last step left; None while the run continues.
     first_norm: parameter norm before the first step; None if it is not known.
     norm: parameter norm after the newest applied step.
@@ -62,7 +63,7 @@ class History:
 
   @classmethod
   def from_json(cls, state: dict[str, Any] | None) -> "History":
-    """Returns the history that a checkpoint stores; an empty one for None, as earlier versions stored none."""
+    """Returns the history that a checkpoint stores. None gives an empty one, because earlier versions stored none."""
     if state is None:
       return cls()
     final = state["final"]
@@ -76,10 +77,11 @@ class History:
     """Records a step.
 
     Args:
-      loss: loss of the step; None if its batch had no targets, so that its loss of 0 says nothing about the weights.
+      loss: loss of the step; None if its batch had no targets, so that its loss of 0 has no meaning.
       skipped: the update was not applied.
       overflow: it was skipped because float16 gradients overflowed.
     """
+    # The loss of the final weights is measured again at the end of each run.
     self.final = None
     self.overflowed = skipped and overflow and (self.overflowed or not self.skipped)
     self.skipped = self.skipped + 1 if skipped else 0
@@ -97,23 +99,27 @@ class History:
 
   @property
   def high(self) -> float | None:
-    """The last finite loss if it is far above the first one, else None."""
+    """The last finite loss if it is far above the first one, otherwise None."""
+    # The loss of the final weights counts as the newest one.
     final = [self.final] if self.final is not None and math.isfinite(self.final) else []
     last = [*self.last, *final][-LAST:]
     if self.first is None or not last:
       return None
+    # Either all recent losses are high, or the last one alone is extreme.
     stays = min(last) > max(self.first + ABOVE, self.first * ABOVE_FACTOR)
     exploded = last[-1] > max(self.first + EXPLODED, self.first * EXPLODED)
     return last[-1] if stays or exploded else None
 
   def reasons(self, step: int) -> list[str]:
-    """Why the weights after ``step`` finished steps are not usable; empty if they are."""
+    """Reasons why the weights after ``step`` finished steps are not usable; empty if they are usable."""
     found = []
+    # The last updates were rejected.
     if self.skipped >= (OVERFLOWS if self.overflowed else 1):
       last = f"the last {self.skipped} steps ({step - self.skipped + 1} to {step}) were"
       found.append(f"{last if self.skipped > 1 else f'the last step ({step}) was'} skipped because of non-finite numbers")
     if self.final is not None and not math.isfinite(self.final):
       found.append(f"a forward pass of the final weights on the last batch gives loss {self.final}")
+    # Losses or parameters that have grown too far.
     if (high := self.high) is not None:
       found.append(f"the last finite loss is {high:.4g}, far above {self.first:.4g} at the first step")
     if self.norm is not None and self.first_norm and self.norm > GROWN * self.first_norm:
@@ -160,12 +166,13 @@ class Divergence:
     Args:
       step: number of the step, starting at 1.
       metrics: metrics of the step, as Python numbers.
-      norm_before: norm of the parameters that the run, or this part of it, began with; None if it is not known.
+      norm_before: parameter norm before the first step of this process; None if unknown.
       overflow: the step was skipped because float16 gradients overflowed.
 
     Returns:
       A line if the loss or the parameter norm rose by an order of magnitude in this step.
     """
+    # Compare with the newest loss, and with the parameter norm before this step.
     loss, norm, skipped = metrics["loss"], metrics["param_norm"], bool(metrics["skipped"])
     rises, before = [], self.history.newest
     if before is not None and math.isfinite(loss) and loss > RISE * max(before, 1.0):
@@ -175,11 +182,13 @@ class Divergence:
     before = norm_before if self._norm is None else self._norm
     if not skipped and before and math.isfinite(norm) and norm > RISE * before:
       rises.append(f"the parameter norm rose from {before:.4g} to {norm:.4g}")
+    # Record the step.
     self.history.add(loss if metrics["tokens"] else None, skipped=skipped, overflow=overflow)
     if not skipped:
       self._norm, self.history.norm = norm, min(norm, LARGEST)
     if not rises:
       return []
+    # Report the first few rises only.
     self._rose_at = step
     self._reported += 1
     if self._reported > REPORTED_RISES:
@@ -197,12 +206,12 @@ class Divergence:
     return NonFiniteError(error.what, [first, *(remedy for remedy in error.remedies if remedy != first)], error.notes)
 
   def failure(self, step: int, kept: str | None, best: int | None) -> NonFiniteError | None:
-    """The error that ends a run whose weights are not usable; None if they are.
+    """Return the error that ends a run whose weights are not usable, or None.
 
     Args:
-      step: the last one.
-      kept: where it was saved; None if it was not.
-      best: the step with the lowest held-out loss, if there is a checkpoint of it.
+      step: the last step.
+      kept: path of its checkpoint; None if it was not saved.
+      best: step with the lowest evaluation loss, if its checkpoint was kept.
     """
     if not (reasons := self.history.reasons(step)):
       return None
@@ -212,16 +221,16 @@ class Divergence:
 
 
 def reasons_of(stored: Manifest) -> list[str]:
-  """Why the weights of a checkpoint are not usable, by what its run knew when it saved them; empty if they are."""
+  """Reasons why the weights of a checkpoint are not usable, from the history that it stores; empty if they are usable."""
   return History.from_json(stored.extra.get(EXTRA)).reasons(stored.step)
 
 
 def failed_run(what: str, reasons: list[str], config: Config, *other: str) -> NonFiniteError:
-  """The error that ends a run whose weights are not usable.
+  """Return the error that ends a run whose weights are not usable.
 
   Args:
-    what: run and step.
-    reasons: as of ``History.reasons``.
+    what: the run and its last step.
+    reasons: as from ``History.reasons``.
     config: configuration of the run.
     other: further remedies.
   """
@@ -241,8 +250,9 @@ def lower_rate(training: TrainingConfig) -> str:
 
 
 def after_a_rise(config: Config) -> list[str]:
-  """Remedies after a loss or a parameter norm that rose by an order of magnitude in one step, the likeliest cause first."""
+  """Remedies after a loss or parameter norm that rose by an order of magnitude in one step, the most likely cause first."""
   t = config.training
+  # A high learning rate is the most likely cause, missing warm-up or clipping the next ones.
   found = [lower_rate(t)]
   if t.warmup_steps_fraction == 0:
     found.append("warmup_steps_fraction=0.1")

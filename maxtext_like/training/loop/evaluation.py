@@ -1,4 +1,4 @@
-"""The held-out loss of a run."""
+"""Computes the evaluation loss of a run."""
 
 import math
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from maxtext_like.data.loader import DataSource
 from maxtext_like.sharding import processes
 from maxtext_like.training.loop.goodput import Goodput
 from maxtext_like.training.loop.progress import Progress
-from maxtext_like.training.loop.signals import StopAsked, StopRequest
+from maxtext_like.training.loop.signals import StopRequest, StopRequested
 from maxtext_like.training.loop.watchdog import Watchdog
 from maxtext_like.training.step.program import TrainProgram
 
 
 class Evaluation:
-  """The held-out loss: the mean over the real targets of ``eval_steps`` batches, always the same ones, of each source."""
+  """The mean loss over the targets of ``eval_steps`` batches of each source. The batches are the same in every evaluation."""
 
   def __init__(
     self,
@@ -28,27 +28,31 @@ class Evaluation:
     goodput: Goodput,
     watchdog: Watchdog,
   ):
-    """``data``: by the name of its source; "" where there are no several."""
+    """Args: data: by the name of its source; the name is "" for a single source."""
     self._program, self._data, self._progress = program, data, progress
     self._stop, self._goodput, self._watchdog = stop, goodput, watchdog
     self._compiled: Any = None
 
   def __call__(self, params: Any) -> dict[str, float] | None:
-    """The losses of these parameters: "eval_loss" over all targets, "eval_loss/web" over those of a source; and
-    "eval_perplexity" likewise, the exponential of each.
+    """Compute the losses of these parameters.
 
-    None when a stop was asked for before they were there.
+    Returns:
+      "eval_loss" over all targets, "eval_loss/web" over those of a source named web, and "eval_perplexity" for each, the
+      exponential of each loss. None if a stop request interrupted the evaluation.
     """
+    # Compile at the first evaluation. A stop request interrupts the wait.
     if self._compiled is None:
       try:
         with self._goodput.phase("compile"), self._progress.waiting("compiling the evaluation"):
           self._compiled = self._stop.interruptible(self._compile)
-      except StopAsked:
+      except StopRequested:
         return None
     try:
+      # Losses and numbers of targets of each source.
       found = {name: self._sums(params, data) for name, data in self._data.items()}
-    except StopAsked:
+    except StopRequested:
       return None
+    # Mean losses of each source, and of all targets together.
     means = {f"eval_loss/{name}": loss / max(count, 1) for name, (loss, count) in found.items() if name}
     loss, count = (sum(part) for part in zip(*found.values(), strict=True))
     losses = {"eval_loss": loss / max(count, 1)} | means
@@ -60,19 +64,21 @@ class Evaluation:
     return compiled
 
   def _sums(self, params: Any, data: DataSource) -> tuple[float, int]:
-    """Losses and targets of one source, added up. StopAsked where a stop was asked for."""
+    """Return the summed loss and the number of targets of one source. Raises StopRequested on a stop request."""
+    # Always start from the same batch.
     sums = []
     data.reset()
     for part in range(self._program.config.data.eval_steps):
-      self._watchdog.again()
+      # Each batch restarts the time limit and can be interrupted, in all processes at the same batch.
+      self._watchdog.restart()
       self._stop.check_together(part)
       sums.append(self._compiled(params, self._program.place(next(data))))
       if len(sums) > 1:
-        jax.block_until_ready(sums[-2])  # not all batches at once in the device's memory
+        jax.block_until_ready(sums[-2])  # keeps at most two batches in device memory
     losses, counts = zip(*jax.device_get(sums), strict=True)
     return float(np.sum(losses, dtype=np.float64)), int(np.sum(counts))
 
 
 def perplexity(loss: float) -> float:
-  """The exponential of a loss; infinite where float64 ends."""
+  """Return the exponential of a loss; infinity beyond the range of float64."""
   return math.exp(loss) if loss < 700 else math.inf

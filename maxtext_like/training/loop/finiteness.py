@@ -1,7 +1,8 @@
-"""The step-1 finiteness check: loss0, gradients, parameters after the update, loss1; and the guard that watches every step.
+"""Reports the finiteness of every step and decides when non-finite numbers end the run.
 
-The looking is done inside the compiled step (``step.py``), in every step; this module turns its flags into four lines, a
-file, and an error that says which of the four failed, where, and which precision keys to try.
+The compiled step (``step.py``) does the checks. This module turns its flags into four report lines for the first steps (loss0,
+gradients, parameters after the update, loss1), the file finiteness.json, and an error that names what failed, where, and which
+precision keys to change.
 """
 
 import logging
@@ -15,31 +16,31 @@ import numpy as np
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import NonFiniteError
-from maxtext_like.training.loop.remedies import what_to_try
+from maxtext_like.training.loop.remedies import step_remedies
 from maxtext_like.training.step.train_step import Batch, State
 
 _log = logging.getLogger(__name__)
 CHECKS = ("loss0", "gradients", "parameters", "loss1")
-WORDS = {  # what is called otherwise in messages
+WORDS = {  # names used in messages
   "optimizer": "optimizer state",
   "state_parameters": "parameters",
   "state_optimizer": "optimizer state",
 }
-USUAL_NORM = "0.1 to 100"  # gradient norm of a first step, from random and from trained weights
-LARGE_NORM = 1000.0  # one above this is remarked on
-SHOWN = 8  # names of non-finite arrays that are listed
+USUAL_NORM = "0.1 to 100"  # gradient norm of a first step, from random or trained weights
+LARGE_NORM = 1000.0  # a larger gradient norm gets a remark
+SHOWN = 8  # maximum number of listed names of non-finite arrays
 
 Report = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class StepResult:
-  """What the host knows about a finished step.
+  """Results of a finished step on the host.
 
   Attributes:
-    step: finished steps, this one included.
+    step: number of finished steps, including this one.
     scalars: metrics as Python numbers.
-    finite: numpy bools as in ``TrainStep.__call__``: "loss", and by row "gradients", "parameters", "optimizer",
+    finite: NumPy bools as in ``TrainStep.__call__``: "loss", and per row "gradients", "parameters", "optimizer",
       "state_parameters", "state_optimizer".
   """
 
@@ -49,46 +50,51 @@ class StepResult:
 
   @property
   def state_finite(self) -> bool:
-    """Whether the state after the step is, and so may be saved."""
+    """True if the state after the step is finite and may be saved."""
     return bool(self.finite["state_parameters"].all() and self.finite["state_optimizer"].all())
 
   @property
   def overflow(self) -> bool:
-    """True if it was skipped because float16 gradients overflowed, which a lower loss scale prevents."""
+    """True if the step was skipped because float16 gradients overflowed. A lower loss scale prevents this."""
     return "loss_scale" in self.scalars and bool(self.finite["loss"]) and not self.finite["gradients"].all()
 
 
 def model_order(name: str) -> tuple:
-  """Sorts parameter names as a forward pass meets them."""
+  """Sort key that puts parameter names in the order of the forward pass."""
   if layer := re.match(r"(?:\w+\.)?layers\.(\d+)\.(.*)", name):
     return (1, int(layer[1]), layer[2])
   return (2 if re.search(r"\b(final_norm|head)\b", name) else 0, 0, name)
 
 
 class Explainer(Protocol):
-  """Watches a run for the step that ends it; analysis.failed_step has the one there is."""
+  """Keeps and explains the step that ends the run. ``analysis.failed_step`` implements it."""
 
   def remember(self, state: State) -> None:
-    """Gets the state before each step, which takes the state's memory."""
+    """Receive the state before each step. The step reuses its memory."""
     ...
 
   def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
-    """The error with what is known about it, of finished steps, the state after the failed one, and its batch.
+    """Return the error with an explanation.
 
-    Args: ``applied``: the update was taken over, so the state before it is gone.
+    Args:
+      error: the error that ends the run.
+      step: number of finished steps.
+      state: state after the failed step.
+      batch: batch of the failed step.
+      applied: True if the update was applied, so that the state before it no longer exists.
     """
     ...
 
 
 class FinitenessGuard:
-  """Follows a run: reports on its first steps, counts skipped ones, and ends it when they do not stop.
+  """Watches a run: reports on its first steps, counts skipped ones, and ends the run after too many in a row.
 
   Args:
-    config: of the run.
-    labels: parameter names behind the rows of "gradients" and "parameters".
-    state_labels: names behind the other rows, ``TrainProgram.state_labels``.
-    last_step: steps at the end of the run.
-    untouched: ``TrainStep.untouched`` of its step.
+    config: configuration of the run.
+    labels: parameter names of the rows of "gradients" and "parameters".
+    state_labels: names of the other rows, ``TrainProgram.state_labels``.
+    last_step: number of the run's last step.
+    untouched: ``TrainStep.untouched`` of the run's step.
   """
 
   def __init__(
@@ -101,6 +107,7 @@ class FinitenessGuard:
   ):
     self._config, self._last_step, self._untouched = config, last_step, untouched
     self._labels = {"gradients": labels, "parameters": labels} | state_labels
+    # -1 checks every step.
     self._steps = config.training.finite_check_steps
     self._scaled = config.precision.dtype == "float16"
     self._applied = 0
@@ -110,12 +117,12 @@ class FinitenessGuard:
 
   @property
   def checking(self) -> bool:
-    """Whether a failure of the next step is reported in full and ends the run."""
+    """True if the next step is reported in full and a failure of it ends the run."""
     return self._steps == -1 or self._applied < self._steps
 
   @property
   def may_end_the_run(self) -> bool:
-    """Whether non-finite numbers in the next step would end the run, not only cost that step."""
+    """True if non-finite numbers in the next step would end the run instead of only skipping that step."""
     return self.checking or self._skipped_in_row > 0 or self._limit == 1
 
   @property
@@ -123,20 +130,23 @@ class FinitenessGuard:
     return max(self._config.training.max_skipped_steps, 1)
 
   def observe(self, result: StepResult) -> tuple[list[str], NonFiniteError | None]:
-    """Takes note of a finished step.
+    """Record a finished step.
 
     Returns:
-      The lines to print about it, and the error that ends the run, when a check failed, too many updates were left out
-      in a row, or the state itself is not finite.
+      The lines to print, and the error that ends the run: a first step failed, too many updates in a row were skipped, or
+      the state is not finite.
     """
     checked, skipped = self.checking, bool(result.scalars["skipped"])
     lines = self._fill_report(result) if self._steps and checked else []
+    # A non-finite state always ends the run.
     if not result.state_finite:
       return lines + self._first_step_failed(), self._of_the_state(result, applied=not skipped)
+    # An applied step resets the count of skipped ones.
     if not skipped:
       self._applied += 1
       self._skipped_in_row = 0
       return lines, None
+    # A skipped step ends the run if it is one of the checked first steps (except for a float16 overflow) or one too many.
     self._skipped_in_row += 1
     failed = self._failed(result)
     overflow = self._scaled and failed == "gradients"
@@ -145,21 +155,21 @@ class FinitenessGuard:
     limit = self._limit
     if self._skipped_in_row >= limit:
       return lines, self._error(
-        result, failed, f"{limit} updates in a row were left out because of non-finite numbers (max_skipped_steps)\n"
+        result, failed, f"{limit} updates in a row were skipped because of non-finite numbers (max_skipped_steps={limit})\n"
       )
     what = f"at loss scale {result.scalars['loss_scale']:g}, now halved" if overflow else self._left_out(failed)
     where = self._where(result, failed)
     return [*lines, f"step {result.step}: non-finite {where}; {what} ({self._skipped_in_row} of {limit})"], None
 
   def before_save(self, step: int, seen: dict[str, np.ndarray]) -> NonFiniteError | None:
-    """The error of a state that must not be saved; ``seen``: ``TrainProgram.lower_look`` of it."""
+    """Return the error of a state that must not be saved, or None. ``seen``: result of ``TrainProgram.lower_check``."""
     result = StepResult(step, {}, seen)
     return None if result.state_finite else self._of_the_state(result, applied=True)
 
   def _first_step_failed(self) -> list[str]:
     if not self.report or self._applied:
       return []
-    self.report["loss1"] = {"result": "not run", "finite": None, "reason": "the step before it failed"}
+    self.report["loss1"] = {"result": "not run", "finite": None, "reason": "the previous step failed"}
     return [self._line("loss1")]
 
   def _failed(self, result: StepResult) -> str:
@@ -177,31 +187,34 @@ class FinitenessGuard:
     return f"{WORDS.get(failed, failed)} in {len(names)} of {len(self._labels[failed])} arrays, first {names[0]}"
 
   def _of_the_state(self, result: StepResult, *, applied: bool) -> NonFiniteError:
-    """The error of a state that holds non-finite numbers, which no step writes."""
+    """Return the error of a state with non-finite numbers. No step writes such a state."""
+    # Name the arrays. Their numbers were wrong before this step, so its update is not the cause.
     where = " and ".join(
       self._where(result, what) for what in ("state_parameters", "state_optimizer") if not result.finite[what].all()
     )
     if applied:
       return NonFiniteError(
-        f"step {result.step}: non-finite {where} after an update that was finite by proof: they were not finite before it, "
-        "or the device's memory changed; nothing of it is saved",
-        ("the same command again, which goes on from the newest checkpoint", "another device if it comes again"),
+        f"step {result.step}: non-finite {where} after an update that was proved finite. Either the numbers were already "
+        "non-finite before the step, or the device's memory is faulty. The state is not saved.",
+        ("the same command again; it resumes from the newest checkpoint", "another device, if the error returns"),
       )
     return NonFiniteError(
-      f"step {result.step}: non-finite {where}, before the step already, so it was restored or given; nothing was applied "
-      "and nothing saved",
-      what_to_try(self._config, "state"),
+      f"step {result.step}: non-finite {where} already before the step, in the restored or initial state. No update was "
+      "applied and nothing was saved.",
+      step_remedies(self._config, "state"),
     )
 
   def _fill_report(self, result: StepResult) -> list[str]:
-    """Enters one step into the report. A float16 overflow is entered, and overwritten by the first applied step."""
+    """Enter one step into the report. The first applied step overwrites the entry of a float16 overflow."""
     self.changed = True
+    # loss1 is the loss of the second applied step.
     before, s = self._applied, result.scalars
     if before == 1 or (before > 1 and not result.finite["loss"]):
       self.report["loss1"] = _entry(bool(result.finite["loss"]), step=result.step, value=_number(s["loss"]))
       return [self._line("loss1")]
     if before > 1 and not s["skipped"]:
       return []
+    # The first applied step gives the other three checks.
     if before == 0:
       self.report["loss0"] = _entry(bool(result.finite["loss"]), step=result.step, value=_number(s["loss"]))
     self.report["gradients"] = self._arrays(result, "gradients", s["grad_norm"])
@@ -218,9 +231,10 @@ class FinitenessGuard:
 
   def _arrays(self, result: StepResult, check: str, norm: float) -> dict[str, Any]:
     names = self._names(result, check)
+    # Number of arrays and their norm, or the names of the non-finite ones.
     entry = _entry(not names, step=result.step, arrays=len(self._labels[check]))
     if not names or check == "gradients":
-      entry["norm"] = _number(norm)  # of parameters that were not taken over there is none
+      entry["norm"] = _number(norm)  # a rejected update has no parameter norm
       if check == "gradients" and not names and (remark := _unusual(norm)):
         entry["remark"] = remark
     if names:
@@ -230,7 +244,9 @@ class FinitenessGuard:
     return entry
 
   def _line(self, name: str) -> str:
+    # A check without a result, a loss, or a list of arrays.
     e = self.report[name]
+    # A check without a result, a loss, a complete check, or the first non-finite names.
     if e["result"] == "not run":
       return f"finiteness  {name:<10}  not run" + (f": {e['reason']}" if "reason" in e else "")
     if name.startswith("loss"):
@@ -244,21 +260,19 @@ class FinitenessGuard:
 
   def _error(self, result: StepResult, failed: str, before: str = "") -> NonFiniteError:
     whole = self._is_untouched(failed)
-    left = (
-      "the update was not applied and nothing of it saved" if whole else f"{self._left_out(failed)}; nothing of it is saved"
-    )
+    left = "the update was not applied and nothing was saved" if whole else f"{self._left_out(failed)}; the state is not saved"
     what = f"step {result.step}: non-finite {self._where(result, failed)}; {left}"
-    return NonFiniteError(before + what, what_to_try(self._config, failed))
+    return NonFiniteError(before + what, step_remedies(self._config, failed))
 
   def _is_untouched(self, failed: str) -> bool:
     return self._untouched("loss" if failed.startswith("loss") else failed)
 
   def _left_out(self, failed: str) -> str:
     if self._is_untouched(failed):
-      return "the update is left out"
+      return "the update is skipped"
     first = failed == "gradients" and self._config.training.gradient_clipping_threshold > 0
-    whole = ", where clip=exact would have left all as it was" if first else ""
-    return f"the update is left out from there on, layers behind it in the model may have moved{whole}"
+    whole = ". Use clip=exact to apply updates completely or not at all" if first else ""
+    return f"the update was applied only partly: layers after this one in the model may already be updated{whole}"
 
 
 def _entry(finite: bool, **values: Any) -> dict[str, Any]:
@@ -266,14 +280,14 @@ def _entry(finite: bool, **values: Any) -> dict[str, Any]:
 
 
 def _unusual(norm: float) -> str | None:
-  """Returns a remark on a gradient norm that is unusual for a first step, else None."""
+  """Return a remark about a gradient norm that is unusual for a first step, or None."""
   if norm > LARGE_NORM:
-    return f"far above the usual {USUAL_NORM}; check the weights (maxtext-like risk) and the data, and lower learning_rate"
+    return f"far above the usual {USUAL_NORM}; check the weights (maxtext-like risk) and the data, or lower learning_rate"
   return "no parameter has a gradient in this batch" if norm == 0 else None
 
 
 def _number(x: float) -> float | str:
-  """JSON has no NaN and no infinity."""
+  """Return non-finite numbers as text, because JSON has no NaN or infinity."""
   return x if math.isfinite(x) else str(x)
 
 

@@ -1,7 +1,7 @@
-"""Goodput: which share of a run's wall time went into steps that count, over all its lives.
+"""Goodput: the share of a run's wall time that went into steps that count, over all its starts.
 
-Every second of a life belongs to one phase. Steps that a killed life had done beyond its last checkpoint are "lost": the
-next life trains them again. Between two lives nothing runs; that is kept beside, for nobody knows whether it was meant.
+Every second of a process belongs to one phase. Steps that a killed process finished after its last checkpoint are "lost",
+because the next process trains them again. The time between two processes is recorded separately: the pause may be intended.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ PHASES = {
   "sample": "sampling",
   "end": "explaining and writing at the end",
 }
-"""Phase to what a reader is told about it."""
+"""Description of each phase for readers."""
 _LARGEST = 1e12
 _log = logging.getLogger(__name__)
 
 
 class Goodput:
-  """The clock of one life, which begins now, in "start". For one thread at a time."""
+  """Measures the time of this process from now on, beginning in phase "start". Not thread-safe."""
 
   def __init__(self) -> None:
     self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -43,7 +43,7 @@ class Goodput:
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """The time within belongs to ``name``, but for that of phases within it."""
+    """Charge the time inside the context to ``name``, except for that of phases inside it."""
     self._charge()
     self._stack.append(name)
     try:
@@ -53,16 +53,17 @@ class Goodput:
       self._stack.pop()
 
   def move(self, source: str, target: str, seconds: float) -> None:
-    """Gives time of one phase to another, as far as it has any."""
+    """Move time from one phase to another, at most as much as the first one has."""
     self._charge()
     seconds = min(seconds, self.seconds[source])
     self.seconds[source] -= seconds
     self.seconds[target] += seconds
 
-  def go_on(self, directory: Path, lost: float) -> None:
-    """Adds the lives before this one, of which ``lost`` seconds of steps are trained again."""
+  def add_earlier(self, directory: Path, lost: float) -> None:
+    """Add the time of earlier processes. ``lost``: seconds of their steps that are trained again."""
     path = directory / FILE_NAME
     try:
+      # The file is validated completely, so that a damaged one cannot make the sums negative or NaN.
       earlier = strict_json.loads(path.read_bytes())
       seconds = {name: _seconds(earlier["seconds"].get(name, 0.0)) for name in PHASES}
       between = _seconds(earlier["between_lives_seconds"]) + max(0.0, self._began - _seconds(earlier["until"]))
@@ -72,13 +73,15 @@ class Goodput:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
       _log.warning("%s is damaged (%r); the time of earlier lives is not counted", path, error)
       return
+    # Steps that are trained again did not count.
     lost = min(lost, seconds["steps"])
     seconds["steps"] -= lost
     seconds["lost"] += lost
 
   def to_json(self) -> dict[str, Any]:
-    """All lives up to now: lives, goodput (share of the steps that count), seconds by phase, and what lies between lives."""
+    """Return lives (number of starts), goodput (share of steps that count), seconds by phase, and the seconds between lives."""
     self._charge()
+    # Add the earlier processes of this run.
     seconds = {name: self.seconds[name] + self._earlier["seconds"].get(name, 0.0) for name in PHASES}
     return {
       "goodput": round(seconds["steps"] / max(sum(seconds.values()), 1e-9), 4),
@@ -95,21 +98,21 @@ class Goodput:
 
 
 def _seconds(value: Any) -> float:
-  """Return a number of the file. ValueError where this project would not have written it."""
+  """Validate a number of the file. Raises ValueError if this project cannot have written it."""
   if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
-    raise ValueError(f"no number of seconds: {value!r:.40}")
+    raise ValueError(f"not a number of seconds: {value!r:.40}")
   return float(value)
 
 
 def shares(goodput: dict[str, Any]) -> list[tuple[str, float]]:
-  """(phase, share of the wall time), the largest first, without those under half a thousandth."""
+  """Return (phase, share of the wall time), largest first, without those below 0.0005."""
   total = sum(goodput["seconds"].values()) or 1.0
   found = [(name, seconds / total) for name, seconds in goodput["seconds"].items() if seconds / total >= 0.0005]
   return sorted(found, key=lambda pair: -pair[1])
 
 
 def summary(goodput: dict[str, Any]) -> str:
-  """One line for the screen."""
+  """Return the time accounting as one line for the terminal."""
   lives = goodput["lives"]
   times = f" over {lives} starts" if lives > 1 else ""
   return ", ".join(f"{name} {share:.1%}" for name, share in shares(goodput)) + times

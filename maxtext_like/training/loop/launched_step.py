@@ -1,4 +1,4 @@
-"""A step from its launch on the device to its row of metrics.jsonl."""
+"""One launched step: its metrics on the device, and the metrics.jsonl row made from them."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from maxtext_like.training.step.train_step import Metrics
 
 @dataclass(frozen=True)
 class LaunchedStep:
-  """A step that the device works on.
+  """A step that was launched and whose metrics were not yet read.
 
   Attributes:
     step: number of the step, starting at 1.
-    metrics: its metrics; reading them waits for its end.
-    batch: its batch.
-    end: time of its end, in seconds of ``time.perf_counter``.
-    drawn: when the host began and ended to wait for the batch, in the same seconds.
-    read: how far the data were read when the batch was drawn, as ``DataSource.progress`` says.
-    position: state of the data after its batch; None if the run never goes back.
+    metrics: metrics on the device; reading them waits for the end of the step.
+    batch: the batch of the step.
+    end: time when the device finished the step, in seconds of ``time.perf_counter``.
+    drawn: when the host started and stopped waiting for the batch, in the same seconds.
+    read: progress through the data when the batch was drawn, see ``DataSource.progress``.
+    position: state of the data after the batch; None if the run never rolls back.
   """
 
   step: int
@@ -36,7 +36,7 @@ class LaunchedStep:
   position: dict[str, Any] | None
 
   def starved(self, begin: float, seconds: float) -> float:
-    """Seconds of the step in which the device waited for the batch: the host may also wait while the device is busy."""
+    """Seconds of the step in which the device waited for the batch. Waits while the device is busy do not count."""
     return min(max(0.0, self.drawn[1] - max(self.drawn[0], begin)), seconds)
 
   def row(
@@ -49,26 +49,29 @@ class LaunchedStep:
     flops: float,
     peak_tflops: float | None,
   ) -> tuple[Row, dict[str, float]]:
-    """The row of the step, and its metrics as Python numbers.
+    """Make the metrics row of the step. Also returns its scalar metrics as Python numbers.
 
     Args:
       program: program of the run.
       host: metrics as NumPy arrays, without flags.
-      seconds: that the step took.
-      starved: seconds of them without a batch.
-      flops: of one step on all devices.
-      peak_tflops: of one device; None: the row has no mfu.
+      seconds: duration of the step.
+      starved: seconds of it without a batch.
+      flops: floating-point operations of one step, summed over all devices.
+      peak_tflops: peak TFLOP/s of one device; if None, the row has no mfu.
     """
     logging = program.config.logging
+    # Arrays per layer are written only in some steps.
     by_layer = {name: host.pop(name).tolist() for name in [n for n in host if n.startswith("numerics/")]}
     survival = host.pop(update_retention.NAME, None)
-    # Whole numbers stay whole: a count is not 1024.0.
+    # Counts stay integers: 1024, not 1024.0.
     scalars = {k: float(v) if np.issubdtype(v.dtype, np.floating) else int(v) for k, v in host.items()}
+    # Speed.
     row: Row = {"step": self.step} | scalars | {"step_seconds": seconds, "tokens_per_second": scalars["tokens"] / seconds}
     row["data_seconds"] = starved
     row["tflops_per_device"] = flops / program.model.mesh.size / seconds / 1e12
     if peak_tflops:
       row["mfu"] = row["tflops_per_device"] / peak_tflops
+    # Memory, and the position in the data.
     row |= memory.in_use(program.model.devices)
     row |= self.read
     if logging.numerics_every and self.step % logging.numerics_every == 0:

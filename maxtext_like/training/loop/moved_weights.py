@@ -1,8 +1,8 @@
-"""The share of 16-bit weights that one step changes, measured on a sample, without another program of the step.
+"""Warns if one step changes few of the 16-bit weights. Measured on a sample, without compiling another step.
 
 A bfloat16 weight has 8 bits of precision: an update below half of its spacing rounds to nothing. At a small learning rate most
-weights then never move, and the loss barely falls. ``update_survival_every`` measures the same exactly, by layer, at a cost in
-every step; this module compares a few thousand weights before and after one step, and warns once.
+weights then never change and the loss barely falls. ``update_survival_every`` measures this exactly and by layer, at a cost in
+every step; this module compares a few thousand weights before and after one step and warns once.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from maxtext_like.training.step.train_step import State
 from maxtext_like.training.step.update_retention import LOW
 
 _EACH_AXIS = 16  # weights sampled along each axis of an array, up to twice as many
-_SPARSE = {"vocab", "expert"}  # axes of arrays that a batch may use a part of, so that the rest has no gradient
+_SPARSE = {"vocab", "expert"}  # axes of arrays of which a batch may use only a part; the rest has no gradient
 
 
 class MovedWeights:
-  """Measures in the step with the highest learning rate: a warm-up starts with rates that are meant to change little.
+  """Measures the step with the highest learning rate, because warm-up steps change little by design.
 
-  Only matrices count, without token tables and experts, because a batch may use a part of these. In several processes each one
-  samples the arrays of its first device.
+  Only matrices count, without token tables and experts, because a batch may use only a part of these. With several processes
+  each one samples the arrays of its first device.
 
   Args:
     program: program of the run.
@@ -33,17 +33,20 @@ class MovedWeights:
 
   def __init__(self, program: TrainProgram, start: int) -> None:
     self._config = program.config
+    # Find the step with the highest learning rate that is still ahead.
     last = max(program.config.training.last_step, start + 1)
     rates = np.asarray(program.step.schedule(jnp.arange(start, last)))
     self._step = start + 1 + int(np.argmax(rates))
     self._rate = float(rates.max())
+    # Choose the arrays to sample.
     masks, _ = jax.tree.flatten(program.selection.masks)
     trained = jax.tree.leaves(program.selection.split(program.spec)[0])
-    self._leaves = {  # number of the trained leaf: bool [rows] of its stack that are trained, or None for all
+    self._leaves = {  # index of the trained leaf: bool [rows] of its trained layers, or None for all
       i: None if mask is True else np.asarray(mask)
       for i, (p, mask) in enumerate(zip(trained, masks, strict=True))
       if jnp.dtype(p.dtype).itemsize == 2 and decays(p) and not _SPARSE.intersection(p.axes)
     }
+    # Nothing to warn about: rounding is stochastic, or the share is measured exactly, or the rate is 0.
     if program.step.rounding or program.step.survival or self._rate == 0:
       self._leaves = {}
     self._split, self._before = program.selection.split, np.zeros(0)
@@ -54,23 +57,24 @@ class MovedWeights:
     return bool(self._leaves) and step == self._step
 
   def before(self, step: int, state: State) -> None:
-    """Call with the state before each step."""
+    """Call this with the state before each step."""
     if self.due(step):
       self._before = self._sampled(state)
 
   def after(self, step: int, state: State, *, skipped: bool) -> str | None:
-    """Call after each step, when no other one has started. Returns a warning if few weights moved.
+    """Call this after each step, before the next one starts. Returns a warning if few weights changed.
 
     Args:
       step: number of the step, starting at 1.
-      state: after it.
-      skipped: its update was not applied, so the next one is measured.
+      state: state after the step.
+      skipped: True if the update was not applied; then the next step is measured.
     """
     if not self.due(step):
       return None
     if skipped:
       self._step += 1
       return None
+    # Compare the sample before and after the step, once per run.
     before, after = self._before, self._sampled(state)
     self._leaves = {}
     if not before.size or (share := float(np.mean(before != after))) >= LOW:
@@ -86,6 +90,7 @@ class MovedWeights:
     leaves, arrays = jax.tree.leaves(self._split(state["params"])[0]), []
     for i, rows in self._leaves.items():
       shard = leaves[i].addressable_shards[0]
+      # Of a partly trained stack, sample one trained row.
       if rows is not None:
         (here,) = np.nonzero(rows[shard.index[0]])
         if not here.size:
@@ -93,6 +98,7 @@ class MovedWeights:
         arrays.append(shard.data[int(here[0])])
       else:
         arrays.append(shard.data)
+    # One transfer for all samples.
     parts = jax.device_get(self._sample(arrays))
     return np.concatenate([np.ravel(part) for part in parts]) if parts else np.zeros(0)
 

@@ -1,4 +1,4 @@
-"""Decides which lines of a run a person sees: steps, waits and log records. ``screens`` draws them."""
+"""Decides which lines of a run appear in the terminal: steps, waits and log records. ``screens.py`` draws them."""
 
 import contextlib
 import itertools
@@ -13,17 +13,18 @@ from maxtext_like.training.loop.screens import duration, screen_of
 from maxtext_like.training.sinks.output import Output
 
 Shown = TextIO | Callable[[str], None] | None
-"""Where a run's lines go: to a stream, to a function of a line, or nowhere."""
+"""Where the lines of a run go: a stream, a function that takes a line, or nowhere."""
 
-NOTICE_SECONDS = 30.0  # between two lines that say that the run still waits, where lines are all that there is
-_FIRST_SECONDS = 0.2  # a live screen does not show a shorter wait, which would only flicker
-_UPDATE_SECONDS = 1.0  # between two updates of the wait on a live screen
-_LINE_SECONDS = 60.0  # on a live screen a step gets a line at least as often
-_LINES = 25  # on a live screen, about as many steps of a run get a line
+NOTICE_SECONDS = 30.0  # interval of the "still waiting" lines in a pipe
+_FIRST_SECONDS = 0.2  # a live screen does not show shorter waits, which would flicker
+_UPDATE_SECONDS = 1.0  # interval between updates of a wait on a live screen
+_LINE_SECONDS = 60.0  # on a live screen a step gets a line at least this often
+_LINES = 25  # approximate number of step lines of a run on a live screen
 
 
 def step_line(row: dict[str, float], last_step: int, eta: float | None) -> str:
-  """One step as a line."""
+  """Format one step as a line."""
+  # Always loss, gradient norm and speed; utilization, evaluation and remaining time if known.
   parts = [f"step {row['step']:>{len(str(last_step))}} of {last_step}", f"loss {row['loss']:.4f}"]
   parts += [f"grad norm {row['grad_norm']:.3g}", f"{row['tokens_per_second']:,.0f} tokens/s", f"{row['step_seconds']:.3g} s"]
   if "mfu" in row:
@@ -36,22 +37,22 @@ def step_line(row: dict[str, float], last_step: int, eta: float | None) -> str:
 
 
 class Progress:
-  """Shows a run. A context manager; within it log records appear among the lines of the run.
+  """Shows a run. Use it as a context manager; inside it, log records appear among the lines of the run.
 
   Args:
-    last_step: steps at the end of the run.
-    interval: steps between two lines. None: every step gets a line in a pipe, about 25 steps of a run on a terminal or in a
-      notebook, where a bar shows the others.
-    shown: where the lines go; None shows nothing, and log records stay where the caller's logging has them.
+    last_step: number of the run's last step.
+    interval: steps between two lines. None: every step gets a line in a pipe, and about 25 steps of a run on a terminal or in
+      a notebook, where a bar shows the others.
+    shown: where the lines go. None shows nothing and leaves log records to the caller's logging.
 
   Attributes:
-    last_step: as passed; a run by epochs sets it when it has counted its steps.
+    last_step: as passed; a run configured by epochs sets it after counting its steps.
   """
 
   def __init__(self, last_step: int, interval: int | None, shown: Shown = None):
     self._shown, self._screen = shown, screen_of(shown)
     self.last_step, self._interval = last_step, interval
-    self._waits: list[object] = []  # the innermost one is shown
+    self._waits: list[object] = []  # only the innermost one is shown
     self._times: list[float] = []
     self._lines_at: float | None = None
     self._handler = _Handler(self)
@@ -62,7 +63,7 @@ class Progress:
       return self
     logger = logging.getLogger("maxtext_like")
     logger.addHandler(self._handler)
-    # Some library logs through the root logger, which gives that a handler of its own: every line would come twice.
+    # Some libraries give the root logger a handler; without this, every line would appear twice.
     self._propagate, logger.propagate = logger.propagate, False
     return self
 
@@ -76,27 +77,29 @@ class Progress:
 
   @property
   def unwritten(self) -> str | None:
-    """A line about output that was shown and could not be written; None: none is known."""
+    """A line about output that could not be written, or None."""
     return self._shown.unwritten if isinstance(self._shown, Output) else None
 
   def say(self, text: str) -> None:
-    """Shows lines that stay."""
+    """Print lines that stay."""
     if self._screen is not None:
       self._screen.say(text)
 
   def begin(self, step: int) -> None:
-    """Shows the bar before the first step of this start. ``step``: number of finished steps."""
+    """Show the bar before the first step of this process. ``step``: number of finished steps."""
     if self._screen is not None:
       self._screen.bar(step, self.last_step, "first step")
 
   def step(self, row: dict[str, float]) -> None:
-    """Shows a finished step."""
+    """Show a finished step."""
     if self._screen is None:
       return
     eta, step = self._eta(row), int(row["step"])
+    # A line that stays, and always the bar.
     if self._has_line(row):
       self._lines_at = time.monotonic()
       self.say(step_line(row, self.last_step, eta))
+    # The bar shows fewer numbers than the line.
     numbers = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
     if "mfu" in row:
       numbers += f"  mfu {row['mfu']:.1%}"
@@ -106,23 +109,25 @@ class Progress:
 
   @contextlib.contextmanager
   def waiting(self, what: str, said: str | None = None) -> Iterator[None]:
-    """Shows within it that the run waits: a spinner or a line that changes; in a pipe a line every 30 s.
+    """Show inside the context that the run waits: a spinner or a changing line; in a pipe a line every 30 s.
 
     Args:
-      what: the work, as "compiling the train step".
-      said: a line that is shown at once and stays; None: none.
+      what: the work, for example "compiling the train step".
+      said: a line that is printed at once and stays; None for no line.
     """
     if said is not None:
       self.say(said)
     if self._screen is None:
       yield
       return
+    # A thread updates the display until the context ends.
     screen, begin, done, own = self._screen, time.monotonic(), threading.Event(), object()
 
     def tell() -> None:
       pause = _FIRST_SECONDS if screen.live else NOTICE_SECONDS
       while not done.wait(pause):
         pause = max(pause, _UPDATE_SECONDS)
+        # Another wait started inside this one.
         if self._waits[-1] is not own:
           continue
         if screen.live:
@@ -143,18 +148,20 @@ class Progress:
         screen.rest()
 
   def _has_line(self, row: dict[str, float]) -> bool:
-    """Return True if a step gets a line that stays. On a live screen these lines show how the run went."""
+    """Return True if a step gets a line that stays. On a live screen these lines show the course of the run."""
     step, live = int(row["step"]), self._screen is not None and self._screen.live
+    # The last step and evaluations always get a line on a live screen.
     if step == self.last_step or (live and "eval_loss" in row):
       return True
     if self._interval is not None or not live:
       return step % (self._interval or 1) == 0
+    # Otherwise about _LINES steps, at least one per minute, and the first powers of the stride.
     stride = _round_up(self.last_step / _LINES)
     due = self._lines_at is None or time.monotonic() - self._lines_at >= _LINE_SECONDS
     return due or step % stride == 0 or (step < stride and step == _round_up(step))
 
   def _eta(self, row: dict[str, float]) -> float | None:
-    """Seconds to the end by the pace of the last steps; None before there is a pace."""
+    """Seconds to the end, from the pace of the last steps; None if fewer than three are known."""
     self._times = [*self._times[-19:], time.monotonic()]
     left = self.last_step - row["step"]
     if len(self._times) < 3 or not left:
@@ -163,7 +170,7 @@ class Progress:
 
 
 def _round_up(number: float) -> int:
-  """The next of 1, 2, 5, 10, 20, 50, ..."""
+  """Round up to the next of 1, 2, 5, 10, 20, 50, ..."""
   found, factors = 1, itertools.cycle((2, 2.5, 2))
   while found < number:
     found = int(found * next(factors))
@@ -171,7 +178,7 @@ def _round_up(number: float) -> int:
 
 
 class _Handler(logging.Handler):
-  """Log records of this project, as lines."""
+  """Prints log records of this project as lines."""
 
   def __init__(self, progress: Progress):
     super().__init__(logging.WARNING)

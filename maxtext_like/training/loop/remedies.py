@@ -1,4 +1,4 @@
-"""What to try after a step that was not finite: one list, from one rule, whether its cause is known or only what failed."""
+"""Lists remedies after a non-finite step: which keys to change, from the failed part of the step or from its exact cause."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from maxtext_like.training.optimizers.registry import make_rule
 
 @dataclass(frozen=True)
 class Spot:
-  """Where x-ray saw the first non-finite number arise.
+  """The place where the x-ray found the first non-finite number.
 
   Attributes:
-    scopes: the named scopes around it.
+    scopes: the named scopes around the operation.
     direction: "forward", "backward", "recomputed" or "update".
-    dtype: of the number.
+    dtype: dtype of the number.
   """
 
   scopes: Collection[str]
@@ -25,17 +25,17 @@ class Spot:
 
   @property
   def failed(self) -> str:
-    """The part of the step that it spoils."""
+    """The part of the step that becomes non-finite."""
     update = "parameters" if "parameters" in self.scopes else "optimizer"
     return {"forward": "loss", "update": update}.get(self.direction, "gradients")
 
   @property
   def narrow(self) -> bool:
-    """Whether a wider dtype would have held it, perhaps."""
+    """True if a wider dtype might have represented the number."""
     return self.dtype not in ("float32", "float64")
 
   def concerns(self, key: PrecisionKey) -> bool:
-    """Whether a key acts here."""
+    """Return True if a precision key acts at this place."""
     if not self.narrow:
       return False
     if self.failed == "parameters":
@@ -43,38 +43,44 @@ class Spot:
     return not set(self.scopes).isdisjoint(key.scopes) or self.direction in key.directions
 
 
-def what_to_try(config: Config, failed: str, cause: Spot | None = None) -> list[str]:
-  """Keys, each with its value, that keep the failed part of a step finite, and what else can be done; most local first.
+def step_remedies(config: Config, failed: str, cause: Spot | None = None) -> list[str]:
+  """List keys with values that keep the failed part of a step finite, and other remedies; the most local ones first.
 
   Args:
-    config: of the run; what is safe already is left out.
-    failed: "loss0", "loss1", "loss", "gradients", "parameters", "optimizer" (state that the update makes), "state" (before
-      the update).
-    cause: where it began; of the precision keys only those of its named scopes are listed then, and nothing else where
-      there are some.
+    config: configuration of the run; keys that already have the safe value are left out.
+    failed: "loss0", "loss1", "loss", "gradients", "parameters", "optimizer" (the updated optimizer state) or "state" (the
+      state before the update).
+    cause: place of the first non-finite number. If precision keys act there, only these are listed.
   """
+  # A state that is already non-finite cannot be fixed by a key.
   p, t = config.precision, config.training
   if failed == "state":
     return [
-      "go on from an earlier checkpoint: move the newest away",
-      "init_from= another checkpoint and a new run_name, which begins with a fresh optimizer",
+      "resume from an earlier checkpoint: move the newest one out of the checkpoints folder",
+      "init_from= with another checkpoint and a new run_name, which starts with a fresh optimizer state",
     ]
+  # Precision keys. They do not help a trained adapter, which is always float32; rounding helps 16-bit weights only.
   found = [key.remedy(vars(p)) for key in REMEDIES if _helps(key, config, failed, cause)]
-  if failed == "parameters" and config.adapter.trained:  # which is float32 whatever weights are
+  if failed == "parameters" and config.adapter.trained:
     found = []
-  elif failed == "parameters" and t.stochastic_rounding:  # of 16 bits alone
+  elif failed == "parameters" and t.stochastic_rounding:
     found = [f"{key} stochastic_rounding=false" for key in found]
+  # Keys for the failed part of the step.
   slower = lower_rate(t)
+  # Moments overflow because gradients are extremely large.
   if failed == "optimizer":
     if t.gradient_clipping_threshold == 0:
       found.append("gradient_clipping_threshold=1")
     if p.weight_dtype == "float16" and t.mu_dtype is None and make_rule(t).first and not config.adapter.trained:
       found.append("mu_dtype=float32")
-    return [*found, "a look at the data and the loss: its gradients are enormous"]
+    return [*found, "check the data and the loss: the gradients are extremely large"]
   if failed == "parameters":
     return [*found, slower]
+  # The loss scale multiplies gradients before they are computed in float16.
   if failed == "gradients" and (p.dtype if cause is None else cause.dtype) == "float16":
     found.append(f"a lower loss_scale_init (now {t.loss_scale_init:g})")
+  # Wider dtypes.
+  # For a known cause the local keys are enough.
   if cause is not None and found:
     return found
   wider = ["dtype=bfloat16", "dtype=float32"] if p.dtype == "float16" else ["dtype=float32"] if p.dtype != "float32" else []
@@ -84,16 +90,17 @@ def what_to_try(config: Config, failed: str, cause: Spot | None = None) -> list[
   if failed != "loss0":
     found.append(slower)
   elif not wider:
-    found.append("a look at the weights: every product is in float32 already, so they are far too large or not finite")
+    found.append("check the weights: every product is already in float32, so they are extremely large or not finite")
   return found
 
 
 def _helps(key: PrecisionKey, config: Config, failed: str, cause: Spot | None) -> bool:
+  # Keys of parts that the model lacks, and keys that already have the safe value.
   values = vars(config.precision)
   if key.lacking(config.model, config.vision) or key.safe(values):
     return False
   if cause is not None:
     return cause.concerns(key)
-  if key.repairs in ("forward", "hides"):  # in float32 these keep rounding small, and there is nothing to keep finite
+  if key.repairs in ("forward", "hides"):  # with dtype=float32 these keys only reduce rounding errors
     return failed.startswith(("loss", "gradients")) and (values["dtype"] != "float32" or key.safer == "float32")
   return key.repairs == failed

@@ -1,6 +1,6 @@
-"""What the model writes while it is trained: every so many steps, the continuations of a few prompts.
+"""Generates text during training: continuations of a few prompts every ``sample_every`` steps.
 
-Read-only: the parameters are looked at between two steps, with draws of their own, so the losses are the same without.
+Sampling reads the parameters between two steps and has its own random numbers, so it does not change the losses.
 """
 
 import logging
@@ -20,46 +20,48 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.sinks.metrics import Row
 from maxtext_like.training.step.program import TrainProgram
 
-_SHOWN = 80  # characters of a text on the screen
+_SHOWN = 80  # maximum number of characters of a text in the terminal
 _log = logging.getLogger(__name__)
 
 
 class Samples:
-  """Continues ``sample_prompts``; where a run learns conversations, each is what a user says, and is answered.
+  """Continues ``sample_prompts``. If the data are conversations, each prompt is a user message that the model answers.
 
   Args:
-    program: of the run.
-    tokenizer: of its data.
-    say: shows a line.
+    program: program of the run.
+    tokenizer: tokenizer of its data.
+    say: prints a line.
 
   Raises:
-    UserError: a prompt that the model cannot take; before anything is trained.
+    UserError: the model cannot take a prompt. Raised before training starts.
   """
 
   def __init__(self, program: TrainProgram, tokenizer: Tokenizer, say: Callable[[str], None]):
     logging_config: LoggingConfig = program.config.logging
     self._program, self._tokenizer, self._say = program, tokenizer, say
     self._texts, self._tokens = logging_config.sample_prompts, logging_config.sample_tokens
+    # The same seed in every run, independent of training.
     self._sampling = Sampling(
       temperature=logging_config.sample_temperature, vocabulary=tokenizer.vocab_size, seed=program.config.training.seed
     )
     self._stop = stop_tokens(tokenizer, tokenizer.files[0].parent if tokenizer.files else None, model=program.config.model)
+    # With chat data, prompts are user messages in the data's chat template.
     make, renderer = Prompt, None
     if program.config.data.data_format == "chat":
       make = Prompt.chat
       renderer, ends = chat_renderer(program.config, tokenizer)
       self._stop |= ends
+    # Encode the prompts now, so that an invalid one stops the run before training.
     prompts = [replace(make(text), place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
     spelt = program.config.data.special_tokens_in_text
     self._prompts = encode(prompts, tokenizer, program.config.vision, renderer, special_tokens=spelt)
     check(self._prompts, program.model.decoder, self._tokens)
 
   def __call__(self, step: int, params: Any) -> list[Row]:
-    """Samples from the parameters after ``step`` steps.
+    """Sample from the parameters after ``step`` steps.
 
     Returns:
-      Rows of samples.jsonl: step, prompt, text, tokens; and "error" where logits are not finite, or nothing
-      can follow a token.
+      Rows of samples.jsonl: step, prompt, text, tokens; also "error" if logits are not finite or no token may follow.
     """
     answers: list[list[int]] = [[] for _ in self._texts]
     error = None
@@ -76,12 +78,13 @@ class Samples:
           for answer, new in zip(answers, rows, strict=True):
             answer.extend(new)
     except (NonFiniteError, UserError) as raised:
-      # Whether the training is sound is for its own checks to say; float16 may overflow in a prompt and nowhere else.
+      # Only a warning: float16 may overflow for one prompt alone, and training has its own finiteness checks.
       error = str(raised).splitlines()[0]
       _log.warning("step %d: no samples: %s", step, error)
+    # One row per prompt.
     found = []
     for prompt, ids, answer in zip(self._texts, self._prompts.tokens, answers, strict=True):
-      # Masked where they are made: they go to the screen, to samples.jsonl, to trackers and to the report.
+      # Mask secrets here, because the texts go to the terminal, samples.jsonl, trackers and the report.
       prompt, text = masked(prompt), masked(continuation(self._tokenizer, ids, answer))
       row: Row = {"step": step, "prompt": prompt, "text": text, "tokens": len(answer)}
       found.append(row if error is None else row | {"error": error})
@@ -91,7 +94,7 @@ class Samples:
 
 
 def sample_line(step: int, prompt: str, text: str) -> str:
-  """One sample as a line: quoted, so that spaces show; line ends and control characters are escapes."""
+  """Return one sample as a line. It is quoted to show spaces; line breaks and control characters are escaped."""
   return f"sample  step {step}  {_quoted(prompt)} -> {_quoted(text)}"
 
 

@@ -1,4 +1,4 @@
-"""Where the lines of a run appear: a pipe, a terminal or a notebook. Open this file to change how one of them looks.
+"""Draws the lines of a run in a pipe, a terminal or a notebook. Open this file to change the appearance of one of them.
 
 ``screen_of`` chooses one of the three classes; ``Progress`` decides what is shown.
 """
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
-_NOTEBOOK_SECONDS = 0.25  # between two updates of the line: each one is a message to the browser
+_NOTEBOOK_SECONDS = 0.25  # interval between two updates of the line, each of which is a message to the browser
 
 
 def duration(seconds: float) -> str:
-  """Seconds for people: 3.2 s, 4:05 or 1:02:03."""
+  """Format seconds as 3.2 s, 4:05 or 1:02:03."""
   if seconds < 60:
     return f"{seconds:.1f} s"
   minutes, s = divmod(round(seconds), 60)
@@ -25,34 +25,34 @@ class Screen(Protocol):
   """A place for the lines of a run.
 
   Attributes:
-    live: it shows what does not stay, so only some of the steps need a line.
+    live: True if it can show temporary content, so that not every step needs a line.
   """
 
   live: bool
 
   def say(self, text: str) -> None:
-    """Writes lines that stay."""
+    """Write lines that stay."""
     ...
 
   def wait(self, what: str, seconds: float) -> None:
-    """Shows what the run has been waiting for, and for how long."""
+    """Show what the run is waiting for, and for how long."""
     ...
 
   def bar(self, step: int, last_step: int, numbers: str) -> None:
-    """Shows the newest step."""
+    """Show the newest step."""
     ...
 
   def rest(self) -> None:
-    """Ends what ``wait`` shows."""
+    """Remove what ``wait`` shows."""
     ...
 
   def close(self) -> None:
-    """Ends what does not stay."""
+    """Remove temporary content."""
     ...
 
 
 class Lines:
-  """A pipe, a file or a function: everything stays.
+  """A pipe, a file or a function: all lines stay.
 
   Args:
     write: takes one or more lines, without the last line break.
@@ -64,20 +64,20 @@ class Lines:
     self._write = write
 
   def say(self, text: str) -> None:
-    """Writes lines."""
+    """Write lines."""
     self._write(text)
 
   def wait(self, what: str, seconds: float) -> None:
-    """Nothing: ``Progress`` writes a line from time to time."""
+    """Do nothing: ``Progress`` writes a line from time to time."""
 
   def bar(self, step: int, last_step: int, numbers: str) -> None:
-    """Nothing."""
+    """Do nothing."""
 
   def rest(self) -> None:
-    """Nothing."""
+    """Do nothing."""
 
   def close(self) -> None:
-    """Nothing."""
+    """Do nothing."""
 
 
 class Terminal:
@@ -92,15 +92,17 @@ class Terminal:
     self._lock = threading.Lock()  # warnings come from other threads
 
   def say(self, text: str) -> None:
-    """Writes lines above what is live."""
+    """Write lines above the spinner or bar."""
+    # The terminal wraps long lines itself: an inserted line break would be copied along with a path.
     # The terminal wraps a long line itself: a line break in the middle of a path would be copied with it.
     self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
   def wait(self, what: str, seconds: float) -> None:
-    """A spinner, or a word behind the bar where there is one. The terminal counts the seconds itself."""
+    """Show a spinner, or text after the bar if there is one. The terminal counts the seconds itself."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     with self._lock:
+      # With a bar, only its text changes.
       if self._task is not None:
         self._live.update(self._task, numbers=what)
       elif self._live is None:
@@ -113,7 +115,7 @@ class Terminal:
         task.start_time = self._live.get_time() - seconds
 
   def bar(self, step: int, last_step: int, numbers: str) -> None:
-    """Shows the bar instead of a spinner."""
+    """Show the bar instead of a spinner."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     with self._lock:
@@ -126,13 +128,13 @@ class Terminal:
       self._live.update(self._task, completed=step, total=last_step, description=f"step {step}/{last_step}", numbers=numbers)
 
   def rest(self) -> None:
-    """Removes a spinner."""
+    """Remove the spinner."""
     with self._lock:
       if self._task is None:
         self._stop()
 
   def close(self) -> None:
-    """Removes a spinner; a bar stays as it is."""
+    """Remove the spinner. A bar stays visible."""
     with self._lock:
       self._stop()
 
@@ -149,31 +151,32 @@ class Notebook:
 
   def __init__(self, stream: TextIO):
     self._stream = stream
-    self._shown = 0  # characters of the line that is overwritten
+    self._shown = 0  # length of the line that is overwritten
     self._updated = 0.0
     self._lock = threading.Lock()
 
   def say(self, text: str) -> None:
-    """Writes lines over the one at the end, which the next update writes again."""
+    """Write lines over the temporary one, which the next update writes again."""
     with self._lock:
+      # Pad the first line, so that it covers the temporary one.
       first, *others = text.split("\n")
       self._write("\r" * bool(self._shown) + "\n".join([f"{first:<{self._shown}}", *others]) + "\n")
       self._shown, self._updated = 0, 0.0
 
   def wait(self, what: str, seconds: float) -> None:
-    """A line that is overwritten."""
+    """Show a temporary line."""
     self._overwrite(f"{what}, {duration(seconds)}", always=False)
 
   def bar(self, step: int, last_step: int, numbers: str) -> None:
-    """A line that is overwritten, with a bar of 20 characters."""
+    """Show a temporary line with a bar of 20 characters."""
     done = round(20 * step / max(last_step, 1))
     self._overwrite(f"step {step}/{last_step} [{'#' * done}{'.' * (20 - done)}] {numbers}", always=step == last_step)
 
   def rest(self) -> None:
-    """Nothing: the next line overwrites it."""
+    """Do nothing: the next line overwrites the temporary one."""
 
   def close(self) -> None:
-    """Ends the line that is overwritten."""
+    """End the temporary line."""
     with self._lock:
       if self._shown:
         self._write("\n")
@@ -192,9 +195,10 @@ class Notebook:
 
 
 def screen_of(shown: TextIO | Callable[[str], None] | None) -> Screen | None:
-  """The screen that a stream or a function of a line is; None: nothing is shown."""
+  """Return the screen for a stream or a function that takes a line; None to show nothing."""
   if shown is None:
     return None
+  # A function takes single lines.
   if callable(shown):
     return Lines(lambda text: _each(shown, text))
   if _is_notebook(shown):
@@ -202,8 +206,9 @@ def screen_of(shown: TextIO | Callable[[str], None] | None) -> Screen | None:
   if shown.isatty() and not _console(shown).is_dumb_terminal:
     return Terminal(shown)
 
+  # A pipe or a file.
   def write(text: str) -> None:
-    shown.write(f"{text}\n")  # one write, as other threads write lines too
+    shown.write(f"{text}\n")  # a single write, because other threads write lines too
     shown.flush()
 
   return Lines(write)
@@ -218,12 +223,12 @@ def _console(stream: TextIO) -> Any:
   from rich.console import Console
 
   class Plain(Console):
-    """Leaves the cursor as it is: a process that is killed would leave the terminal without one."""
+    """Never hides the cursor, because a killed process would leave the terminal without one."""
 
     def show_cursor(self, show: bool = True) -> bool:
       return False
 
-  # A notebook that is no Jupyter kernel's own stream, and a terminal that is no notebook: rich would guess.
+  # The stream is a terminal here; rich would guess from the environment and could take it for a notebook.
   return Plain(file=stream, force_jupyter=False)
 
 

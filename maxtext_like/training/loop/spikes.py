@@ -1,4 +1,4 @@
-"""Spikes of the loss: which step is one, how often the run went back for one, and which data it left out."""
+"""Loss spikes: detects them, counts the rollbacks to a checkpoint, and records which data were skipped."""
 
 import statistics
 from collections import deque
@@ -17,12 +17,12 @@ class Spike:
   """A step whose loss was too high.
 
   Attributes:
-    step: its number.
-    loss: of the step.
-    median: of the losses before.
-    back_to: the checkpoint that the run went back to; None: there was none, so it went on.
-    batches: that were left out.
-    documents: read before the first of them, and after the last one.
+    step: number of the step.
+    loss: its loss.
+    median: median of the losses before it.
+    back_to: step of the checkpoint that was restored; None if there was none and training continued.
+    batches: number of skipped batches.
+    documents: number of documents read before the first skipped batch and after the last one.
   """
 
   step: int
@@ -33,23 +33,22 @@ class Spike:
   documents: tuple[int, int] = (0, 0)
 
   def __str__(self) -> str:
-    return f"step {self.step}: loss {self.loss:.4g}, where the median before it is {self.median:.4g}"
+    return f"step {self.step}: loss {self.loss:.4g} is a spike (median of the losses before it: {self.median:.4g})"
 
 
 class Spikes:
-  """Watches the losses of a run.
+  """Detects loss spikes of a run.
 
-  A step is a spike when its loss is more than ``spike_factor`` times the median of the last ``spike_window`` losses, as many
-  of which there must be: those of the steps before it whose updates were taken over. What happened to steps that were gone
-  back over counts in no window: the losses are those of the checkpoint, which keeps them, so that a run that was stopped
-  and goes on does as one that was not.
+  A step is a spike if its loss is more than ``spike_factor`` times the median of the last ``spike_window`` losses of steps
+  whose updates were applied. There are no spikes before the window is full. The window is part of every checkpoint and is
+  restored with it, so steps that were rolled back do not count, and a resumed run behaves like an uninterrupted one.
 
   Args:
     training: the ``training:`` section.
 
   Attributes:
     found: every spike so far, oldest first.
-    documents: read when the newest checkpoint was made, or the run begun.
+    documents: number of documents read when the newest checkpoint was made, or when the run started.
   """
 
   def __init__(self, training: TrainingConfig):
@@ -60,11 +59,12 @@ class Spikes:
 
   @property
   def rollbacks(self) -> int:
-    """How often the run went back."""
+    """Number of rollbacks to a checkpoint."""
     return sum(spike.back_to is not None for spike in self.found)
 
-  def look(self, step: int, loss: float) -> Spike | None:
-    """Takes note of a step's loss, or returns the step as a spike, of which no note is taken."""
+  def observe(self, step: int, loss: float) -> Spike | None:
+    """Record the loss of a step. If it is a spike, return it instead of recording it."""
+    # A spike is not recorded, so that it does not raise the median.
     if len(self._losses) == self._losses.maxlen:
       median = statistics.median(self._losses)
       if loss > self._factor * median:
@@ -73,47 +73,53 @@ class Spikes:
     return None
 
   def more_batches(self, spike: Spike, back_to: int) -> int:
-    """How many batches after that of the spike are left out too: none the first time at a checkpoint, then one window of
-    batches, then three, seven, ...: bad data come in stretches.
+    """Return the number of batches to skip after that of the spike.
+
+    It is 0 for the first rollback to a checkpoint, then one window of batches, then three, seven, and so on, because bad data
+    often come in long stretches.
 
     Raises:
-      NoProgressError: the run went back to that checkpoint ``max_spike_rollbacks`` times already.
+      NoProgressError: the run was already rolled back ``max_spike_rollbacks`` times to this checkpoint.
     """
+    # Skip more data at each rollback to the same checkpoint.
     times = self._times(back_to)
     if times >= self._limit:
       raise NoProgressError(
-        f"{spike}: the run went back to step {back_to} {times} times already (max_spike_rollbacks), and other data did not "
-        "help\n  fix: a lower learning_rate, a look at the data, or a higher spike_factor; the same command goes on from "
-        f"step {back_to}"
+        f"{spike}. The run was already rolled back to step {back_to} {times} times (max_spike_rollbacks={self._limit}), and "
+        "skipping data did not help\n  fix: a lower learning_rate, a check of the data, or a higher spike_factor; the same "
+        f"command resumes from step {back_to}"
       )
     return (2**times - 1) * (self._losses.maxlen or 0)
 
   def add(self, spike: Spike) -> str:
-    """Enters a spike; returns what to tell about it."""
+    """Record a spike. Return a line that describes it."""
     self.found.append(spike)
+    # Training continues, so the loss counts like any other.
     if spike.back_to is None:
       self._losses.append(spike.loss)
-      return f"{spike}; there is no checkpoint to go back to yet, so the run goes on"
+      return f"{spike}. There is no checkpoint to roll back to yet, so training continues"
     first, last = spike.documents
     return (
-      f"{spike}; back to step {spike.back_to}, without the {spike.batches} batches since then: documents {first + 1} to "
-      f"{max(last, first + 1)} in the order of reading (time {self._times(spike.back_to)} of {self._limit} to this step)"
+      f"{spike}. Rolled back to step {spike.back_to}; the {spike.batches} batches since then are skipped: documents "
+      f"{first + 1} to {max(last, first + 1)} in reading order (rollback {self._times(spike.back_to)} of {self._limit} to this "
+      "step)"
     )
 
   def _times(self, back_to: int) -> int:
     return sum(s.back_to == back_to for s in self.found)
 
   def get_state(self) -> dict[str, Any]:
-    """What a checkpoint keeps."""
+    """Return the state for a checkpoint."""
     return {"losses": list(self._losses), "found": self.to_json(), "documents": self.documents}
 
   def set_state(self, state: dict[str, Any] | None, *, found: bool = True) -> None:
-    """Goes on as a checkpoint had it; None: from one that kept nothing.
+    """Continue from the state of a checkpoint; None if it stored none.
 
     Args:
-      state: of ``get_state``.
-      found: the spikes too; False where the run went back to it and remembers them.
+      state: result of ``get_state``.
+      found: also restore the recorded spikes; False after a rollback, which must not forget them.
     """
+    # The window is that of the checkpoint.
     self._losses.clear()
     if state is None:
       return
@@ -123,5 +129,5 @@ class Spikes:
       self.found = [Spike(**spike | {"documents": tuple(spike["documents"])}) for spike in state["found"]]
 
   def to_json(self) -> list[dict[str, Any]]:
-    """The spikes, for ``spikes.json``."""
+    """Return the recorded spikes, for ``spikes.json``."""
     return [asdict(spike) for spike in self.found]

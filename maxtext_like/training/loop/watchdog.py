@@ -1,10 +1,11 @@
-"""Time limits for what may hang: compiling, a step, a save, the way out. What takes longer ends the process, exit code 42.
+"""Time limits for operations that may hang: compilation, a step, a save, the shutdown. At the limit the process ends, exit
+code 42.
 
-A device that stopped, a disk whose ``fsync`` never returns: nothing inside the blocked thread can notice, and joining it
-would hang too. So a thread of its own counts the seconds, and at the limit writes down where every thread is and leaves
-through ``os._exit``. Checkpoints need no farewell: the newest whole one stays what it is.
+A blocked thread cannot notice that a device stopped or that a disk's ``fsync`` never returns, and joining it would hang too. A
+separate thread therefore measures the time. At the limit it records the stacks of all threads and ends the process with
+``os._exit``. Checkpoints need no cleanup: the newest complete one stays valid.
 
-Seconds are those in which this process could run: stopped (SIGSTOP, Ctrl-Z, a sleeping laptop) it does not age.
+Only time in which this process could run counts: a suspended process (SIGSTOP, Ctrl-Z, a sleeping laptop) does not time out.
 """
 
 import contextlib
@@ -25,23 +26,24 @@ from maxtext_like.training.sinks.output import say_on_stderr
 
 STACKS_NAME = "stacks.txt"
 _TICK_SECONDS = 0.5
-_FAREWELL_SECONDS = 2.0  # for last words; whoever does not read them by then has lost them
-_BYTES_PER_SECOND = 50e6  # a slow network disk: what reads or writes a state may take so much longer
+_FAREWELL_SECONDS = 2.0  # maximum time for writing the last messages
+_BYTES_PER_SECOND = 50e6  # of a slow network disk; extends the limits of reading or writing a state
 _GROWING = ("read", "save", "exit")
-_LIMIT_OF = {"first_step": "compile", "read": "compile"}  # kinds with the limit of another
-_IN_A_STEP = ("first_step", "step", "data")  # they end by their own limits, after a signal too
+_LIMIT_OF = {"first_step": "compile", "read": "compile"}  # kinds that use the limit of another kind
+_IN_A_STEP = ("first_step", "step", "data")  # these keep their own limits after a stop request
 
 
 def end_now(error: ExitError, write: Callable[[], None] | None = None) -> NoReturn:
-  """Ends the process from any thread and at once: nothing is waited for, closed or written any more.
+  """End the process from any thread at once, without waiting, closing or writing anything else.
 
-  For when going on would do harm, as in a directory that is another's, or is not possible, as behind a write that never
-  returns. Standard error gets the message, as far as it takes it: a full pipe must not keep us.
+  Use it if continuing would do harm, for example in a directory that another process has taken over, or is impossible, for
+  example after a write that never returns. The message goes to standard error, unless that blocks.
 
   Args:
-    error: its message and its exit code.
-    write: further last words, which may block for ever.
+    error: provides the message and the exit code.
+    write: writes further last messages; it may block forever.
   """
+  # Write on threads, because a full pipe or a dead disk would block this one.
   writers = [threading.Thread(target=_to_standard_error, args=(f"\nerror: {error}\n",), daemon=True)]
   if write is not None:
     writers.append(threading.Thread(target=write, daemon=True))
@@ -53,14 +55,16 @@ def end_now(error: ExitError, write: Callable[[], None] | None = None) -> NoRetu
 
 
 def _to_standard_error(text: str) -> None:
-  with contextlib.suppress(OSError):  # closed, or its disk is full: there is nobody left to tell
+  with contextlib.suppress(OSError):  # standard error is closed or its disk is full
     left = text.encode(errors="replace")
     while left:
       left = left[os.write(2, left) :]
 
 
 def stacks() -> str:
-  """Where every thread is, the newest call first, without reading a source file: its disk may be the one that hangs."""
+  """Return the stacks of all threads, newest call first. Reads no source files, because their disk may be the one that
+  hangs."""
+  # faulthandler writes to a file descriptor, so dump into memory and read it back.
   names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
   with tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create("stacks"), "w+b") as file:
     faulthandler.dump_traceback(file, all_threads=True)
@@ -77,18 +81,21 @@ class _Watched:
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-  """Watches one run while it is entered; ``watch`` says what a thread is at. Of nested ones the innermost counts.
+  """Watches one run while it is entered. ``watch`` sets what a thread is doing; of nested ones the innermost counts.
 
   Args:
-    limits: seconds by kind (compile, step, data, save, exit); 0, or a kind that is not there: no limit.
+    limits: seconds by kind (compile, step, data, save, exit). 0 or a missing kind means no limit.
 
   Attributes:
-    state_bytes: of a checkpoint; reading one, a save and the way out may take a second more for every 50 MB.
-    directory: of the run, for a copy of the stacks; None until it is this process's.
-    stop: from its signal on the way out is counted, outside of a step; who steps says ``leave`` at the end of the last one.
+    state_bytes: size of a checkpoint; limits of reading, saving and shutdown are extended by a second per 50 MB.
+    directory: run directory for a copy of the stacks; None until this process holds it.
+    stop: the stop request. After a signal the shutdown limit counts, except during a step; the loop calls ``begin_shutdown``
+      after
+      its last step.
   """
 
   def __init__(self, limits: Mapping[str, float] = {}):
+    # Threads and what they are doing, innermost last.
     self._limits = limits
     self._lock = threading.Lock()
     self._watched: dict[int, list[_Watched]] = {}
@@ -111,7 +118,8 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     _watch_the_end_of_the_program(self.limit("exit"))
 
   def limit(self, kind: str) -> float:
-    """Seconds that a kind may take; what reads or writes a state has more for a large one. Infinite without a limit."""
+    """Return the limit of a kind in seconds, extended for reading or writing a large state. Infinite without a limit."""
+    # A limit of 0 means none. Large states get more time.
     seconds = self._limits.get(_LIMIT_OF.get(kind, kind), 0)
     if seconds <= 0:
       return float("inf")
@@ -119,13 +127,14 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
   @contextlib.contextmanager
   def watch(self, kind: str, what: str | None = None, *, thread: int | None = None) -> Iterator[None]:
-    """Limits what a thread does inside.
+    """Limit the time that a thread spends inside the context.
 
     Args:
-      kind: compile, first_step (which compiles too), step, data, read (of a state), save or exit.
-      what: for the message; default: the kind.
-      thread: its identifier, where the calling one works for it; None: the calling one.
+      kind: compile, first_step (includes compilation), step, data, read (of a state), save or exit.
+      what: name for the message; default: the kind.
+      thread: identifier of the thread that waits for this work; default: the calling thread.
     """
+    # Entries of a thread are nested; the innermost one counts.
     entry, thread = _Watched(kind, what or kind), thread or threading.get_ident()
     with self._lock:
       self._watched.setdefault(thread, []).append(entry)
@@ -133,70 +142,80 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
       yield
     finally:
       with self._lock:
-        self._watched[thread].remove(entry)  # not the last where the thread left this one to itself
+        self._watched[thread].remove(entry)  # not necessarily the last one, if the thread was abandoned
         if not self._watched[thread]:
           del self._watched[thread]
 
-  def again(self, kind: str | None = None, what: str | None = None, *, thread: int | None = None) -> None:
-    """A thread got on with what it is at, which counts anew from here; it may be something else by now.
+  def restart(self, kind: str | None = None, what: str | None = None, *, thread: int | None = None) -> None:
+    """Record progress of a thread: its time starts again from 0. It may be doing something else from now on.
 
     Args:
-      kind: as ``watch``; None: the same.
-      what: as ``watch``; None: the same.
-      thread: its identifier, where another one does what it waits for; None: the calling one.
+      kind: as in ``watch``; None for the same.
+      what: as in ``watch``; None for the same.
+      thread: identifier of the waiting thread if another one makes the progress; default: the calling thread.
     """
     with self._lock:
       for entry in self._watched.get(thread or threading.get_ident(), [])[-1:]:
         entry.kind, entry.what = kind or entry.kind, what or entry.what
         entry.seconds, entry.warned = 0.0, False
 
-  def leave(self) -> None:
-    """From here on the way out is counted, as after a signal."""
-    self._exit = self._exit or _Watched("exit", "the way out of the run")
+  def begin_shutdown(self) -> None:
+    """Start the shutdown limit, as after a signal."""
+    self._exit = self._exit or _Watched("exit", "the shutdown of the run")
 
   def _run(self) -> None:
     before = time.monotonic()
     while not self._ended.wait(_TICK_SECONDS):
+      # Limit the counted time, so that a suspended process does not time out.
       now = time.monotonic()
-      self._tick(min(now - before, 4 * _TICK_SECONDS))  # a longer gap: the process was stopped, or had no core
+      self._tick(min(now - before, 4 * _TICK_SECONDS))  # after a longer gap the process was suspended or had no CPU time
       before = now
 
   def _tick(self, seconds: float) -> None:
     with self._lock:
+      # The current work of each thread.
       counted = [entries[-1] for entries in self._watched.values()]
+    # After a stop request the shutdown limit counts, except during a step.
     if self.stop is not None and self.stop.requested is not None and not any(e.kind in _IN_A_STEP for e in counted):
-      self.leave()
+      self.begin_shutdown()
     with self._lock:
+      # Advance all counters by the same time.
       if self._exit is not None:
         counted.append(self._exit)
       for entry in counted:
         entry.seconds += seconds
     for entry in counted:
+      # End at the limit; warn once at half of it.
       limit = self.limit(entry.kind)
       if entry.seconds >= limit:
         self._end(entry, limit)
       if entry.seconds >= limit / 2 and not entry.warned:
         entry.warned = True
         say_on_stderr(
-          f"\nwarning: {entry.what} takes {entry.seconds:.0f} s by now; after {limit:.0f} s the run ends with exit code 42"
+          f"\nwarning: {entry.what} has taken {entry.seconds:.0f} s; after {limit:.0f} s the run ends with exit code 42"
         )
 
   def _end(self, entry: _Watched, limit: float) -> NoReturn:
+    # Stacks first: they show where each thread hangs.
     where = stacks()
     interrupted = self.stop is not None and self.stop.requested == signal.SIGINT
     place = ""
     if self.directory is not None:
       place = f", also in {self.directory / STACKS_NAME}"
-    key = f"watchdog_{_LIMIT_OF.get(entry.kind, entry.kind)}_seconds"
+    # Name the key that sets the limit.
+    kind = _LIMIT_OF.get(entry.kind, entry.kind)
+    key = f"watchdog_{kind}_seconds"
+    # A run that Ctrl-C stopped keeps its exit code.
     error = (InterruptedRunError if interrupted else RetryableError)(
-      f"{entry.what} takes longer than {limit:.0f} s ({key}): the run ends here, and the newest whole "
-      f"checkpoint stays as it is; the same command goes on from there\nwhere every thread was{place}\n{where}"
+      f"{entry.what} takes longer than {limit:.0f} s ({key}={self._limits.get(kind, 0):g}): the run ends; its newest complete "
+      f"checkpoint is unchanged\n  fix: run the same command again, which resumes the run, or raise {key}\n"
+      f"stacks of all threads{place}:\n{where}"
     )
     end_now(error, lambda: self._keep(f"{error}\n"))
 
   def _keep(self, text: str) -> None:
     if self.directory is not None:
-      with contextlib.suppress(OSError):  # the disk may be what is broken; standard error has it
+      with contextlib.suppress(OSError):  # the disk may be the cause; standard error has the text as well
         (self.directory / STACKS_NAME).write_text(text, encoding="utf-8")
 
 
@@ -204,10 +223,11 @@ _end_is_watched = threading.Lock()
 
 
 def _watch_the_end_of_the_program(limit: float) -> None:
-  """Ends a program whose main thread is done and which does not end within ``limit`` seconds; of several, the first counts."""
+  """End a program that does not end within ``limit`` seconds after its main thread. The first call counts."""
   if limit == float("inf") or not _end_is_watched.acquire(blocking=False):
     return
 
+  # Waits for the main thread, then gives the rest of the program its time.
   def wait(seconds: float, tell: bool) -> None:
     threading.main_thread().join()
     time.sleep(seconds)
@@ -215,6 +235,6 @@ def _watch_the_end_of_the_program(limit: float) -> None:
       _to_standard_error(f"\nerror: the program did not end within {limit:.0f} s (watchdog_exit_seconds)\n{stacks()}\n")
     os._exit(RetryableError.exit_code)
 
-  # An interpreter that ends starts no threads any more, so the one for last words that nobody takes is here from now on.
+  # Threads cannot be started while the interpreter shuts down, so both threads are started now.
   for seconds, tell in ((limit, True), (limit + _FAREWELL_SECONDS, False)):
     threading.Thread(target=wait, args=(seconds, tell), name="watchdog-end", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The batches of a program, from the data that its configuration names."""
+"""Opens the data of a program, and counts the steps of a run configured by epochs."""
 
 import contextlib
 from collections.abc import Callable
@@ -24,16 +24,17 @@ def open_data(
   waiting: Callable[[], None] = lambda: None,
   source: str | None = None,
 ) -> DataSource:
-  """This process's batches of one split. Raises UserError as ``make_data`` does.
+  """Open this process's batches of one split. Raises UserError as ``make_data`` does.
 
   Args:
-    program: of the run.
+    program: program of the run.
     split: "train" or "eval".
     settings: the ``data:`` section, with its tokenizer resolved.
-    alive: called now and then while every record is looked at.
-    waiting: called now and then while a batch does not come; what it raises ends the wait.
-    source: which of several to evaluate on.
+    alive: called repeatedly while records are validated.
+    waiting: called repeatedly while waiting for a batch; an exception from it ends the wait.
+    source: name of the source to evaluate on, if there are several.
   """
+  # Training draws rows for a complete update, evaluation for one forward pass.
   config = program.config
   rows = program.global_batch if split == "train" else program.microbatch
   return make_data(
@@ -55,40 +56,46 @@ def open_data(
 
 
 @dataclass(frozen=True)
-class Begun:
-  """A run that goes on: its finished steps, and the state of its training data behind them."""
+class ResumePoint:
+  """The start of a resumed run: its finished steps, and the state of its training data after them."""
 
   step: int
   data: dict[str, Any]
 
 
-def counted(program: TrainProgram, data: DataSource, begun: Begun | None = None) -> TrainProgram:
-  """The program with the number of its steps: of a run by epochs as many as its data's rows take, the last one filled up.
+def with_counted_steps(program: TrainProgram, data: DataSource, resume_point: ResumePoint | None = None) -> TrainProgram:
+  """Return the program with its number of steps. With epochs they are as many as the rows need; the last batch is filled up.
 
-  What was trained before counts as it was, whatever its batches were.
+  Steps that are already finished count as they are, whatever their batch size was.
 
   Raises:
-    UserError: the data are not those of ``begun``, and allow_data_change is false.
+    UserError: the data differ from those of ``resume_point``, and allow_data_change is false.
   """
+  # The number of steps is configured directly.
   if data.rows is None:
     return program
+  # Count the rows that a resumed run has not yet seen; the last step is filled up.
   step, left = 0, data.rows
-  if begun is not None:
-    step, left = begun.step, data.rows_left(begun.data, accept_changes=program.config.checkpoint.allow_data_change) or 0
+  if resume_point is not None:
+    step, left = (
+      resume_point.step,
+      data.rows_left(resume_point.data, accept_changes=program.config.checkpoint.allow_data_change) or 0,
+    )
   return program.with_steps(step - (-left // program.global_batch))
 
 
 def first_batch(program: TrainProgram, checkpoint: CheckpointConfig, steps: Path | Place) -> tuple[TrainProgram, Batch]:
-  """The program with the number of its steps, and the first batch of the training data, as global arrays.
+  """Return the program with its number of steps, and the first training batch as global arrays.
 
   Args:
-    program: of the step that takes it.
-    checkpoint: the ``checkpoint:`` section, which says where the tokenizer comes from.
-    steps: the directory of the steps of a run that may have one; need not exist.
+    program: program whose step takes the batch.
+    checkpoint: the ``checkpoint:`` section, which decides about the tokenizer.
+    steps: directory of the run's steps, which may contain a tokenizer; need not exist.
 
   Raises:
     UserError: as ``open_data``.
   """
+  # The tokenizer may come from a checkpoint.
   settings = resolve_tokenizer.resolve(program.config.data, checkpoint, steps)
   with contextlib.closing(open_data(program, "train", settings)) as data:
-    return counted(program, data), program.place(next(data))
+    return with_counted_steps(program, data), program.place(next(data))

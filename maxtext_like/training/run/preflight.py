@@ -1,4 +1,4 @@
-"""What can be said of a run within a second, before JAX is imported: paths that lead nowhere, and that it is finished."""
+"""Checks that take less than a second, before JAX is imported: wrong paths, missing checkpoints, and finished runs."""
 
 import glob
 import os
@@ -28,64 +28,69 @@ from maxtext_like.training.sinks import trackers
 
 
 def run_directory(config: Config) -> RunDirectory:
-  """The directory of a run, not held."""
+  """Return the directory of a run, not locked."""
   place, name = config.logging.output_dir, config.logging.run_name or config.model.model_name
   return RemoteRunDirectory(place, name) if is_remote(place) else RunDirectory(place, name)
 
 
-def first_look(loaded: Loaded) -> str | None:
-  """Looks before anything is loaded, compiled or written.
+def preflight(loaded: Loaded) -> str | None:
+  """Check the run before anything is loaded, compiled or written.
 
   Returns:
-    The line that says that the run is finished; None: there may be work to do.
+    A line if the run is already finished; None if there may be steps to train.
 
   Raises:
-    UserError: every path that leads nowhere; or as ``Standing.require``; or the run is of another model.
-    NonFiniteError: the run is finished, and the weights that it left are not usable.
+    UserError: paths that do not exist, all at once; or as ``ResumeState.require``; or checkpoints of another model.
+    NonFiniteError: the run is finished and its weights are not usable.
   """
   config = loaded.config
   directory = run_directory(config)
+  # Paths and protocols. All wrong ones are reported together.
   if config.checkpoint.checkpoint_mirror is not None:
     require_usable("checkpoint_mirror", config.checkpoint.checkpoint_mirror)
   if problems := list(_lost_paths(loaded)):
     raise error_of(problems)
-  stands = resume_state.look(directory.path, directory.checkpoints)
+  # The run directory: refuse lost or mixed checkpoints.
+  state = resume_state.read(directory.path, directory.checkpoints)
   remote = isinstance(directory.checkpoints, Place)
   mirrored = config.checkpoint.checkpoint_mirror is not None
-  if not ((mirrored or remote) and stands.evidence):  # what is lost here may come back, or be old
-    stands.require(config.checkpoint)
-  if stands.newest is not None and (stored := _manifest(stands.checkpoints / str(stands.newest))) is not None:
+  if not ((mirrored or remote) and state.evidence):  # a mirror or store may bring missing steps back
+    state.require(config.checkpoint)
+  # A finished run needs no start. With a mirror or with epochs this is decided later.
+  if state.newest is not None and (stored := _manifest(state.checkpoints / str(state.newest))) is not None:
     current = compatibility.record(config)
-    compatibility.require_same_model(str(stands.checkpoints / str(stands.newest)), stored.config, current)
-    early, steps = stopped_early(stored, config.training), config.training.steps  # those of epochs are not counted yet
-    over = early is not None or (steps is not None and stands.newest >= steps)
+    compatibility.require_same_model(str(state.checkpoints / str(state.newest)), stored.config, current)
+    early, steps = stopped_early(stored, config.training), config.training.steps  # steps of epochs are not counted yet
+    over = early is not None or (steps is not None and state.newest >= steps)
     if over and not mirrored and compatibility.surely_same_arrays(stored.config, current):
       return finished_line(directory.shown, stored, early, config)
+  # A directory that cannot be written.
   if not remote and (reason := _unusable(directory.path)) is not None:
     raise UserError(
-      f"run directory {directory.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
+      f"run directory {directory.path} cannot be used: {reason}\n  fix: choose another with output_dir=... or run_name=..."
     )
   return None
 
 
 def finished_line(run: str, stored: manifest.Manifest, early: str | None, config: Config) -> str:
-  """The line about a finished run.
+  """Return the line about a finished run.
 
   Args:
-    run: its directory.
+    run: the run directory.
     stored: manifest of its newest checkpoint.
     early: why it ended before its last step; None if it did not.
-    config: configuration that it is started with again.
+    config: configuration of the new start.
 
   Raises:
-    NonFiniteError: the weights that it left are not usable.
+    NonFiniteError: the weights of the run are not usable.
   """
   training = config.training
+  # Say why the run ended and which key continues it.
   if early is not None and (training.steps is None or stored.step < training.steps):
-    done, onward = early, "raise early_stopping_patience to go on"
+    done, onward = early, "raise early_stopping_patience to continue"
   else:
     done = f"already at step {stored.step} of {training.last_step}"
-    onward = f"raise {'steps' if training.epochs is None else 'epochs'} to go on"
+    onward = f"raise {'steps' if training.epochs is None else 'epochs'} to continue"
   if reasons := reasons_of(stored):
     raise failed_run(f"{run}: {done}", reasons, config)
   return f"{run}: {done}; {onward}"
@@ -96,14 +101,17 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
   checks: list[tuple[str, Callable[[], object]]] = []
   if (source := c.checkpoint.init_from) is not None:
     checks.append(("checkpoint.init_from", lambda: require_source(located(source))))
+  # Collect the checks of the keys that name paths.
   kind = DATASETS[c.data.dataset]
   if kind.files:
     checks.append(("data.dataset_path", lambda: _require_data(c.data, "dataset_path")))
     checks.append(("data.eval_path", lambda: _require_data(c.data, "eval_path")))
   if c.data.tokenizer not in ("bytes", AUTO) and kind.text:
     checks.append(("data.tokenizer", lambda: find_tokenizer(c.data.tokenizer)))
+  # Packages of trackers that are not installed.
   for key, problem in trackers.missing(c.logging):
     yield replace(problem, where=loaded.origins[key])
+  # Run all checks, so that one start reports every wrong path.
   for key, check in checks:
     try:
       check()
@@ -115,13 +123,15 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _require_data(data: DataConfig, key: str) -> None:
-  """An entry that matches nothing is refused as it would be later; no folder is listed to its end for that."""
+  """Raise for an entry that matches no file. Large folders are not listed completely for this check."""
   for name, paths in by_source(getattr(data, key)).items():
     named = f"{key}.{name}" if name else key
     for entry in [paths] if isinstance(paths, str) else paths or ():
+      # A store is asked; local entries are tested without listing folders.
       if is_remote(entry):
         input_files.find_remote(entry, (), named)
         continue
+      # A literal path, or a pattern with at least one match.
       path = os.path.expanduser(entry)
       if os.path.lexists(path):
         continue
@@ -132,7 +142,7 @@ def _require_data(data: DataConfig, key: str) -> None:
 
 
 def _manifest(step: Path | Place) -> manifest.Manifest | None:
-  """Of a step that this version can read; what is wrong with another is said when it is restored."""
+  """Return the manifest if this version can read it. Errors of other manifests are reported when the step is restored."""
   try:
     stored = manifest.read(step)
   except manifest.DamageError:
@@ -141,7 +151,7 @@ def _manifest(step: Path | Place) -> manifest.Manifest | None:
 
 
 def _unusable(run: Path) -> str | None:
-  """Why the directory cannot be made or written; None as far as can be told without doing it."""
+  """Return why the directory cannot be created or written, or None. Nothing is written for this check."""
   there = next(path for path in (run, *run.parents) if path.exists())
   if not there.is_dir():
     return f"{there} is not a directory"

@@ -1,4 +1,4 @@
-"""The processes that a launcher started with one configuration, as one: joined, and ended together when one of them is lost."""
+"""Connects the processes of one run, and ends all of them if one is lost."""
 
 from typing import NoReturn
 
@@ -11,14 +11,14 @@ from maxtext_like.training.run import provenance
 
 
 def join(loaded: Loaded) -> Heartbeat:
-  """Joins them, before the first device is touched; alone, which is the default, nothing happens.
+  """Connect the processes before the first device is used. Nothing happens for a single process, the default.
 
   Returns:
-    To be entered while they work together.
+    The heartbeat, to be entered while the processes work together.
 
   Raises:
-    UserError: they are not of one run.
-    RetryableError: some did not come.
+    UserError: the processes do not belong to one run.
+    RetryableError: some processes did not connect.
   """
   limits = loaded.config.watchdog
   same = provenance.same_everywhere() | rendezvous.as_facts(loaded.to_yaml(mask=True), "key")
@@ -28,6 +28,6 @@ def join(loaded: Loaded) -> Heartbeat:
 
 def _end_with_a_peer(what: str, code: int) -> NoReturn:
   total = processes.count()
-  error = RetryableError(f"{what}; the run needs all of its {total} processes, so it ends here; start all of them again")
+  error = RetryableError(f"{what}; the run needs all of its {total} processes and ends\n  fix: start all of them again")
   error.exit_code = code
   end_now(error)

@@ -1,4 +1,4 @@
-"""What a run ran on: env.json, for whoever wants to repeat it."""
+"""Describes the environment of a run for env.json, so that it can be reproduced."""
 
 import hashlib
 import importlib.metadata
@@ -29,7 +29,7 @@ VARIABLES = frozenset(
   JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID MAXTEXT_LIKE_DEBUG
   """.split()
 )
-"""Environment variables that change what a run does, beside JAX's own options. Others are not kept: any may be a secret."""
+"""Environment variables that change a run, in addition to JAX's own options. Others are not stored, as they may be secrets."""
 
 
 def _version(package: str) -> str | None:
@@ -40,7 +40,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-  """The commit of the checkout this code runs from, with + when files differ; None for an installed package."""
+  """Return the commit of the checkout of this code, with + if files differ; None for an installed package."""
+  # An installed package has no checkout.
   root = Path(__file__).resolve().parents[3]
   if not (root / ".git").exists():
     return None
@@ -52,22 +53,25 @@ def _commit() -> str | None:
       return None
     return done.stdout.strip() if done.returncode == 0 else None
 
+  # Untracked files do not count as changes.
   commit = git("rev-parse", "HEAD")
   return commit and commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def same_everywhere() -> dict[str, str]:
-  """What must not differ between the processes of a run: versions, and the code itself."""
+  """Return the versions and the hash of the code, which must not differ between the processes of a run."""
+  # Hash every source file, with the layers behind the symbolic link.
   root, digest = Path(__file__).parents[2], hashlib.sha256()
   for path in sorted([*root.rglob("*.py"), *(root / "layers").rglob("*.py")]):  # rglob does not follow a link
-    if path.is_file():  # an editor's lock is a link that leads nowhere
+    if path.is_file():  # an editor's lock file can be a broken link
       digest.update(path.read_bytes())
   versions = {f"version of {name}": _version(name) or "none" for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")}
   return versions | {"version of python": platform.python_version(), "code of maxtext_like": digest.hexdigest()[:16]}
 
 
 def describe() -> dict[str, Any]:
-  """Versions, devices, command and the environment variables that change what a run does, as JSON values without secrets."""
+  """Return versions, devices, command and the relevant environment variables, as JSON values without secrets."""
+  # JAX's own options are known from its configuration.
   devices = jax.devices()
   known = VARIABLES | {name.upper() for name in jax.config.values if name.startswith("jax_")}
   return {

@@ -1,4 +1,4 @@
-"""Which tokenizer a run or a checkpoint has: the one that lies in the checkpoint, unless the configuration names another."""
+"""Resolves tokenizer=auto: the tokenizer stored in a checkpoint is used unless the configuration names another."""
 
 import dataclasses
 import logging
@@ -18,19 +18,22 @@ _log = logging.getLogger(__name__)
 
 
 def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place) -> DataConfig:
-  """``data`` with "auto" replaced: by the tokenizer of the run's own newest step, else that of ``init_from``, else bytes.
+  """Replace "auto" by the tokenizer of the run's newest step, otherwise that of ``init_from``, otherwise bytes.
 
   Args:
     data: the ``data:`` section.
     checkpoint: the ``checkpoint:`` section.
-    steps: the directory of the run's steps, which need not exist. Nothing is written.
+    steps: directory of the run's steps, which need not exist. Nothing is written.
+
+  Returns:
+    The ``data:`` section with the tokenizer set.
 
   Raises:
-    UserError: the checkpoint was made with a tokenizer that it does not hold.
+    UserError: the checkpoint was made with a tokenizer that it does not contain.
   """
   if data.tokenizer != AUTO or not DATASETS[data.dataset].text:
     return data
-  # A step whose tokenizer is damaged will be set aside, so it is not asked.
+  # Steps with a damaged tokenizer are skipped; the restore sets them aside later.
   try:
     directories = open_steps(steps)
     whole = [n for n in directories.complete() if _is_whole(directories.path(n))] if directories.is_there() else []
@@ -38,6 +41,7 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place)
     if isinstance(steps, Path):
       raise
     raise failed(error) from error
+  # The run's own step, then init_from, then bytes.
   if checkpoint.resume and whole:
     return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
   if checkpoint.init_from is None:
@@ -46,10 +50,10 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place)
 
 
 def of_step(step: Path | Place) -> str:
-  """What ``load_tokenizer`` takes for the tokenizer of one of our steps.
+  """Return the tokenizer of one of our steps, as an argument for ``load_tokenizer``.
 
   Raises:
-    UserError: the step is damaged, or was made with a tokenizer that it does not hold.
+    UserError: the step is damaged, or was made with a tokenizer that it does not contain.
   """
   try:
     stored = manifest.read(step)
@@ -57,13 +61,17 @@ def of_step(step: Path | Place) -> str:
     raise UserError(f"{step}: not a complete checkpoint: {error}") from None
   except OSError as error:
     raise failed(error) from error
+  # The step contains its tokenizer.
   if any(name.startswith(f"{sidecar_files.FOLDER}/tokenizer.") for name in stored.files):
     return str(manifest.home(step, stored) / sidecar_files.FOLDER)
+  # Otherwise the stored configuration names it.
   named = stored.config.get("data", {}).get("tokenizer", "bytes")
   if named in ("bytes", AUTO):
     return "bytes"
   if not is_remote(named) and not Path(named).expanduser().exists():
-    raise UserError(f"{step}: made with the tokenizer '{named}', which is gone\n  fix: tokenizer=, with the path of a copy")
+    raise UserError(
+      f"{step}: made with the tokenizer '{named}', which no longer exists\n  fix: tokenizer=PATH, the path of a copy"
+    )
   return named
 
 
@@ -78,7 +86,7 @@ def _has_tokenizer(directory: Path | Place) -> bool:
 
 
 def _is_whole(step: Path | Place) -> bool:
-  """The tokenizer's files in a complete step are what was written."""
+  """Return True if the tokenizer files of a complete step are undamaged."""
   try:
     manifest.check_hashes(step, manifest.read(step), below=f"{sidecar_files.FOLDER}/")
   except manifest.DamageError:
@@ -87,22 +95,23 @@ def _is_whole(step: Path | Place) -> bool:
 
 
 def fingerprint_of(step: Path | Place) -> str | None:
-  """The fingerprint of the tokenizer whose tokens a step was trained on; None: on none, or not known."""
+  """Return the fingerprint of the tokenizer that a step was trained with; None if it had none or it is unknown."""
   return manifest.read(step).extra.get("data", {}).get("identity", {}).get("tokenizer")
 
 
 def require_same(step: Path | Place, data: DataSource) -> None:
-  """Refuses to go on from a step with another tokenizer: the same ids would be other text.
+  """Raise if a run would resume with another tokenizer, because the same token ids would mean other text.
 
   Raises:
-    UserError: names both.
+    UserError: names both tokenizers.
   """
+  # Steps of earlier versions have no fingerprint; they are accepted.
   was = fingerprint_of(step)
   now = None if data.tokenizer is None else data.tokenizer.fingerprint
   if was is not None and now is not None and was != now:
     raise UserError(
-      f"cannot resume: {step} was trained with the tokenizer '{was}', this run has '{now}'\n"
-      f"  fix: tokenizer={AUTO} takes the checkpoint's own; for a new run with another one: another run_name, and init_from"
+      f"cannot resume: {step} was trained with the tokenizer '{was}', but this run has '{now}'\n"
+      f"  fix: tokenizer={AUTO} (uses the checkpoint's own); for another tokenizer a new run: another run_name, and init_from"
     )
 
 
@@ -112,5 +121,5 @@ def _of_directory(directory: Path | Place) -> str:
       return str(directory)
   elif (step := find_step(directory)) is not None:
     return of_step(step)
-  _log.warning("%s has no tokenizer, so text becomes %s; tokenizer= names another", directory, BytesTokenizer.fingerprint)
+  _log.warning("%s has no tokenizer, so text is encoded as %s; tokenizer= sets another", directory, BytesTokenizer.fingerprint)
   return "bytes"

@@ -1,4 +1,4 @@
-"""One training run, from a loaded configuration to its end: checks first, then the directory, then the devices."""
+"""One training run, from a loaded configuration to its end. ``_Run.train`` lists its stages in order."""
 
 import contextlib
 import json
@@ -40,25 +40,24 @@ from maxtext_like.training.loop.profile import Profile
 from maxtext_like.training.loop.progress import Progress, Shown
 from maxtext_like.training.loop.samples import Samples
 from maxtext_like.training.loop.screens import duration
-from maxtext_like.training.loop.signals import StopAsked, StopRequest
+from maxtext_like.training.loop.signals import StopRequest, StopRequested
 from maxtext_like.training.loop.spikes import Spikes
-from maxtext_like.training.loop.stepper import Stepper
 from maxtext_like.training.loop.watchdog import Watchdog
 from maxtext_like.training.run import provenance, report, resolve_tokenizer, resume_state
-from maxtext_like.training.run.banner import cut_conversations, introduction, never_evaluated, passes, shares
-from maxtext_like.training.run.batches import Begun, counted, open_data
+from maxtext_like.training.run.banner import banner, cut_conversations, never_evaluated, passes, shares
+from maxtext_like.training.run.batches import ResumePoint, open_data, with_counted_steps
 from maxtext_like.training.run.preflight import finished_line, run_directory
 from maxtext_like.training.run.process_group import join
 from maxtext_like.training.run.restarts import Restarts
-from maxtext_like.training.run.run_checkpoints import finished, newest_begun, open_manager, open_mirror
+from maxtext_like.training.run.run_checkpoints import finished, newest_resume_point, open_manager, open_mirror
 from maxtext_like.training.run.run_directory import RunDirectory
 from maxtext_like.training.run.start import Start, prepare
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, by_step, read
 from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
 from maxtext_like.training.sinks.trackers import Tracked, trackers
-from maxtext_like.training.step.program import TrainProgram, make_program
+from maxtext_like.training.step.program import Stepper, TrainProgram, make_program
 
-# What a runtime says of a device that is lost or broken, or a peer that is gone; a program that is wrong says other words.
+# Status codes with which the runtime reports a lost or faulty device or a lost peer. Errors of the program have other codes.
 _DEVICE_FAULT = re.compile(r"(INTERNAL|UNAVAILABLE|ABORTED|DATA_LOSS|DEADLINE_EXCEEDED)\b")
 REPORT = "report.html"
 T = TypeVar("T")
@@ -66,19 +65,22 @@ MakeExplainer = Callable[[TrainProgram, Path | Place, Callable[[str], None]], Ex
 
 
 def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
-  """Trains as configured. Returns what came of it, in a line.
+  """Train as configured.
 
-  Outside the main thread, which alone hears signals, nothing asks it to stop. Where a launcher started several processes, this
-  is one of them: they join here, before the first device is touched.
+  A stop request by signal is only possible in the main thread. If a launcher started several processes, this is one of them:
+  they connect here, before the first device is used.
 
   Args:
     loaded: the configuration.
-    explainer: of (program, directory of the run, what tells whoever waits); keeps and explains a step that ends the run,
-      where ``replay_failed_step`` asks for it: ``analysis.failed_step.FailedStep``.
+    explainer: makes the object that keeps and explains the step that ends the run, from (program, run directory, function
+      that prints a line); used with ``replay_failed_step``. See ``analysis.failed_step.FailedStep``.
     shown: where the lines of the run go.
 
+  Returns:
+    A line that says how the run ended.
+
   Raises:
-    ExitError: everything else that can happen; its class has the exit code.
+    ExitError: the run did not finish; the class has the exit code.
   """
   heartbeat = join(loaded)
   stop = StopRequest(Agreement(loaded.config.watchdog.watchdog_peers_seconds) if processes.count() > 1 else None)
@@ -89,19 +91,19 @@ def train(loaded: Loaded, explainer: MakeExplainer, shown: Shown = None) -> str:
 
 @contextlib.contextmanager
 def _stopped_at_start(stop: StopRequest) -> Iterator[None]:
-  """Gives a stop before the first step its exit code, by which starts are counted."""
+  """Turn a stop request before the first step into its exit code. Such starts count towards the restart limit."""
   try:
     yield
-  except StopAsked:
+  except StopRequested:
     raise stop.error_at_start() from None
 
 
 @dataclass
-class _Opened:
-  """What a run has open before its first step."""
+class _Resources:
+  """Everything that is open before the first step."""
 
   program: TrainProgram
-  begun: int  # finished steps of the newest checkpoint
+  start: int  # number of finished steps in the newest checkpoint
   need: memory.MemoryEstimate
   limit: memory.Limit | None
   settings: DataConfig
@@ -112,12 +114,14 @@ class _Opened:
 
 
 class _Run:
-  """One life of a run: its parts, entered one after the other, and left in the opposite order."""
+  """One process of a run. Resources are opened in order and closed in reverse order."""
 
   def __init__(self, loaded: Loaded, explainer: MakeExplainer, stop: StopRequest, shown: Shown, heartbeat: Heartbeat):
+    # Configuration, and what limits waiting for other processes.
     self._loaded, self._config, self._explainer, self._stop = loaded, loaded.config, explainer, stop
     self._heartbeat, self._peers_seconds = heartbeat, loaded.config.watchdog.watchdog_peers_seconds
     self._goodput, self._began = Goodput(), time.monotonic()
+    # Nothing is created or locked here; ``train`` enters these in order.
     self._directory: RunDirectory = run_directory(self._config)
     self._watchdog = Watchdog(self._config.watchdog.limits())
     self._progress = Progress(self._config.training.steps or 0, self._config.logging.log_interval, shown)
@@ -125,35 +129,39 @@ class _Run:
     self._thread = threading.get_ident()
 
   def train(self) -> str:
-    """From the first check to the last line."""
+    """Run all stages. Returns the last line."""
     c, watchdog, progress, directory = self._config, self._watchdog, self._progress, self._directory
+    # 1. Check what a start needs, before anything is written.
     use_compilation_cache(c.logging.compilation_cache_dir)
     if c.checkpoint.init_from is not None:
       require_source(located(c.checkpoint.init_from))
+    # 2. Start the watchdog and the terminal output, and lock the run directory.
     with self._stack as stack:
       stack.enter_context(watchdog)
       watchdog.stop = self._stop
       starting = stack.enter_context(contextlib.ExitStack())
       starting.enter_context(watchdog.watch("compile", "the start"))
       stack.enter_context(progress)
-      # Made here, and gone again where nothing is left in it, as after a refusal.
+      # The directory is created here, and removed again if the run ends before it writes a file.
       directory.require_shared(processes.from_primary(lambda: stack.enter_context(directory).holder, self._peers_seconds))
       if processes.primary():
         watchdog.directory = directory.path
-      if c.checkpoint.enable_checkpointing:  # before all that can fail at each start
+      if c.checkpoint.enable_checkpointing:  # count this start before anything can fail
         newest = resume_state.newest_saved(directory.path, directory.checkpoints)
         restarts = Restarts(directory, newest, c.watchdog.max_restarts_without_progress)
         processes.on_primary(lambda: stack.enter_context(restarts), self._peers_seconds)
+      # 3. Build the program, open the data and the checkpoints.
       stack.enter_context(_stopped_at_start(self._stop))
       with progress.waiting("building the model and opening the data"):
         opened = self._open()
-      if (finished := self._first(lambda: self._look_at_checkpoints(opened))) is not None:
+      if (finished := self._from_primary(lambda: self._validate_checkpoints(opened))) is not None:
         progress.say(finished)
         return finished
-      stack.callback(watchdog.leave)
-      progress.say(introduction(opened.program, directory.shown, opened.need, opened.limit))
+      # 4. Print the banner.
+      stack.callback(watchdog.begin_shutdown)
+      progress.say(banner(opened.program, directory.shown, opened.need, opened.limit))
       if opened.data.rows is not None:
-        progress.say(passes(opened.program, opened.data, opened.begun))
+        progress.say(passes(opened.program, opened.data, opened.start))
       if opened.data.documents:
         held_out = {name: source.documents[name] for name, source in opened.held_out.items()}
         progress.say(shares(opened.data.documents, held_out, opened.settings))
@@ -161,106 +169,119 @@ class _Run:
         progress.say(line)
       if chat := opened.data.identity.get("chat"):
         progress.say(f"chat    template {chat['template']}, train_on={chat['train_on']}")
+      # 5. Compile, make or restore the state, and train.
       with self._device_faults(opened):
         loop, page, start = self._make_loop(opened)
-        # Process 0 opens the files of the run meanwhile.
+        # Wait for process 0, which opens the files of the run.
         self._stop.interruptible(lambda: processes.barrier("start", watchdog.limit("compile")))
         starting.close()
         unwritten = self._loop_to_its_end(loop, page, start)
+      # 6. Print how the run ended.
       progress.say(f"time    {summary(self._goodput.to_json())}\n{page.outcome}")
       if not any(line.startswith(REPORT) for line in unwritten):
         progress.say(f"{directory.shown}/{REPORT}")
       return page.outcome
 
-  def _first(self, make: Callable[[], T], seconds: float | None = None) -> T:
-    """What process 0 makes, in all; the others leave the wait for it when they are to stop."""
+  def _from_primary(self, make: Callable[[], T], seconds: float | None = None) -> T:
+    """Run ``make`` in process 0 and return its result in all processes. Waiting processes react to a stop request."""
     ask = lambda: processes.from_primary(make, seconds or self._peers_seconds)
     return ask() if processes.primary() else self._stop.interruptible(ask)
 
-  def _open(self) -> _Opened:
-    """Puts the program together, and opens the data, which make their first batch, before anything of the run is written."""
+  def _open(self) -> _Resources:
+    """Build the program and open the data, which makes the first batch, before any file of the run is written."""
     c, watchdog, stop, stack = self._config, self._watchdog, self._stop, self._stack
     program = stop.interruptible(lambda: make_program(c))
     need, limit = memory.require_fit(program, memory.activation_bytes(program))
-    watchdog.state_bytes = total_bytes(flatten(program.abstract_stored))
-    with watchdog.watch("read", "bringing a step back from the mirror"):  # before the data, for it brings a tokenizer along
+    watchdog.state_bytes = total_bytes(flatten(program.abstract_checkpoint))
+    # The mirror comes before the data, because its checkpoint may bring the tokenizer.
+    with watchdog.watch("read", "fetching a checkpoint from the mirror"):
       mirrors = []
-      self._first(lambda: mirrors.append(open_mirror(c, self._directory, self._progress)), watchdog.limit("read"))
+      self._from_primary(lambda: mirrors.append(open_mirror(c, self._directory, self._progress)), watchdog.limit("read"))
     settings = resolve_tokenizer.resolve(c.data, c.checkpoint, self._directory.checkpoints)
-    # A first look at every record may take longer than a start: it counts as long as it gets on.
-    alive = lambda: watchdog.again(thread=self._thread)
+    # Validating all records may take longer than the startup limit; each sign of progress extends it.
+    alive = lambda: watchdog.restart(thread=self._thread)
 
     def open_split(split: str, source: str | None = None) -> DataSource:
       opened = stop.interruptible(lambda: open_data(program, split, settings, alive, stop.check, source))
       return stack.enter_context(contextlib.closing(opened))
 
+    # The training data give the number of steps of a run configured by epochs.
     data = open_split("train")
-    newest = None if data.rows is None else self._first(lambda: newest_begun(self._directory, c.checkpoint))
-    begun = None if newest is None else Begun(**newest)
-    program = stop.interruptible(lambda: counted(program, data, begun))
+    newest = None if data.rows is None else self._from_primary(lambda: newest_resume_point(self._directory, c.checkpoint))
+    start = None if newest is None else ResumePoint(**newest)
+    program = stop.interruptible(lambda: with_counted_steps(program, data, start))
     self._config = c = program.config
     self._progress.last_step = c.training.last_step
+    # The evaluation data. All processes must see the same data.
     held_out = {name: open_split("eval", name) for name in source_names(settings, "eval") if settings.eval_interval}
     identities = {"train data": data.identity}
     identities |= {f"eval data{f' of {name}' * bool(name)}": source.identity for name, source in held_out.items()}
-    # One may have to look at every record first.
+    # Another process may still be validating its records.
     stop.interruptible(lambda: processes.require_same(identities, watchdog.limit("compile")))
     samples = None
     if c.logging.sample_every:
-      assert data.tokenizer is not None, "synthetic data, which rules.py refuses"
+      assert data.tokenizer is not None, "synthetic data, which config/rules.py refuses"
       samples = Samples(program, data.tokenizer, self._progress.say)
-    self._first(lambda: resume_state.look(self._directory.path, self._directory.checkpoints).require(c.checkpoint))
+    # The checkpoints.
+    self._from_primary(lambda: resume_state.read(self._directory.path, self._directory.checkpoints).require(c.checkpoint))
     manager = None
     if c.checkpoint.enable_checkpointing:
       manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, next(iter(mirrors), None)))
-    return _Opened(program, begun.step if begun else 0, need, limit, settings, data, held_out, samples, manager)
+    return _Resources(program, start.step if start else 0, need, limit, settings, data, held_out, samples, manager)
 
-  def _look_at_checkpoints(self, opened: _Opened) -> str | None:
-    """Judges the steps that are there. The line that says that the run is finished; None: there is work to do."""
+  def _validate_checkpoints(self, opened: _Resources) -> str | None:
+    """Validate the existing checkpoints. Returns a line if the run is already finished, otherwise None."""
     manager, path = opened.manager, self._directory.path
     if manager is None:
       return None
+    # A finished run needs no training.
     if (done := finished(opened.program, manager)) is not None:
       return finished_line(self._directory.shown, *done, self._config)
+    # The tokens of the checkpoint and of this run must mean the same.
     if (newest := manager.latest_complete()) is not None:
       resolve_tokenizer.require_same(manager.directory / str(newest), opened.data)
-    manager.preflight(opened.program.abstract_stored)
-    if (gone := resume_state.gone_step(path, self._directory.checkpoints, newest)) is not None:
-      self._progress.say(f"note    step {gone} was saved and is gone, the run goes on from step {newest}")
-    resume_state.remember_newest(path, newest, self._directory.fence)
+    # The stored arrays must fit the program.
+    manager.preflight(opened.program.abstract_checkpoint)
+    if (gone := resume_state.missing_step(path, self._directory.checkpoints, newest)) is not None:
+      self._progress.say(f"note    step {gone} was saved but no longer exists; the run resumes from step {newest}")
+    resume_state.record_newest(path, newest, self._directory.fence)
     return None
 
-  def _make_loop(self, opened: _Opened) -> tuple[Loop, "_Page", int]:
-    """The loop with its state, what the report is made of, and the number of finished steps."""
+  def _make_loop(self, opened: _Resources) -> tuple[Loop, "_Page", int]:
+    """Make the loop with its state. Also returns the source of the report and the number of finished steps."""
     c, program, directory, say = self._config, opened.program, self._directory, self._progress.say
+    # Compile the programs, and restore or initialize the state.
     spikes = Spikes(c.training) if c.training.spike_factor else None
     watched = c.checkpoint.keep_best or c.training.early_stopping_patience
     best = Best.of(c.training) if watched else None
     divergence = Divergence(c)
-    begun: Start = self._stop.interruptible(lambda: prepare(
+    start: Start = self._stop.interruptible(lambda: prepare(
       program, opened.manager, opened.data, self._progress, self._goodput, spikes, best, divergence,
       lambda what: self._watchdog.watch("read", what, thread=self._thread),
     ))  # fmt: skip
+    # Open the files of the run in process 0.
     files: RunFiles = NoFiles()
     if processes.primary():
       files = RunFiles(
         directory.path,
         tensorboard=c.logging.enable_tensorboard,
-        step=begun.step,
+        step=start.step,
         require_held=directory.require_held,
         fence=directory.fence,
         trackers=trackers(c.logging, Tracked.of(directory.path, c)),
       )
     self._stack.enter_context(files)
-    self._goodput.go_on(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
+    self._goodput.add_earlier(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
+    # Record the configuration and the environment.
     config_yaml = self._loaded.to_yaml(mask=True)
     if processes.primary():
-      directory.keep_earlier("config.yml", config_yaml)
+      directory.keep_previous("config.yml", config_yaml)
     files.text("config.yml", config_yaml)
     used = {"kernels": [use.to_json() for use in program.model.kernels], "grouped_product": program.model.grouped_product}
     used["norm_kernel"] = program.model.norms
     env = masked_values(provenance.describe() | used)
     files.text("env.json", json.dumps(env, indent=1) + "\n")
+    # Assemble the loop.
     evaluate = None
     if opened.held_out:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
@@ -268,9 +289,9 @@ class _Run:
     guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.last_step, program.step.untouched)
     loop = Loop(
       program=program,
-      stepper=Stepper(program, begun.train_step, begun.look),
-      state=begun.state,
-      base=begun.base,
+      stepper=Stepper(program, start.train_step, start.check),
+      state=start.state,
+      base=start.base,
       data=opened.data,
       evaluate=evaluate,
       sample=opened.samples,
@@ -283,24 +304,25 @@ class _Run:
         program.model.decoder, program.spec, program.selection, program.global_batch, c.training.max_target_length
       ),
       peak_tflops=peak_tflops(program.model.devices[0].device_kind, c.precision.dtype),
-      failed=self._explainer(program, directory.home, say) if c.training.replay_failed_step else None,
+      explainer=self._explainer(program, directory.home, say) if c.training.replay_failed_step else None,
       watchdog=self._watchdog,
       goodput=self._goodput,
       spikes=spikes,
       best=best,
       divergence=divergence,
-      moved=MovedWeights(program, begun.step),
+      moved_weights=MovedWeights(program, start.step),
       profile=Profile(profiled, directory.path, say, traces=processes.primary()) if profiled else None,
     )
-    return loop, _Page(directory.path, guard, config_yaml, env), begun.step
+    return loop, _Page(directory.path, guard, config_yaml, env), start.step
 
   def _loop_to_its_end(self, loop: Loop, page: "_Page", start: int) -> list[str]:
-    """Trains, and writes the report whatever becomes of it. Returns a line for each file that could not be written."""
+    """Train, then write the report, also after an error. Returns a line for each file that could not be written."""
     begin, steps = time.monotonic(), self._config.training.last_step
-    outcome = "interrupted by an error of the program"
+    outcome = "interrupted by a program error"
     try:
       self._progress.begin(start)
       loop.run(start)
+      # The loop ended without an error.
       self._heartbeat.leave()
       done = steps if loop.stopped_early is None else loop.finished
       how = f"{steps:,} steps" if loop.stopped_early is None else f"{loop.stopped_early}; {done:,} steps"
@@ -310,12 +332,14 @@ class _Run:
       if (best := loop.best) is not None and best.step is not None and self._config.checkpoint.keep_best:
         self._progress.say(f"best    eval loss {best.loss:.4f} after step {best.step}, in {self._directory.checkpoints / BEST}")
     except ExitError as error:
-      if isinstance(error, StoppedRunError) or not isinstance(error, RetryableError):  # all end so, or have nothing to wait for
+      # Other processes stop as well, or this one has no reason to wait for them.
+      if isinstance(error, StoppedRunError) or not isinstance(error, RetryableError):
         self._heartbeat.leave()
       outcome = str(error) if isinstance(error, StoppedRunError) else f"stopped: {error}"
       raise
     finally:
-      self._watchdog.leave()
+      # Write the summaries and the report in every case.
+      self._watchdog.begin_shutdown()
       if (line := cut_conversations(loop.data.counts(), self._config)) is not None:
         self._progress.say(line)
       loop.write_goodput()
@@ -326,26 +350,30 @@ class _Run:
     return unwritten
 
   @contextlib.contextmanager
-  def _device_faults(self, opened: _Opened) -> Iterator[None]:
-    """Gives what the runtime raises its meaning, and with it an exit code."""
+  def _device_faults(self, opened: _Resources) -> Iterator[None]:
+    """Translate errors of the runtime into errors with an exit code."""
     try:
       yield
     except jax.errors.JaxRuntimeError as error:
-      self._heartbeat.wait_for_verdict()  # a process that is lost shows first as a collective that fails
+      self._heartbeat.wait_for_verdict()  # a lost process first appears as a failed collective
       first = str(error).strip().splitlines()[0]
+      # Out of memory: show the estimate and the remedies.
       if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
         raise DoesNotFitError(
           f"out of memory: {first}\nestimated for each device:\n{memory.table(opened.need, opened.limit)}\n"
           f"{memory.remedies(opened.program, opened.need, opened.limit)}"
         ) from error
+      # A faulty device is worth another start; any other error is one of the program.
       if not self._stop.training or not _DEVICE_FAULT.match(str(error)):
         raise
-      raise RetryableError(f"the device failed: {first}; the same command goes on") from error
+      raise RetryableError(f"the device failed: {first}; the same command resumes the run") from error
 
 
 @dataclass
 class _Page:
-  """What report.html is made of, when all else is written."""
+  """The contents of report.html, rendered after all other files are written."""
+
+  """The contents of report.html, rendered after all other files are written."""
 
   directory: Path
   guard: FinitenessGuard

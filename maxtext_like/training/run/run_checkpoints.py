@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what stands there before it begins, who writes them, and their second place."""
+"""Opens the checkpoints of a run: the mirror, the manager that saves and restores steps, and the newest complete step."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from maxtext_like.training.step.program import TrainProgram
 
 
 def open_mirror(config: Config, directory: RunDirectory, progress: Progress) -> Mirror | None:
-  """The second place of the checkpoints, from which what is lost here was copied back; None: there is none.
+  """Open the mirror of the checkpoints, after copying back a newer step from it; None if no mirror is configured.
 
   Raises:
     UserError, RetryableError: as ``Mirror.bring_back``.
@@ -31,35 +31,38 @@ def open_mirror(config: Config, directory: RunDirectory, progress: Progress) -> 
   c = config.checkpoint
   if c.checkpoint_mirror is None:
     return None
-  assert isinstance(directory.checkpoints, Path), "a run in a store has no mirror: paths.py refuses it"
+  assert isinstance(directory.checkpoints, Path), "config/paths.py refuses a mirror for a remote run directory"
+  # Copy back a newer step before the run looks for its newest one.
   mirror = Mirror(c.checkpoint_mirror, directory.path.name, directory.checkpoints, c.max_to_keep)
   steps = StepDirectories(directory.checkpoints, directory.exclusive)
   if (step := mirror.bring_back(steps, resume=c.resume)) is not None:
-    progress.say(f"mirror  step {step} copied back from {mirror}, its newest one; {directory.checkpoints} had none as new")
+    progress.say(f"mirror  copied back step {step}, the newest in {mirror}; {directory.checkpoints} had no step as new")
   return mirror
 
 
 def open_manager(
   config: Config, directory: RunDirectory, data: DataSource, watchdog: Watchdog, mirror: Mirror | None
 ) -> CheckpointManager:
-  """Who restores and saves the steps of a run, to be entered.
+  """Make the manager that restores and saves the steps of a run. It has to be entered.
 
   Raises:
-    UserError: moments on the host, which orbax is given copies of, of several processes, whose copies it would take for one
-      and the same.
+    UserError: moments in host memory with several processes. Orbax would get a copy from each process and treat these as the
+      same array.
   """
   c = config.checkpoint
   away = config.training.optimizer_memory_host_offload
+  # Only our own S3 writer takes arrays from the host memory of several processes.
   if away and processes.count() > 1 and not zarr_arrays.are_for(directory.checkpoints):
     raise UserError(
-      f"{on_host.KEY} = true in {processes.count()} processes: their checkpoints are written to s3:// only\n"
-      "  fix: output_dir=s3://..., or enable_checkpointing=false, or a process for all devices of one host"
+      f"{on_host.KEY}=true with {processes.count()} processes: checkpoints can then be written to s3:// only\n"
+      "  fix: output_dir=s3://..., or enable_checkpointing=false, or one process for all devices of a host"
     )
 
+  # Called after each save. The lock is checked first: the file must not name a step of another run.
   def saved(step: int) -> None:
     directory.require_held()
-    resume_state.remember_newest(directory.path, step, directory.fence)
-    directory.saved()
+    resume_state.record_newest(directory.path, step, directory.fence)
+    directory.checkpoint_saved()
 
   return CheckpointManager(
     directory.checkpoints,
@@ -77,18 +80,19 @@ def open_manager(
   )
 
 
-def newest_begun(directory: RunDirectory, settings: CheckpointConfig) -> dict[str, Any] | None:
-  """The fields of ``Begun`` of the newest complete step, as JSON; None: there is none to go on from.
+def newest_resume_point(directory: RunDirectory, settings: CheckpointConfig) -> dict[str, Any] | None:
+  """Return the fields of ``ResumePoint`` for the newest complete step, as JSON; None if there is no step to resume from.
 
   Raises:
-    UserError, RetryableError: as ``standing.look``, and ``storage.failed``.
+    UserError, RetryableError: as ``resume_state.read``, and ``storage.failed``.
   """
-  newest = resume_state.look(directory.path, directory.checkpoints).newest
+  newest = resume_state.read(directory.path, directory.checkpoints).newest
+  # No step, or the run must not resume.
   if newest is None or not (settings.enable_checkpointing and settings.resume):
     return None
   try:
     position = manifest.read(directory.checkpoints / str(newest)).extra.get("data")
-  except manifest.DamageError:  # which the restore tells, and takes the one before
+  except manifest.DamageError:  # the restore reports it and uses an older step
     return None
   except OSError as error:
     raise failed(error) from error
@@ -96,9 +100,9 @@ def newest_begun(directory: RunDirectory, settings: CheckpointConfig) -> dict[st
 
 
 def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[manifest.Manifest, str | None] | None:
-  """Returns the manifest of the newest complete step, and why the run has stopped early there, if it has.
+  """Return the manifest of the newest complete step, and the reason for early stopping at that step if there is one.
 
-  None if there is work to do: that step is not the last of the configuration, and the run has not stopped early.
+  Returns None if there are steps to train.
 
   Raises:
     UserError: the directory belongs to another model.
@@ -106,13 +110,15 @@ def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[manifes
   newest, config = manager.latest_complete(), program.config
   if newest is None:
     return None
+  # Read what the run stored about its end.
   path = manager.directory / str(newest)
   stored = manifest.read(path)
   early = stopped_early(stored, config.training)
   if newest < config.training.last_step and early is None:
     return None
+  # The run is finished. Its arrays must still fit the configuration, or the message would be wrong.
   restore.check(
-    path, stored, flatten(program.abstract_stored),
+    path, stored, flatten(program.abstract_checkpoint),
     config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change, resumes=True,
   )  # fmt: skip
   return stored, early

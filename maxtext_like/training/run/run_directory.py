@@ -1,12 +1,14 @@
-"""The directory of one run: made and proved writable before anything is compiled, and held by one process at a time.
+"""The directory of one run: created and checked for writing before anything is compiled, and locked by one process at a time.
 
-Two runs in one directory destroy each other's checkpoints, so the holder's name lies in ``run.lock``: host, process,
-start. Whether the holder lives is seen in the process table of the same machine; from elsewhere by a heartbeat that
-is watched for change, since the clocks of two hosts need not agree.
+Two runs in one directory would destroy each other's checkpoints. The file ``run.lock`` therefore names the holder: host,
+process and start time. On the same machine the process table shows whether the holder is alive. From another machine a
+heartbeat shows
+it: the file's time must change. Its value is not compared with the local clock, because clocks of two hosts may differ.
 
-A holder that was stopped, or whose disk was away, may find another's name there, or none. So it looks at each beat and
-before every write; whoever lost the directory ends at once and writes nothing more.
-What must never be done by two, such as giving a checkpoint its name, is done in ``exclusive``: no takeover falls inside.
+A holder that was suspended, or whose disk was unreachable, may find that another process took the lock or that it was removed.
+So it checks the lock at each heartbeat and before every write. A process that lost the lock ends at once and writes nothing
+more. Operations that two processes must never do, such as renaming a finished checkpoint, run in ``exclusive``, which blocks
+takeovers.
 """
 
 import contextlib
@@ -36,16 +38,16 @@ _log = logging.getLogger(__name__)
 LOCK_NAME = "run.lock"
 _HEARTBEAT_SECONDS = 5.0
 _WATCH_SECONDS = 16.0  # three heartbeats
-SHARED_SECONDS = 30.0  # network file systems keep what they know of a directory for so long
-_GUARD_SECONDS = 20.0  # how long a new process waits for one that holds the guard, as for the rename of a checkpoint
+SHARED_SECONDS = 30.0  # network file systems cache directory contents for this long
+_GUARD_SECONDS = 20.0  # a new process waits this long for one that holds the guard, for example while it renames a checkpoint
 
 
 def _start_ticks(pid: int) -> int | None:
-  """Returns when a process started, in clock ticks since boot; None without /proc or without such a living process."""
+  """Return the start time of a process in clock ticks since boot; None without /proc or if it is not running."""
   try:
-    # The command name, in parentheses, may itself hold spaces and parentheses.
+    # The command name is in parentheses and may itself contain spaces and parentheses.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])  # a zombie is dead, its parent only has not looked yet
+    return None if fields[0] in "ZX" else int(fields[19])  # a zombie is dead; its parent has not yet collected it
   except (OSError, ValueError, IndexError):
     return None
 
@@ -58,8 +60,9 @@ def _read(path: str) -> str:
 
 
 def _identity() -> dict[str, Any]:
-  """Returns what tells this process from every other, also after its number is given out again."""
+  """Identify this process uniquely, also if its process number is used again."""
   try:
+    # Process numbers are only valid inside their namespace.
     namespace = os.readlink("/proc/self/ns/pid")
   except OSError:
     namespace = ""
@@ -79,56 +82,58 @@ class RunDirectory:
   """``<output_dir>/<run_name>/``. As a context manager it holds the run's lock.
 
   Args:
-    output_dir: relative paths are taken from the working directory.
-    run_name: one path component; spaces and any letters are fine.
+    output_dir: relative to the working directory, or absolute.
+    run_name: name of one directory; spaces and all letters are allowed.
 
   Raises:
-    UserError: ``run_name`` is not one path component.
+    UserError: ``run_name`` is not the name of one directory.
   """
 
   def __init__(self, output_dir: str | Path, run_name: str):
     if not run_name or run_name in (".", "..") or "/" in run_name or "\0" in run_name or "\0" in str(output_dir):
       raise UserError(f"run_name {run_name!r} (in {str(output_dir)!r}): must be the name of one directory, without '/'")
+    # The path must stay valid if the working directory changes.
     self.path = Path(os.path.abspath(Path(os.path.expanduser(output_dir)) / run_name))
     self._lock = self.path / LOCK_NAME
     self._identity: dict[str, Any] | None = None
-    self._made: list[Path] = []  # directories that entering made, the innermost first
+    self._created: list[Path] = []  # directories that this process created, the innermost first
+    # Threads of this process take the guard one at a time.
     self._inside = threading.RLock()
     self._depth = 0
     self._stop = threading.Event()
     self._heart: threading.Thread | None = None
 
-  url = ""  # of one in a store
+  url = ""  # set for a remote directory
 
   @property
   def shown(self) -> str:
-    """What people are told: from the working directory, or as a URL."""
+    """The path for messages, relative to the working directory if possible; or a URL."""
     here = Path.cwd()
     return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
 
-  def saved(self) -> None:
-    """A checkpoint is there."""
+  def checkpoint_saved(self) -> None:
+    """Called after a checkpoint was saved."""
 
   @property
   def home(self) -> Path | Place:
-    """Where the run is, for every process and machine."""
+    """The location of the run, valid for every process and machine."""
     return self.path
 
   @property
   def checkpoints(self) -> Path | Place:
-    """Where the run's checkpoints lie."""
+    """The directory of the run's checkpoints."""
     return self.path / "checkpoints"
 
   def write_text(self, name: str, text: str) -> Path:
-    """Writes one of the run's files atomically and returns its path; see ``require_held``."""
+    """Write one of the run's files atomically and return its path. See ``require_held``."""
     self.require_held()
     atomic.write_text(self.path / name, text, self.fence if self._identity is not None else contextlib.nullcontext)
     return self.path / name
 
-  def keep_earlier(self, name: str, text: str) -> None:
-    """Copies a file that ``text`` is about to replace to the next free of config.1.yml, config.2.yml, ..., if it differs.
+  def keep_previous(self, name: str, text: str) -> None:
+    """Keep a file that ``text`` is about to replace as config.1.yml, config.2.yml, ... (the next free name), if it differs.
 
-    Where that fails it is told, and the run goes on.
+    A failure is only logged.
     """
     path = self.path / name
     try:
@@ -141,29 +146,32 @@ class RunDirectory:
     except FileNotFoundError:
       return
     except OSError as error:
-      _log.warning("%s: %s; the earlier one is not kept", path, error.strerror)
+      _log.warning("%s: %s; the previous file is not kept", path, error.strerror)
 
   def __enter__(self) -> "RunDirectory":
-    """Makes the directory, proves that it can be written and takes the lock.
+    """Create the directory, check that it is writable, and take the lock.
 
     Raises:
-      UserError: unusable path, or a running process holds it (named in the message).
+      UserError: the path is unusable, or a running process (named in the message) holds the lock.
     """
     try:
-      self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+      # Remember which directories did not exist, to remove them if nothing is written.
+      self._created = [path for path in (self.path, *self.path.parents) if not path.exists()]
       self.path.mkdir(parents=True, exist_ok=True)
       require_regular_files(self.path)
       self._acquire()
     except (OSError, ValueError) as error:
       reason = getattr(error, "strerror", None) or str(error)
       raise UserError(
-        f"run directory {self.path}: cannot be used: {reason}; choose another with output_dir=... or run_name=..."
+        f"run directory {self.path} cannot be used: {reason}\n  fix: choose another with output_dir=... or run_name=..."
       ) from error
+    # From here on a heartbeat keeps the lock visible to other machines.
     self._heart = threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True)
     self._heart.start()
     return self
 
   def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+    # Stop the heartbeat, then remove the lock if it is still ours.
     self._stop.set()
     if self._heart is not None:
       self._heart.join()
@@ -174,115 +182,116 @@ class RunDirectory:
         with self._guard():
           if self._why_lost() is None:
             self._lock.unlink()
-            self._unmake()
+            self._remove_created()
     except OSError as failure:
       _log.warning("%s cannot be removed: %s", self._lock, failure.strerror)
     self._identity = None
     if why is None:
       return
-    if error is None or isinstance(error, OSError):  # a file that cannot be written because its directory is gone
+    if error is None or isinstance(error, OSError):  # an OSError may be a consequence of the lost directory
       raise RetryableError(f"run directory {self.path}: {why}") from error
     _log.error("run directory %s: %s", self.path, why)
 
-  def _unmake(self) -> None:
-    """Removes the directories that were made for this process, where nothing is left in them. Under the guard."""
-    if not self._made or any(path.name != f"{LOCK_NAME}.guard" for path in self.path.iterdir()):
+  def _remove_created(self) -> None:
+    """Remove the directories that this process created if they are empty. Needs the guard."""
+    if not self._created or any(path.name != f"{LOCK_NAME}.guard" for path in self.path.iterdir()):
       return
     (self.path / f"{LOCK_NAME}.guard").unlink()
-    with contextlib.suppress(OSError):  # another run is in there by now
-      for path in self._made:
+    with contextlib.suppress(OSError):  # another run may have started in one of them
+      for path in self._created:
         path.rmdir()
 
   @property
   def holder(self) -> str:
-    """What tells the process that holds it from every other."""
+    """The token of this process's lock; empty if it holds none."""
     return self._identity["token"] if self._identity else ""
 
   def require_shared(self, holder: str) -> None:
-    """For the other processes of a run: looks whether their directory is the one that process 0 holds.
+    """Check that this process sees the directory that process 0 has locked. Called by the other processes of a run.
 
     Raises:
-      UserError: it is not: each host has one of its own under this name.
+      UserError: it does not: each host has its own directory of this name.
     """
     deadline = time.monotonic() + SHARED_SECONDS
     found = None
-    while time.monotonic() < deadline:  # a network disk shows new files late
+    while time.monotonic() < deadline:  # network file systems show new files late
       with contextlib.suppress(OSError):
         found = self._read_lock()
       if found is not None and found.get("token") == holder:
         return
       time.sleep(0.1)
     raise UserError(
-      f"run directory {self.path}: on {platform.node()} it is not the one that process 0 holds; several processes need one "
-      "directory that all of their hosts see\n  fix: output_dir=... on a disk that they share"
+      f"run directory {self.path}: on {platform.node()} it is not the directory that process 0 has locked; all processes of a "
+      "run need one shared directory\n  fix: output_dir=... on a disk that all hosts share"
     )
 
-  # Holding it.
+  # Holding the lock.
 
   def require_held(self) -> None:
-    """Returns when the directory is this process's; before every write into it. Else it ends the process, exit code 42.
+    """Check before a write that this process still holds the lock. Otherwise end the process with exit code 42.
 
-    It reads the lock: within three heartbeats nobody can have taken the directory over, but it may have been removed, and
-    made again by a save under way.
+    The lock file is read each time. No other process can take it over within three heartbeats, but it may have been removed
+    with its directory, and the directory created again by a save in progress.
 
     Raises:
-      OSError: the lock cannot be read, so nobody knows.
+      OSError: the lock file cannot be read, so its state is unknown.
     """
     if self._identity is not None:
-      self._look()
+      self._end_if_lost()
 
   @contextlib.contextmanager
   def fence(self) -> Iterator[None]:
-    """Inside, the directory is this process's and cannot be taken over: for renames and removals, which are quick.
+    """Hold the directory and block takeovers inside the context. For renames and removals, which are fast.
 
-    A row that is appended only looks before it (``require_held``): who is stopped in here keeps others from taking over,
-    which is worse than one row too many.
+    Appending a row only checks the lock before the write (``require_held``): a process that is suspended inside the fence
+    blocks all others, which is worse than one surplus row.
 
     Raises:
-      OSError: the lock cannot be read, so nobody knows.
+      OSError: the lock file cannot be read, so its state is unknown.
     """
-    self._look()
+    self._end_if_lost()
     with self._guard():
-      self._look()
+      self._end_if_lost()
       yield
 
   @contextlib.contextmanager
   def exclusive(self) -> Iterator[None]:
-    """A ``fence`` for what others read as the run's: its checkpoints, wherever they are."""
+    """A ``fence`` for the run's checkpoints, wherever they are."""
     with self.fence():
       yield
 
-  def _look(self) -> None:
+  def _end_if_lost(self) -> None:
     why = self._why_lost()
     if why is not None:
       self._abandon(why)
 
   def _why_lost(self) -> str | None:
-    """Returns what became of the lock in a few words; None: it is this process's. OSError as the disk gives it."""
+    """Return how the lock was lost, or None if this process holds it. Raises OSError from the disk."""
     try:
       holder = self._read_lock()
     except FileNotFoundError:
       what = f"its {LOCK_NAME} was removed" if self.path.is_dir() else "it was removed or renamed"
-      return f"{what} while this run was going on"
+      return f"{what} during the run"
     if holder == self._identity:
       return None
-    return f"{name_of(holder or {})} took it over, because this process had not given a sign of life for a while"
+    return f"{holder_name(holder or {})} took it over, because this process had sent no heartbeat for some time"
 
   def _abandon(self, why: str) -> NoReturn:
-    end_now(RetryableError(f"run directory {self.path}: {why}; this process stops here and writes nothing more into it"))
+    end_now(RetryableError(f"run directory {self.path}: {why}; this process ends and writes nothing more into it"))
 
   @contextlib.contextmanager
   def _guard(self, seconds: float = float("inf")) -> Iterator[None]:
-    """Orders processes and threads that look and act. Freed by the system when its holder dies.
+    """Serialize processes and threads that check and then act. The system releases it if its holder dies.
 
     Raises:
-      BlockingIOError: another process still has it after ``seconds``.
+      BlockingIOError: another process still holds it after ``seconds``.
     """
     with self._inside:
+      # Nested use in the same thread.
       if self._depth:
         yield
         return
-      # Opened anew each time, so that a forked data worker that outlives its trainer holds nothing.
+      # The file is opened each time, so that a forked data worker that outlives its trainer does not hold the lock.
       with open(self.path / f"{LOCK_NAME}.guard", "a", encoding="utf-8") as guard:
         deadline = time.monotonic() + seconds
         while True:
@@ -299,22 +308,22 @@ class RunDirectory:
         finally:
           self._depth -= 1
 
-  # Taking it.
+  # Taking the lock.
 
   def _acquire(self) -> None:
     while True:
       holder = self._holder()
-      # Judged outside the guard: watching a heartbeat takes a while, in which a living holder may need it.
+      # Check outside the guard: watching a heartbeat takes time, and a living holder may need the guard.
       if holder is not None and self._alive(holder):
         raise self._in_use(holder)
       try:
         with self._guard(_GUARD_SECONDS):
           if self._holder() != holder:
-            continue  # somebody was faster
+            continue  # another process was faster
           if holder is not None:
-            _log.warning("%s: taking over the lock of %s, which is gone", self.path, name_of(holder))
+            _log.warning("%s: taking over the lock of %s, which is no longer running", self.path, holder_name(holder))
           elif self._lock.exists():
-            _log.warning("%s is not a lock file; replaced", self._lock)
+            _log.warning("%s is not a valid lock file and is replaced", self._lock)
           self._identity = _identity()
           atomic.write_text(self._lock, json.dumps(self._identity, indent=1) + "\n")
           return
@@ -322,11 +331,11 @@ class RunDirectory:
         raise self._in_use(holder or {}) from None
 
   def _in_use(self, holder: dict[str, Any]) -> UserError:
-    name = name_of(holder)
-    return UserError(f"run directory {self.path}: in use by {name}; wait for it, stop it, or choose another run_name")
+    name = holder_name(holder)
+    return UserError(f"run directory {self.path}: in use by {name}\n  fix: wait for it, stop it, or choose another run_name")
 
   def _read_lock(self) -> dict[str, Any] | None:
-    """Returns what the lock file says; None when that is not a lock (writes are atomic)."""
+    """Return the contents of the lock file; None if they are invalid (writes are atomic)."""
     try:
       holder = strict_json.loads(self._lock.read_bytes())
     except ValueError:
@@ -334,16 +343,18 @@ class RunDirectory:
     return holder if isinstance(holder, dict) else None
 
   def _holder(self) -> dict[str, Any] | None:
-    """Returns who the lock file names; None when there is none, or none that can be read."""
+    """Return the process that the lock file names; None if there is no valid lock file."""
     try:
       return self._read_lock()
     except FileNotFoundError:
       return None
 
   def _alive(self, holder: dict[str, Any]) -> bool:
-    if (known := lives_here(holder)) is not None:
+    # The process table of this machine knows.
+    if (known := is_running_here(holder)) is not None:
       return known
-    _log.warning("%s: held from %s; watching its heartbeat for %d s", self.path, holder.get("host"), _WATCH_SECONDS)
+    _log.warning("%s: locked from %s; watching its heartbeat for %d s", self.path, holder.get("host"), _WATCH_SECONDS)
+    # Another machine: wait for a change of the heartbeat file's time.
     before = self._last_beat()
     deadline = time.monotonic() + _WATCH_SECONDS
     while time.monotonic() < deadline:
@@ -356,9 +367,9 @@ class RunDirectory:
     return False
 
   def _last_beat(self) -> int | None:
-    """Returns when the lock was touched last, by its file server's clock; None without a lock."""
+    """Return the time of the last heartbeat by the file server's clock; None without a lock file."""
     try:
-      with open(self._lock, "rb") as lock:  # opening makes a network file system look anew
+      with open(self._lock, "rb") as lock:  # opening makes a network file system refresh its cache
         return os.fstat(lock.fileno()).st_mtime_ns
     except FileNotFoundError:
       return None
@@ -367,40 +378,42 @@ class RunDirectory:
     failing = False
     while not self._stop.wait(_HEARTBEAT_SECONDS):
       try:
-        self._look()
+        self._end_if_lost()
         os.utime(self._lock)
       except OSError as error:
         if not failing:
           reason = error.strerror or os.strerror(error.errno or errno.EIO)
-          _log.warning("%s: heartbeat failed: %s; trying on", self._lock, reason)
+          _log.warning("%s: heartbeat failed: %s; retrying", self._lock, reason)
         failing = True
         continue
       if failing:
-        _log.warning("%s: heartbeat works again", self._lock)
+        _log.warning("%s: heartbeat succeeded again", self._lock)
       failing = False
 
 
 def require_regular_files(run: Path) -> None:
-  """Refuse a directory with a pipe, a socket or a device in it: reading one never ends, or fills the memory. UserError."""
+  """Raise UserError if the directory contains a pipe, socket or device: reading one may never end or fill the memory."""
   for path in sorted(run.iterdir()):
-    with contextlib.suppress(FileNotFoundError):  # a link to nowhere, or a file of a run that ends now
+    with contextlib.suppress(FileNotFoundError):  # a broken link, or a file that another run just removed
       if not (path.is_file() or path.is_dir()) and path.stat():
         raise UserError(not_regular(path))
 
 
 def not_regular(path: Path) -> str:
-  """The message about a file of a run that is neither a file nor a directory."""
+  """Return the message about a file of a run that is not a regular file or directory."""
   where = f" (a link to {path.resolve()})" if path.is_symlink() else ""
   return f"{path}{where} is a pipe, a socket or a device, not a regular file: a run cannot read or write it\n  fix: remove it"
 
 
-def lives_here(holder: dict[str, Any]) -> bool | None:
-  """Whether the holder of a lock lives, as this machine's process table has it; None: it is another's."""
+def is_running_here(holder: dict[str, Any]) -> bool | None:
+  """Return True if the holder of a lock is running on this machine, False if not, None if it is on another machine."""
+  # Same host: another boot means that the process is gone.
   here = _identity()
   if holder.get("host") == here["host"] and holder.get("boot") != here["boot"]:
-    return False  # the machine was restarted since
+    return False  # the machine was restarted
   if any(holder.get(key) != here[key] for key in ("host", "boot", "pid_namespace")):
     return None
+  # Same machine and namespace: the start time distinguishes processes with the same number.
   pid = holder.get("pid")
   if not isinstance(pid, int):
     return False
@@ -415,6 +428,6 @@ def lives_here(holder: dict[str, Any]) -> bool | None:
   return True
 
 
-def name_of(holder: dict[str, Any]) -> str:
-  """How messages call the holder of a lock."""
+def holder_name(holder: dict[str, Any]) -> str:
+  """Describe the holder of a lock for messages."""
   return "process {pid} on {host}, started {started} ({command})".format_map(defaultdict(lambda: "(unknown)", holder))

@@ -1,4 +1,4 @@
-"""How a run begins: its compiled programs, and the state of its newest step, of given weights, or of a seed."""
+"""Prepares the first step of this process: compiled programs, and a state that is restored, read from weights, or random."""
 
 import contextlib
 import time
@@ -31,7 +31,7 @@ from maxtext_like.training.loop.resume_diff import changes
 from maxtext_like.training.loop.screens import duration
 from maxtext_like.training.loop.spikes import EXTRA as SPIKES
 from maxtext_like.training.loop.spikes import Spikes
-from maxtext_like.training.run.batches import Begun, counted
+from maxtext_like.training.run.batches import ResumePoint, with_counted_steps
 from maxtext_like.training.step.initial_state import base_weights, with_given_adapter
 from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import State
@@ -39,18 +39,18 @@ from maxtext_like.training.step.train_step import State
 
 @dataclass
 class Start:
-  """What the loop begins with.
+  """Everything the loop starts with.
 
   Attributes:
     train_step: compiled ``TrainProgram.lower_step``.
-    look: compiled ``TrainProgram.lower_look``.
-    step: finished steps.
-    state: after them; None once the loop has taken it.
-    base: what lies below the adapter that is trained; None: the weights themselves are trained.
+    check: compiled ``TrainProgram.lower_check``.
+    step: number of finished steps.
+    state: state after these steps; None after the loop has taken it.
+    base: identifies the weights below the trained adapter; None if the weights themselves are trained.
   """
 
   train_step: Callable[..., Any]
-  look: Callable[..., Any]
+  check: Callable[..., Any]
   step: int
   state: State
   base: Base | None
@@ -67,15 +67,15 @@ def prepare(
   divergence: Divergence,
   reading: Callable[[str], contextlib.AbstractContextManager[None]],
 ) -> Start:
-  """Restores, reads or draws the state, and compiles meanwhile.
+  """Restore, read or initialize the state, and compile the programs.
 
-  Data, spikes, best and divergence continue from where the state was saved.
-
-  What it reads is read inside ``reading(what)``.
+  ``data``, ``spikes``, ``best`` and ``divergence`` continue from the restored checkpoint. Files are read inside
+  ``reading(what)``, which limits the time.
   """
   begin = time.monotonic()
   c = program.config.checkpoint
   say = lambda line: progress.say(masked(line))
+  # 1. Restore the newest checkpoint, and with it the position in the data.
   with ThreadPoolExecutor(1, "compile") as pool:
     with progress.waiting("reading the newest checkpoint"):
       restored = _restore(program, manager, goodput, reading)
@@ -91,28 +91,29 @@ def prepare(
         best.set_state(restored.extra.get(BEST), restored.step)
       divergence.restart(restored.extra, data.identity)
       if reasons := divergence.history.reasons(restored.step):
-        progress.say(f"note    step {restored.step} is continued although the run has failed: {'; '.join(reasons)}")
-    # Weights are read first, so that an error in them appears before minutes of compilation.
+        progress.say(f"note    the run failed before step {restored.step} and is resumed anyway: {'; '.join(reasons)}")
+    # 2. Read weights. This comes before compilation, so that an error appears early.
     source = c.init_from if restored is None else None
     below, base, params = None, None, None
-    with goodput.phase("restore"), reading("the reading of weights"), progress.waiting("reading weights"):
+    with goodput.phase("restore"), reading("reading weights"), progress.waiting("reading weights"):
       if restored is not None and program.adapter is not None:
         below, base = base_weights(program, restored)
       if source is not None:
         params = read_weights(located(source), program.model, starts=say)
       if program.adapter is not None and params is not None:
         base = _below(program, params)
-    # XLA works outside Python's lock, so the programs compile side by side.
+    # 3. Compile. XLA releases Python's lock, so the programs compile in parallel.
     cached = "" if program.config.logging.compilation_cache_dir is None else "; later starts read it from the cache"
     said = f"compile the train step is being compiled{cached}"
     with goodput.phase("compile"), progress.waiting("compiling the train step", said):
       making = None
       if restored is None:
         making = pool.submit((program.lower_init() if params is None else program.lower_around()).compile)
-      looking = pool.submit(program.lower_look().compile)
+      checking = pool.submit(program.lower_check().compile)
       train_step = program.lower_step().compile()
-      look, make = looking.result(), None if making is None else making.result()
+      check, make = checking.result(), None if making is None else making.result()
       processes.await_compiled("the start", program.config.watchdog.watchdog_compile_seconds)
+      # 4. Make the state.
       if make is not None:
         state = make(*(() if params is None else (params,)), np.uint32(program.config.training.seed % 2**32))
       else:
@@ -122,33 +123,34 @@ def prepare(
         step, state = 0, with_given_adapter(program, state)
       if program.adapter is not None and base is None:
         base = _below(program, state["params"])
+  # Say where the run starts.
   what = f"from step {step} in {manager.directory}" if manager is not None and restored is not None else "from step 0"
   if restored is None and source is None:
     note = saturation(program.model.decoder.layers, program.config.training.max_target_length)
     if note is not None:
       progress.say(f"warning {note}")
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
-  return Start(train_step, look, step, state, base)
+  return Start(train_step, check, step, state, base)
 
 
 def _require_counted_from(program: TrainProgram, data: DataSource, restored: Restored) -> None:
-  """RetryableError where a run by epochs ends elsewhere than it was counted, as the newest step was no longer to be read."""
-  last = counted(program, data, Begun(restored.step, restored.extra["data"])).config.training.last_step
+  """Raise RetryableError if the newest step turned out to be damaged and an older one gives another number of steps."""
+  last = with_counted_steps(program, data, ResumePoint(restored.step, restored.extra["data"])).config.training.last_step
   if last != program.config.training.last_step:
     raise RetryableError(
-      f"the newest step is damaged, and from step {restored.step} on the epochs end with step {last}; the same command goes on"
+      f"the newest step is damaged; from step {restored.step} the epochs end at step {last}; the same command resumes the run"
     )
 
 
 def _kept(restored: Restored, config: Config) -> State:
-  """The state but for the loss scale, where another first one is configured than was then: it begins anew."""
+  """Return the restored state. Its loss scale is left out if ``loss_scale_init`` has changed, so that it starts again."""
   was = restored.config.get("training", {}).get("loss_scale_init")
   anew = was not in (None, config.training.loss_scale_init)
   return {name: x for name, x in restored.state.items() if not (anew and name == LOSS_SCALE)}
 
 
 def _below(program: TrainProgram, params: Any) -> Base:
-  """What names the weights below a fresh adapter; a given one has to be of them."""
+  """Identify the weights below a fresh adapter. Raises if an adapter from ``lora_from`` was made for other weights."""
   base = Base.of(params, program.config.checkpoint.init_from, program.config.training.seed)
   require_base(program.model, base)
   return base
@@ -164,4 +166,4 @@ def _restore(
   if manager is None or not c.resume:
     return None
   with goodput.phase("restore"), reading("the restore"):
-    return manager.restore(program.abstract_stored, allow_dtype_change=c.allow_dtype_change)
+    return manager.restore(program.abstract_checkpoint, allow_dtype_change=c.allow_dtype_change)

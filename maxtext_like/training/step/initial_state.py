@@ -1,4 +1,4 @@
-"""The state that a run, or a look at one of its steps, begins with."""
+"""The state from which a run starts, or from which one step is reproduced for analysis."""
 
 import logging
 from pathlib import Path
@@ -23,31 +23,35 @@ from maxtext_like.training.step.train_step import State
 
 _log = logging.getLogger(__name__)
 _OF_BASE = ("adapter.base_weights", "adapter.base_weights_modules", "precision.weight_dtype")
-"""Keys that decide how the weights below an adapter are stored, which their fingerprint depends on."""
+"""Keys that decide how the weights below an adapter are stored. Their fingerprint depends on these keys."""
 _OF_DRAWN_BASE = ("training.seed", "training.init_scheme")
 """Keys that decide the values of random weights below an adapter."""
 
 
 def read_state(directory: Path | Place, program: TrainProgram) -> State:
-  """The state of a step, of this or another precision: a loss scale that was not stored is the configured first one."""
+  """Read the state of a saved step, possibly saved with another precision. A missing loss scale gets its initial value."""
   stored = manifest.read(directory)
+  # A step of a LoRA run holds only the adapter; the weights are read from their source.
   alone = program.adapter is not None and adapter_step.holds_adapter_alone(stored)
-  like = program.abstract_stored if alone else program.abstract_state
+  like = program.abstract_checkpoint if alone else program.abstract_state
   found = restore.load(directory, like, config=program.config, allow_dtype_change=True)
   return program.completed(found.state, base_weights(program, found)[0] if alone else found.state["params"])
 
 
 def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any, adapter_step.Base]:
-  """The weights below the adapter of a restored step, those that it was trained on, and what names them.
+  """Read the weights below the adapter of a restored step, and the record that identifies them.
 
   Raises:
-    UserError: they are gone, or others; the adapter is of other ranks or scales now; as ``read_weights``.
+    UserError: the weights are missing or differ from those the adapter was trained on; the adapter has other ranks or scales
+      now; or as ``read_weights``.
   """
+  # First check what the factors depend on, then read the weights.
   c = program.config
   _require_same_sizes(program, restored.config, restored.directory)
   weights, found = adapter_step.read_base(
     program.model, c.checkpoint.init_from, c.training.seed, c.training.init_scheme, read_weights
   )
+  # Compare the fingerprint of the weights, and name the keys that may have changed it.
   base = adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA])
   drawn = base.source is None and found.source is None
   scheme = {"init_scheme": adapter_step.drawn_with(restored.config)}
@@ -58,11 +62,12 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
 
 
 def trained_params(program: TrainProgram, step: Path | Place, stored: manifest.Manifest) -> dict[str, Any]:
-  """The parameters of a step that holds an adapter alone, in the dtype and form of a program that need not be the run's: the
-  weights that it was trained on, read anew, and its factors.
+  """Return the parameters of a step that holds only an adapter: its factors, and the weights it was trained on, read again.
+
+  The program need not be that of the run; its dtype and storage form are used.
 
   Raises:
-    UserError: the weights are gone, or others; the adapter is of other ranks or scales; as ``read_weights``.
+    UserError: the weights are missing or differ; the adapter has other ranks or scales; or as ``read_weights``.
   """
   _require_same_sizes(program, stored.config, step)
   base = adapter_step.Base.from_json(stored.extra[adapter_step.EXTRA])
@@ -73,12 +78,14 @@ def trained_params(program: TrainProgram, step: Path | Place, stored: manifest.M
 
 
 def _require_same_sizes(program: TrainProgram, config: dict[str, Any], step: Path | Place) -> None:
-  """Refuses ranks and scales that the stored factors were not trained with, where all shapes agree: the model would jump."""
+  """Raise if ranks or scales differ from those of the stored factors. Shapes can agree, but the model would change abruptly."""
   tower = config.get("training", {}).get("vision_tower")
   stored = section(ADAPTER, config)
+  # Shapes alone do not show a changed alpha or a changed pattern, so compare rank and scale of each array.
   then, now = (configured_adapter(program.model, stored, tower), program.adapter)
   assert now is not None
   if any(then.sizes[path] != now.sizes[path] for path in then.sizes.keys() & now.sizes.keys()):
+    # Name the keys that differ and their stored values.
     keys = ("lora_rank", "lora_alpha", "lora_rslora", "lora_rank_pattern", "lora_alpha_pattern")
     sizes = [f"{ADAPTER}.{key}" for key in keys]
     differ = compatibility.changes_of(config, compatibility.record(program.config), sizes)
@@ -92,21 +99,23 @@ def _require_same_sizes(program: TrainProgram, config: dict[str, Any], step: Pat
 
 
 def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State:
-  """The state that a run would start its next step from.
+  """Return the state from which a run would start its next step.
 
   Args:
-    program: of the run.
-    checkpoint: a run or a step of it, here or in a store: its whole state, optimizer and all; a Hugging Face checkpoint: its
-      weights; None: the weights of ``init_from``, or fresh ones.
+    program: program of the run.
+    checkpoint: a run or one of its steps, local or remote: its complete state with the optimizer. A Hugging Face checkpoint:
+      its weights. None: the weights of ``init_from``, or randomly initialized ones.
 
   Raises:
     UserError: as ``read_weights``.
   """
+  # A step of one of our runs: restore it completely.
   if checkpoint is not None and not is_hugging_face(place := located(checkpoint)):
     step = find_step(place)
     if step is None:
       raise no_checkpoint(f"checkpoint: {checkpoint}", place)
     return read_state(readable_step(step), program)
+  # Otherwise start at step 0, from weights or from the seed.
   seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
   if source is not None:
@@ -120,7 +129,7 @@ def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State
 
 
 def with_given_adapter(program: TrainProgram, state: State) -> State:
-  """The state at step 0 with the adapter that ``lora_from`` names, where it names one.
+  """Replace the adapter of a state at step 0 by the one that ``lora_from`` names, if it is set.
 
   Raises:
     UserError: as ``given_adapter.read_given``.

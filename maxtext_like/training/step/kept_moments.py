@@ -1,6 +1,6 @@
-"""The optimizer state of a run that resumes with other trained parameters: kept where there is one, zeros elsewhere.
+"""Optimizer state of a run that resumes with other trained parameters: stored moments are kept, missing ones start at zero.
 
-A restored state has ``jax.ShapeDtypeStruct`` where the checkpoint has no moment, since its run did not train that parameter.
+A restored state has ``jax.ShapeDtypeStruct`` for each moment that the checkpoint lacks, because its run did not train it.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ def summary(stored: Mapping[str, Any], state: Tree, optimizer: Optimizer) -> str
     state: restored state of the run.
     optimizer: optimizer of the run.
   """
+  # Compare the stored names with the leaves that this run has.
   leaves = jax.tree.leaves(state[MOMENTS])
   new = sum(map(is_missing, leaves))
   kept = len(leaves) - new
@@ -38,6 +39,7 @@ def summary(stored: Mapping[str, Any], state: Tree, optimizer: Optimizer) -> str
   if not (new or dropped):
     return None
   rule = optimizer.rule
+  # New moments lower Adam's common step count, see ``_shortened``.
   count = f"; Adam's step count continues from {rule.memory} or less" if new and isinstance(rule, AdamW) else ""
   return (
     f"note    optimizer state: {kept} arrays kept, {new} start at zero (not trained so far), {dropped} dropped (not trained "
@@ -46,10 +48,10 @@ def summary(stored: Mapping[str, Any], state: Tree, optimizer: Optimizer) -> str
 
 
 def completed(state: Tree, params: Tree, optimizer: Optimizer) -> Tree:
-  """An optimizer state with zeros for the moments that were not in the checkpoint.
+  """Fill in zeros for the moments that were not in the checkpoint.
 
   Args:
-    state: with ``jax.ShapeDtypeStruct`` (and its sharding) where a moment is missing.
+    state: optimizer state, with ``jax.ShapeDtypeStruct`` (and its sharding) for each missing moment.
     params: the trained parameters (None elsewhere).
     optimizer: optimizer of the run.
   """
@@ -58,12 +60,14 @@ def completed(state: Tree, params: Tree, optimizer: Optimizer) -> Tree:
   if not missing:
     return state
 
+  # Initialize only the missing leaves, on the devices where they belong.
   def begun(params: Tree) -> list[jax.Array]:
     first = jax.tree.leaves(optimizer.init(params))
     return [first[i] for i in missing]
 
   for i, x in zip(missing, jax.jit(begun, out_shardings=[leaves[i].sharding for i in missing])(params), strict=True):
     leaves[i] = x
+  # Adam's step count must fit the new moments too.
   whole = jax.tree.unflatten(structure, leaves)
   rule = optimizer.rule
   if not isinstance(rule, AdamW):
@@ -73,17 +77,19 @@ def completed(state: Tree, params: Tree, optimizer: Optimizer) -> Tree:
 
 
 def _shortened(state: Any, rule: AdamW) -> Any:
-  """The ``optax.ScaleByAdamState`` with the same estimates of both moments and a count of ``rule.memory`` at most.
+  """Limit the count of an ``optax.ScaleByAdamState`` to ``rule.memory``, with unchanged estimates of both moments.
 
-  Adam has one count for all parameters and divides moments by 1 - b ** count, since they start at zero. New moments with the
-  count of old ones are divided by 1: with adam_b2=0.999 the first updates of those parameters would be 6 times too large. With
-  the lower count they are within 12 % of it, and the old moments, multiplied accordingly, give the same updates as before.
+  Adam has one count for all parameters and divides moments by 1 - b ** count, because they start at zero. New moments with an
+  old count are divided by 1: with adam_b2=0.999 the first updates of these parameters would be 6 times too large. With the
+  lower count they are within 12 % of the correct size. The old moments are rescaled and give the same updates as before.
   """
+  # Nothing to do if the count is low anyway.
   count = int(state.count)
   fewer = min(count, rule.memory)
   if fewer == count:
     return state
 
+  # Keep m / (1 - b ** count) the same with the smaller count. Moments in 8 bits are rescaled by their block scales.
   def scaled(moments: Tree, b: float) -> Tree:
     factor = (1 - b**fewer) / (1 - b**count)
     is_stored = lambda x: isinstance(x, Blocks)
@@ -96,6 +102,6 @@ def _shortened(state: Any, rule: AdamW) -> Any:
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:
-  """An array times a number, in the memory and the dtype that it has."""
+  """Multiply an array by a number. Memory kind and dtype stay the same."""
   product = (host_memory.on_device(x).astype("float32") * factor).astype(x.dtype)
   return jax.device_put(product, x.sharding)

@@ -1,7 +1,7 @@
-"""Dynamic loss scaling for float16, whose gradients vanish below 6e-8 (Micikevicius et al. 2018).
+"""Dynamic loss scaling for float16, whose gradients underflow below 6e-8 (Micikevicius et al. 2018).
 
-The loss is multiplied by a power of two before the backward pass and the gradients are divided by it after, both exactly.
-A gradient that overflows costs its step and half of the scale; 2000 good steps in a row double it.
+The loss is multiplied by a power of two before the backward pass and the gradients are divided by it afterwards, both without
+rounding. A gradient overflow skips the step and halves the scale; 2000 finite steps in a row double it.
 """
 
 from typing import Any
@@ -17,12 +17,13 @@ LossScale = dict[str, Any]  # {"scale": float32 scalar, "good_steps": int32 scal
 
 
 def initial(scale: float) -> LossScale:
-  """The state at the start of a run."""
+  """Return the loss scale at the start of a run."""
   return {"scale": jnp.asarray(scale, jnp.float32), "good_steps": jnp.zeros((), jnp.int32)}
 
 
 def updated(state: LossScale, finite: jax.Array) -> LossScale:
-  """The state after a step whose gradients were finite (bool scalar) or not."""
+  """Return the loss scale after a step. ``finite`` (bool scalar): the gradients were finite."""
+  # Count finite steps; after GROWTH_STEPS of them double the scale and count again.
   good = jnp.where(finite, state["good_steps"] + 1, 0)
   grow = good >= GROWTH_STEPS
   grown = jnp.where(grow, jnp.minimum(state["scale"] * 2, LARGEST), state["scale"])

@@ -1,14 +1,15 @@
-"""Stochastic rounding of updated parameters, so that updates below half a spacing are not lost in 16-bit weights.
+"""Stochastic rounding of updated parameters, so that small updates are not lost in 16-bit weights.
 
-A bfloat16 weight of 1 has its neighbours 0.0039 below and 0.0078 above: an update of 1e-3 rounds to nothing, step after
-step. Rounded up or down at random, with probabilities that make the mean exact, it arrives on average (Gupta et al. 2015;
-Zamirai et al. 2020 for bfloat16 training).
+The neighbors of a bfloat16 weight of 1 are 0.0039 below and 0.0078 above: an update of 1e-3 rounds to nothing in every step.
+Rounding up or down at random, with probabilities that make the mean exact, keeps it on average (Gupta et al. 2015; Zamirai et
+al. 2020 for bfloat16 training).
 
-Around that average numbers wander: by bits drawn anew in each step, about the root of a sixth of the steps in spacings, however
-small the updates, so that a falling learning rate ends no closer. Here a number's bits are drawn once, and go on from step to
-step by the golden ratio of their range (Weyl 1916): even in each step, and even over any stretch of steps. Of updates that stay
-the same a spacing or two at most is then missing, after a thousand steps too; of those that turn within tens of steps, as
-moments make them, the errors' variance is about a third.
+With independent random bits in each step, weights perform a random walk around that average: after n steps about sqrt(n / 6)
+With independent random bits in each step, weights perform a random walk around that average: after n steps about sqrt(n / 6)
+spacings, however small the updates, so a decaying learning rate does not end closer to the optimum. Here the bits of each
+number are drawn once and advance each step by the golden ratio of their range (Weyl 1916). They are uniform within a step and
+over any series of steps. The error for constant updates is then at most one or two spacings, even after a thousand steps. For
+updates that change sign within tens of steps, as with momentum, the variance of the error is about a third.
 """
 
 import math
@@ -23,18 +24,18 @@ import numpy as np
 from maxtext_like.models.naming import path_keys
 
 Tree = Any
-_GOLDEN = np.uint32(0x9E3779B9)  # 2**32 over the golden ratio; odd, so that 2**32 steps take all numbers
+_GOLDEN = np.uint32(0x9E3779B9)  # 2**32 divided by the golden ratio; odd, so that 2**32 steps visit all numbers
 
 
 @dataclass(frozen=True)
 class StochasticRounding:
   """Rounds updated parameters to the dtype that they are stored in.
 
-  The random bits are a function of seed, step, the parameter's path, its layer and the number's place in it: the same on any
-  number of devices, after a restart, and wherever a step takes the layers one by one.
+  The random bits are a function of the seed, the step, the parameter's path, its layer and the position in the array. They are
+  the same on any number of devices, after a restart, and in a step that updates layer by layer.
 
   Attributes:
-    seed: of the run.
+    seed: seed of the run.
   """
 
   seed: int
@@ -42,23 +43,26 @@ class StochasticRounding:
   def __call__(
     self, exact: Tree, like: Tree, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0
   ) -> Tree:
-    """Parameters in the dtypes of ``like``.
+    """Round parameters to the dtypes of ``like``.
 
     Args:
-      exact: tree of float32 arrays, None where nothing is trained.
+      exact: tree of float32 arrays, None for parameters that are not trained.
       like: the parameters before the update.
-      step: int32 scalar.
-      row: int32 scalar, which row of its stack the tree is; None: all of every stack.
-      begin: numbers before these in each array, of which they are a part; of what lies in no stack.
+      step: int32 scalar, the step index.
+      row: int32 scalar, row of the stack if the tree is one row; None if it has all rows of every stack.
+      begin: number of elements before the first one, if the arrays are pieces of larger arrays outside the stacks.
     """
+    # The bits of this step: those of the parameter, advanced by the golden ratio.
     key, turn = jax.random.key(self.seed), jnp.asarray(step, jnp.uint32) * _GOLDEN
 
     def rounded(path, x, p):
       if p.dtype == jnp.float32:
         return x
+      # A leaf outside the stacks has one key, a row of a stack its own.
       own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
       if row is None and not path_keys(path)[0].startswith("stack_"):
         return stochastic_round(x, p.dtype, random_bits(own, x.shape, begin) + turn)
+      # A row has the same bits whether the stack is rounded at once or row by row.
       shape = x.shape if row is not None else x.shape[1:]
       bits = lambda row: random_bits(jax.random.fold_in(own, row), shape) + turn
       return stochastic_round(x, p.dtype, bits(row) if row is not None else jax.vmap(bits)(jnp.arange(len(x))))
@@ -67,17 +71,17 @@ class StochasticRounding:
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...], begin: jax.Array | int = 0) -> jax.Array:
-  """uint32 of that shape, uniform: a hash of each number's place and the key.
+  """Return uniform uint32 of this shape: a hash of each element's position and the key.
 
-  ``jax.random.bits`` takes a hundred operations a number, which is most of what Adafactor's update of a 31B model computes.
-  Rounding needs no more than that bits are even and neighbours have nothing to do with each other. Beyond 2**32 numbers they
-  come again.
+  ``jax.random.bits`` takes a hundred operations per number, most of the work in Adafactor's update of a 31B model. Rounding
+  only needs uniform bits that are independent between neighboring elements. Beyond 2**32 elements the bits repeat.
 
   Args:
-    key: of threefry, ``jax.random.key``'s default.
-    shape: of the result.
-    begin: the place of its first number.
+    key: threefry key, the default of ``jax.random.key``.
+    shape: shape of the result.
+    begin: position of its first element.
   """
+  # The linear position of each element.
   first, second = jax.random.key_data(key)
   place = jnp.full(shape, begin, jnp.uint32)
   for axis in range(len(shape)):
@@ -87,17 +91,17 @@ def random_bits(key: jax.Array, shape: tuple[int, ...], begin: jax.Array | int =
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-  """A permutation of the uint32, each bit of which hangs on all bits of x (lowbias32, https://github.com/skeeto/hash-prospector)."""
+  """Permute the uint32 so that each bit depends on all bits of x (lowbias32, https://github.com/skeeto/hash-prospector)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
   x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
   return x ^ (x >> 15)
 
 
 def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
-  """Rounds float32 numbers to one of their two neighbours in a narrower format, the nearer the likelier: the mean is exact.
+  """Round float32 numbers to one of their two neighbors in a narrower format, the nearer with the higher probability.
 
-  Numbers that the format holds stay as they are, and so do NaN and infinity. Beyond the largest finite number, bfloat16 and
-  float16 round to nearest (infinity); float8 saturates, where a plain cast makes NaN (e4m3) or infinity (e5m2).
+  The expected result equals x. Representable numbers, NaN and infinity stay the same. Beyond the largest finite number,
+  bfloat16 and float16 round to nearest (infinity); float8 saturates, where a plain cast gives NaN (e4m3) or infinity (e5m2).
 
   Args:
     x: float32, any shape.
@@ -107,16 +111,18 @@ def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
   info = jnp.finfo(dtype)
   largest = float(info.max)
   if dtype == jnp.bfloat16:
-    # On the bits, since bfloat16's subnormal numbers are float32's, which most machines flush to zero in arithmetic.
+    # Work on the bits: bfloat16 has float32's subnormal numbers, which most machines flush to zero in arithmetic.
     raw = jax.lax.bitcast_convert_type(x, jnp.uint32)
     found = jax.lax.bitcast_convert_type((raw + (bits >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
   else:
+    # The spacing of the narrow format at x.
     exponent = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127
     unit = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, int(info.minexp)) - int(info.nmant))
-    steps = x / unit  # exact: a power of two
+    steps = x / unit  # exact, because unit is a power of two
     below = jnp.floor(steps)
     chance = (bits >> 8).astype(jnp.float32) * 2.0**-24
     found = (below + (chance < steps - below).astype(jnp.float32)) * unit
+  # Numbers outside the finite range are cast or saturated.
   inside = jnp.abs(x) <= largest
   if info.bits == 8:
     found, x = jnp.clip(found, -largest, largest), jnp.where(jnp.isnan(x), x, jnp.clip(x, -largest, largest))
@@ -124,5 +130,5 @@ def stochastic_round(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
 
 
 def stays_finite(x: jax.Array, dtype: Any) -> jax.Array:
-  """Bool of x's shape: what ``stochastic_round`` makes of the numbers is finite, whatever the bits."""
+  """Bool of x's shape: True if ``stochastic_round`` gives a finite number for every value of the bits."""
   return ~jnp.isnan(x) if jnp.finfo(dtype).bits == 8 else jnp.isfinite(x.astype(dtype))

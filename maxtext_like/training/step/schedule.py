@@ -1,4 +1,4 @@
-"""The learning rate of every step: a linear warm-up, then cosine, linear, constant, or constant with a decay (wsd)."""
+"""The learning-rate schedule: linear warm-up, then cosine, linear, constant, or constant with a final decay (wsd)."""
 
 from collections.abc import Callable
 
@@ -11,25 +11,26 @@ Schedule = Callable[[jax.Array | int], jax.Array]
 
 
 def make_schedule(training: TrainingConfig) -> Schedule:
-  """The learning rate as a function of the number of finished steps, for use inside the compiled step.
+  """Return the learning rate as a function of the number of finished steps, for use inside the compiled step.
 
-  Over N = lr_schedule_steps (steps, when it is null) with W = round(N * warmup_steps_fraction): in the warm-up step s
-  (from 0) has peak * (s + 1) / W, so that no update is spent on a rate of 0. After it u = (s - W) / (N - W), from 0 at the
-  end of the warm-up towards 1, where it stays from step N on (while the steps of epochs are not counted N is 1: no step is
-  taken with that):
+  N = lr_schedule_steps (default: steps) and W = round(N * warmup_steps_fraction). Warm-up step s (from 0) has the rate
+  peak * (s + 1) / W, so that no update has a rate of 0. After the warm-up u = (s - W) / (N - W) rises from 0 to 1 and stays
+  at 1 from step N on. While the steps of an epoch are not counted yet, N is 1; no step is taken with that value.
 
     cosine:   final + (peak - final) * (1 + cos(pi u)) / 2            (Loshchilov and Hutter 2017)
     linear:   peak + (final - peak) * u
     constant: peak
-    wsd:      peak until the last round(N * wsd_decay_steps_fraction) of N steps, then linearly to final (Hu et al. 2024)
+    wsd:      peak, then linearly to final over the last round(N * wsd_decay_steps_fraction) steps (Hu et al. 2024)
 
   Returns:
-    A function of an int32 scalar (or int) that gives a float32 scalar.
+    A function from an int32 scalar (or int) to a float32 scalar.
   """
+  # Lengths in steps.
   steps, peak = training.lr_schedule_steps or training.steps or 1, training.learning_rate
   final = peak * training.learning_rate_final_fraction
   warmup = round(steps * training.warmup_steps_fraction)
   kind = training.lr_schedule_type
+  # The decay of wsd starts late; other schedules start after the warm-up.
   if kind == "wsd":
     begin = steps - round(steps * training.wsd_decay_steps_fraction)
   else:
@@ -37,6 +38,7 @@ def make_schedule(training: TrainingConfig) -> Schedule:
   length = max(steps - begin, 1)
 
   def schedule(step: jax.Array | int) -> jax.Array:
+    # Progress through the decay, from 0 to 1.
     step = jnp.asarray(step, jnp.float32)
     u = jnp.clip((step - begin) / length, 0.0, 1.0)
     if kind == "cosine":
@@ -45,6 +47,7 @@ def make_schedule(training: TrainingConfig) -> Schedule:
       rate = jnp.full((), peak, jnp.float32)
     else:
       rate = peak + (final - peak) * u
+    # The warm-up replaces the first steps.
     if warmup == 0:
       return rate
     return jnp.where(step < warmup, peak * (step + 1.0) / warmup, rate)

@@ -1,17 +1,20 @@
-"""The train step: a pure function of state and batch, the same for Linen, NNX and the plain tree.
+"""The train step: a pure function of state and batch, the same for Linen, NNX and the plain parameter tree.
 
-The state is a pytree: {"step": int32, "params": tree, "opt_state": over the trained leaves, "loss_scale": with float16,
-"gradient_shares": with ``clip: running``}.
+The state is a pytree: {"step": int32, "params": tree, "opt_state": state of the trained leaves}, with "loss_scale" for
+float16 and "gradient_shares" for ``clip: running``.
 
-No update that is not finite is taken over, in any step. Whether one is has to be known before its first number is written,
-as the new state takes the old one's memory. So the step says how large the numbers are that it leaves: of parameters from
-the pass that sums their norm, of the optimizer from the last look at it and every gradient since. From that and the gradient's
-norm the next one proves that its update cannot leave its dtypes (``Optimizer.certainly_finite``). Where that is no proof
-(enormous numbers, a state that nobody has looked at) the step does nothing and says so, and the loop takes the careful form of
-it, which evaluates the update twice, once to look at it. Where the optimizer has no proof for ordinary numbers
-(``Optimizer.usually_proved``) every step takes the careful form, which costs a tenth of a step on a GPU. A state that was
-given, and every one before it is saved, is read as it is (``TrainProgram.lower_look``): one that is not finite after all is
-told, and never saved.
+No step applies a non-finite update. The new state reuses the memory of the old one, so the step must know that an update is
+finite before it writes the first number. The step therefore returns a bound on the magnitude of all numbers that it leaves:
+for parameters from the pass that computes their norm, for the optimizer state from the last full check and all gradients
+since then. The next step uses this bound and its gradient norm to prove that the update stays within the range of its dtypes
+(``Optimizer.certainly_finite``). There are two compiled forms:
+
+- The fast form applies an update that is proved finite. Otherwise it leaves the state unchanged and sets "decided" to False.
+  The loop then repeats the step in the checked form. This happens for very large numbers and for an unchecked state.
+- The checked form evaluates an unproved update twice: once to check it, once to apply it. It costs a tenth more on a GPU.
+  Every step takes it if the optimizer cannot prove ordinary updates finite (``Optimizer.usually_proved``).
+
+A restored state, and each state before it is saved, is checked number by number (``TrainProgram.lower_check``).
 """
 
 from collections.abc import Callable
@@ -54,12 +57,12 @@ Metrics = dict[str, Any]
 
 
 class Sizes(NamedTuple):
-  """Float32 scalars that a complete batch is divided by, each at least 1.
+  """Divisors of a complete batch: float32 scalars, each at least 1.
 
   Attributes:
     weight: ``Objective.weight``.
-    tokens: positions that are no padding.
-    rows: rows with such a position.
+    tokens: number of positions that are not padding.
+    rows: number of rows with at least one such position.
   """
 
   weight: jax.Array
@@ -68,38 +71,40 @@ class Sizes(NamedTuple):
 
 
 def _rows(batch: Batch) -> jax.Array:
-  """Int32 scalar: rows that have a token."""
+  """Int32 scalar: number of rows with at least one token."""
   return jnp.sum(jnp.any(batch["segments"] > 0, axis=-1))
 
 
-UNKNOWN = np.full(2, np.inf, np.float32)  # ``known`` of a state that no step has left
-NO_UPDATE = np.full(2, np.nan, np.float32)  # ``known`` of a step that returns the state unchanged and measures the loss
+UNKNOWN = np.full(2, np.inf, np.float32)  # ``magnitude_bound`` for a state whose magnitudes are unknown
+NO_UPDATE = np.full(
+  2, np.nan, np.float32
+)  # ``magnitude_bound`` that makes a step measure the loss and leave the state unchanged
 
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-  """One update.
+  """One update of the parameters.
 
   Attributes:
-    apply: the objective's call, through one of the faces.
-    objective: what is minimised.
-    selection: what is trained.
-    optimizer: the direction of descent, without the learning rate, and the proof that an update is finite.
-    schedule: the learning rate of a step.
+    apply: the objective's call, through the selected module API.
+    objective: the loss that is minimized.
+    selection: the trained parameters.
+    optimizer: computes the descent direction, without the learning rate, and proves that an update is finite.
+    schedule: maps the step index to the learning rate.
     clip: largest global norm of the gradients; 0 turns clipping off.
-    parts: microbatches that a batch is worked through in.
-    grad_dtype: of the gradients as the optimizer sees them.
-    router_bias: DeepSeek's balancing of experts without a gradient; None: none.
-    probed_stacks: {stack: (repeats, layers of a row)} of a model whose layers are probed; None: none are.
-    rounding: how updated parameters are rounded to their dtype; None: to nearest.
-    summed_once: mesh axes that split rows and no parameter: over them the gradients of microbatches are added up once, behind
-      the last one.
-    survival: measures what the stored weights take of an update.
-    dropout_seed: of the masks of dropout; None: there is none.
-    careful: looks at an update that is not proved finite, instead of doing nothing.
-    watch: x-ray's look at gradients and updates, (kind, tree) -> the same tree. With it an update is taken over whatever
-      it holds, so that nothing hides behind the finiteness check, and the metrics have "watched", floats that carry every
-      non-finite number of gradients and next state and are finite without one. None in every training run.
+    parts: number of microbatches of a batch.
+    grad_dtype: dtype of the gradients that the optimizer receives.
+    router_bias: DeepSeek's load balancing without an auxiliary loss; None turns it off.
+    probed_stacks: {stack: (repeats, layers of a row)} if layer statistics are recorded; None if not.
+    rounding: rounds updated parameters to their dtype; None rounds to nearest.
+    summed_once: mesh axes that split rows but no parameter. Gradients of microbatches are summed over these axes once,
+      after the last microbatch.
+    survival: measure how much of each update survives rounding to the stored dtype.
+    dropout_seed: seed of the dropout masks; None without dropout.
+    checked: compile the checked form, which checks an unproved update instead of leaving the state unchanged.
+    watch: hook of the x-ray: (kind, tree) -> the same tree, called for gradients and updates. With a hook, a non-finite
+      update is applied, so that the x-ray sees every number. The metrics then have "watched": floats that depend on every
+      non-finite number of the gradients and the next state. None in every training run.
   """
 
   apply: Callable[..., tuple[jax.Array, jax.Array, dict[str, Any]]]
@@ -116,56 +121,67 @@ class TrainStep:
   summed_once: tuple[str, ...] = ()
   survival: bool = False
   dropout_seed: int | None = None
-  careful: bool = True
+  checked: bool = True
   watch: Callable[[str, Any], Any] | None = None
 
   @property
   def backward_passes(self) -> int:
-    """Of a step, or of each part of the batch."""
+    """Number of backward passes of each microbatch."""
     return 1
 
   @property
   def forward_passes(self) -> int:
-    """Of each part of the batch: one more where a loss first needs the load of the complete batch."""
+    """Number of forward passes of each microbatch: 2 if a loss first needs the load of the complete batch, otherwise 1."""
     return 2 if self.parts > 1 and self.objective.decoder.router_losses[0].needs_batch_load else 1
 
   @property
-  def _tells_large(self) -> bool:
-    """Sums of squares tell numbers beyond 1e19 from infinite ones. So they do in the usual form of a rule that needs arrays
-    whole: gradients that are not finite shall not take its careful form, which has the steps of all arrays in memory, and which
-    a run may have no room for. Both sums are made in one pass there: a branch would have copies of all gradients."""
-    return self.careful or self.watch is not None or self.optimizer.rule.whole
+  def _detects_overflow(self) -> bool:
+    """Return True if sums of squares must distinguish finite numbers beyond 1e19 from infinite ones.
+
+    The checked form and the x-ray need this. So does the fast form of an optimizer rule that needs complete arrays: its
+    checked form holds the updates of all arrays in memory, so a non-finite gradient must not trigger it. Both sums are then
+    made in one pass, because a branch would copy all gradients.
+    """
+    return self.checked or self.watch is not None or self.optimizer.rule.whole
 
   def untouched(self, failed: str) -> bool:
-    """Whether a step leaves the state as it was when its update is not taken over since "loss", "gradients", "parameters" or
-    "optimizer" (their ``finite`` of ``__call__``) is not finite."""
+    """Return True if a rejected update leaves the complete state unchanged.
+
+    Args:
+      failed: which part was not finite: "loss", "gradients", "parameters" or "optimizer", as in ``__call__``.
+    """
     del failed
     return True
 
-  def begun(self) -> State:
-    """What the state of step 0 has besides, NumPy arrays: what a step remembers, and a run may lose and begin anew."""
+  def extra_state(self) -> State:
+    """Return additional state entries at step 0, as NumPy arrays. They start again if a checkpoint lacks them."""
     return {}
 
-  def __call__(self, state: State, batch: Batch, known: jax.Array) -> tuple[State, Metrics]:
+  def __call__(self, state: State, batch: Batch, magnitude_bound: jax.Array) -> tuple[State, Metrics]:
     """Trains on one batch.
 
-    A non-finite loss, gradient or update leaves parameters and optimizer as they were, bit for bit, decided on the device.
+    A non-finite loss, gradient or update leaves parameters and optimizer state unchanged, bit for bit. The device decides.
 
     Args:
       state: training state.
-      batch: what the objective wants (``Objective.batch``).
-      known: float32 [2], what no parameter and no number of the optimizer exceeds: "known" of the step that left this
-        state, or ``UNKNOWN``; or ``NO_UPDATE``: the state is returned unchanged, with the metrics of the batch.
+      batch: arrays of ``Objective.batch``.
+      magnitude_bound: float32 [2], upper bounds on the magnitude of all parameters and of all optimizer numbers:
+        "magnitude_bound" from the
+        metrics of the previous step, or ``UNKNOWN``. With ``NO_UPDATE`` the state is returned unchanged, with the metrics
+        of the batch.
 
     Returns:
-      The next state, and metrics: float32 and int32 scalars; "known" for the next step; "usual", false where the state is
-      the given one to the last bit and the careful form must take the step again; under "finite" bools: "loss", by row
-      "gradients", "parameters" and "optimizer" of the update, taken over or not, and "state_parameters" (frozen ones too)
-      and "state_optimizer" of the next state, seen or proved (see ``norms.row_labels`` and ``state_labels``); with probed
-      survival also "update_survival", float32 [R] "arrived" and "intended" of ``update_survival.products``; with probed
-      stacks also "numerics/SIDE/NAME/max" and ".../nonfinite", float32 [L]: forward values, their cotangents as the
-      backward pass holds them (times the loss scale), and gradients of parameters.
+      The next state and the metrics: float32 and int32 scalars, and
+        "magnitude_bound": bounds for the next step.
+        "decided": False if the state is unchanged, bit for bit, and the step must be repeated in the checked form.
+        "finite": bools: "loss"; per row "gradients"; per row "parameters" and "optimizer" of the update, applied or not;
+          "state_parameters" (with frozen ones) and "state_optimizer" of the next state, checked or proved. See
+          ``norms.row_labels`` and ``state_labels``.
+        "update_survival", with ``survival``: float32 [R] "arrived" and "intended" of ``update_retention.products``.
+        "numerics/SIDE/NAME/max" and ".../nonfinite", with ``probed_stacks``: float32 [L] of forward values, of their
+          cotangents (times the loss scale), and of parameter gradients.
     """
+    # 1. Loss and gradients of the trained parameters.
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
     grads, losses = self.gradients(params, frozen, self.keyed(batch, state["step"]), scaling["scale"] if scaling else None)
@@ -176,8 +192,9 @@ class TrainStep:
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
     if self.watch:
       grads = self.watch("gradient", grads)
-    looks_again = self.careful and not self.watch
-    row_sums = row_squares if looks_again else split_squares if self._tells_large else plain_squares
+    # 2. Global norm and clipping. The row sums also show which rows are finite.
+    checks_update = self.checked and not self.watch
+    row_sums = row_squares if checks_update else split_squares if self._detects_overflow else plain_squares
     squares = row_sums(grads)
     norm, clipped = squares.norm(), jnp.zeros((), bool)
     if self.clip:
@@ -185,66 +202,72 @@ class TrainStep:
       grads = clip(grads, norm, self.clip)
     rate = self.schedule(state["step"])
 
+    # 3. The update. It is a function because the checked form evaluates it twice.
     @jax.named_scope("optimizer")
     def update():
+      # Direction, then the new parameters in their stored dtype.
       direction, opt_state = self.optimizer.update(grads, state["opt_state"], params)
       direction = self.selection.mask_rows(direction)
-      new = self.stored(self.moved(params, direction, rate), params, state["step"])
+      new = self.rounded(self.updated(params, direction, rate), params, state["step"])
       survival = {}
       if self.survival and not self.watch:
         arrived, intended = map(sums_of_rows, update_retention.products(params, new, direction, rate))
         survival = {update_retention.NAME: {"arrived": arrived, "intended": intended}}
       return new, opt_state, survival
 
+    # 4. Decide on the device whether the update is applied.
     finite = {"loss": jnp.isfinite(loss), "gradients": squares.finite}
     applied = finite["loss"] & jnp.all(finite["gradients"])
-    usual = jnp.ones((), bool) if self.watch else ~jnp.any(jnp.isnan(known))
-    applied = applied & usual
-    unread = jnp.ones(squares.finite.shape, bool), jnp.ones(state_rows(state["opt_state"], params), bool)
+    decided = jnp.ones((), bool) if self.watch else ~jnp.any(jnp.isnan(magnitude_bound))
+    applied = applied & decided
+    unchecked = jnp.ones(squares.finite.shape, bool), jnp.ones(state_rows(state["opt_state"], params), bool)
     if self.watch:
       params, opt_state, survival = update()
     else:
       largest = jnp.minimum(squares.largest(), largest_clipped(self.clip) if self.clip else jnp.inf)
-      certain, kept = self.optimizer.certainly_finite(largest, known[1], known[0], rate)
+      certain, kept_bound = self.optimizer.certainly_finite(largest, magnitude_bound[1], magnitude_bound[0], rate)
 
-      def look():
+      def check():
         new_params, new_opt_state, _ = update()
         return row_squares(new_params).finite, jnp.isfinite(state_peaks(new_opt_state, params))
 
-      if self.careful:
-        finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, look, lambda: unread)
+      if self.checked:
+        finite["parameters"], finite["optimizer"] = jax.lax.cond(applied & ~certain, check, lambda: unchecked)
         applied = applied & jnp.all(finite["parameters"]) & jnp.all(finite["optimizer"])
       else:
-        finite["parameters"], finite["optimizer"] = unread
-        # A float16 overflow is what its scale is there for. Elsewhere an infinite sum may be one of finite numbers beyond
-        # 1e19, which are clipped. Behind a step that did nothing no other does anything.
+        finite["parameters"], finite["optimizer"] = unchecked
+        # A float16 overflow is handled by the loss scale. For other dtypes an infinite sum may come from finite numbers
+        # beyond 1e19, which clipping can handle in the checked form. After an unchanged state no later step applies anything.
         certain = certain & ~jnp.any(jnp.isinf(squares.small))
-        usual = jnp.all(jnp.isfinite(known)) & (certain | (~applied if scaling or self._tells_large else False))
-        applied = applied & usual
+        decided = jnp.all(jnp.isfinite(magnitude_bound)) & (
+          certain | (~applied if scaling or self._detects_overflow else False)
+        )
+        applied = applied & decided
       before = (params, state["opt_state"])
       *after, survival = update()
       params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), tuple(after), before)
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
 
+    # 5. The next state, and bounds on its magnitudes for the next step.
     new_params = merge(params, frozen)
-    new_state = {**state, "step": state["step"] + usual, "params": new_params, "opt_state": opt_state}
+    new_state = {**state, "step": state["step"] + decided, "params": new_params, "opt_state": opt_state}
     if scaling:
       scale = loss_scale.updated(scaling, applied)
-      new_state["loss_scale"] = jax.tree.map(lambda new, old: jnp.where(usual, new, old), scale, scaling)
+      new_state["loss_scale"] = jax.tree.map(lambda new, old: jnp.where(decided, new, old), scale, scaling)
     sizes = row_sums(new_params)
 
-    def seen():
+    def check_state():
       peaks = state_peaks(opt_state, params)
       return jnp.isfinite(peaks), jnp.max(peaks, initial=0.0)
 
     if self.watch:
-      sound, largest_state = seen()
+      sound, largest_state = check_state()
     else:
-      proved = lambda: (unread[1], jnp.where(applied, jnp.maximum(kept, known[1]), known[1]))
-      sound, largest_state = jax.lax.cond(certain, proved, seen) if self.careful else proved()
-    # Plain sums are infinite for finite numbers beyond 1e19 too. Then nothing is known, and the next step is a careful one.
-    whole = sizes.finite if self._tells_large else ~jnp.isnan(sizes.small)
+      proved = lambda: (unchecked[1], jnp.where(applied, jnp.maximum(kept_bound, magnitude_bound[1]), magnitude_bound[1]))
+      sound, largest_state = jax.lax.cond(certain, proved, check_state) if self.checked else proved()
+    # Plain sums are also infinite for finite numbers beyond 1e19. The bound is then infinite and the next step is checked.
+    whole = sizes.finite if self._detects_overflow else ~jnp.isnan(sizes.small)
     finite |= {"state_parameters": whole, "state_optimizer": sound}
     metrics = {
       "loss": loss,
@@ -254,20 +277,22 @@ class TrainStep:
       "tokens": self.objective.tokens(batch),
       "clipped": clipped & applied,
       "skipped": ~applied,
-      "known": jnp.where(usual, jnp.stack([sizes.largest(), largest_state]), jnp.inf),
-      "usual": usual,
+      "magnitude_bound": jnp.where(decided, jnp.stack([sizes.largest(), largest_state]), jnp.inf),
+      "decided": decided,
       "finite": finite,
     }
     if self.watch:
       metrics["watched"] = (squares, sizes, row_sums(opt_state))
     return new_state, metrics | survival | optional_metrics(losses, scaling)
 
-  @jax.named_scope("parameters")  # by which ``what_to_try`` knows what overflows from moments that do
-  def moved(self, params: Any, direction: Any, rate: jax.Array) -> Any:
-    """Parameters ``rate`` times the direction further down, float32.
+  @jax.named_scope("parameters")  # ``remedies`` distinguishes parameter overflows from moment overflows by this scope
+  def updated(self, params: Any, direction: Any, rate: jax.Array) -> Any:
+    """Return the parameters after the update, in float32: params - rate * direction.
 
     Args:
-      params, direction, rate: trees of the same structure, the second of float32, and a float32 scalar.
+      params: parameter tree.
+      direction: float32 tree of the same structure.
+      rate: float32 scalar.
     """
     change = jax.tree.map(lambda d: rate * d, direction)
     if self.watch:
@@ -275,34 +300,36 @@ class TrainStep:
     return jax.tree.map(lambda p, c: p.astype(jnp.float32) - c, params, change)
 
   @jax.named_scope("parameters")
-  def stored(self, moved: Any, params: Any, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0) -> Any:
-    """Updated parameters in the dtypes that they are stored in.
+  def rounded(
+    self, updated: Any, params: Any, step: jax.Array, row: jax.Array | None = None, begin: jax.Array | int = 0
+  ) -> Any:
+    """Round updated parameters to the dtypes that they are stored in.
 
     Args:
-      moved: of the method of this name.
-      params: before the update.
-      step: int32 scalar, of the state.
-      row: int32 scalar, which row of its stack the tree is; None: all of every stack.
-      begin: as of ``StochasticRounding``.
+      updated: result of ``updated``.
+      params: parameters before the update.
+      step: int32 scalar, the step index of the state.
+      row: int32 scalar, row of the stack if the tree is one row; None if the tree has all rows of every stack.
+      begin: see ``StochasticRounding``.
     """
     if self.rounding:
-      return self.rounding(moved, params, step, row, begin)
-    return jax.tree.map(lambda x, p: x.astype(p.dtype), moved, params)
+      return self.rounding(updated, params, step, row, begin)
+    return jax.tree.map(lambda x, p: x.astype(p.dtype), updated, params)
 
   def total(self, apply, params, batch: Batch, sizes: Sizes, scale, sink=None) -> tuple[jax.Array, dict[str, Any]]:
-    """What is differentiated, a float32 scalar, and its terms.
+    """Return the differentiated loss (float32 scalar) and its terms.
 
     Args:
       apply: the objective's call.
-      params: all of them.
-      batch: a part of the complete one.
-      sizes: divisors, those of the complete batch.
-      scale: as of ``gradients``.
-      sink: where cotangents at the probes go; empty or None: nothing is probed.
+      params: all parameters.
+      batch: one microbatch.
+      sizes: divisors of the complete batch.
+      scale: see ``gradients``.
+      sink: receives the cotangents at the probes; empty or None without probes.
     """
     cotangent = (1.0 if scale is None else scale) / sizes.weight
     loss, _, aux = apply(params, batch, cotangent, sink)
-    # A mean over the tokens of a microbatch counts by its share of the tokens, a mean over its rows by its share of the rows.
+    # A mean over tokens is weighted by this microbatch's share of the tokens, a mean over rows by its share of the rows.
     share, share_of_rows = jnp.sum(batch["segments"] > 0) / sizes.tokens, _rows(batch) / sizes.rows
     by_row = self.objective.decoder.router_losses[0].by_row
     means = {name: value * (share_of_rows if name in by_row else share) for name, value in aux["means"].items()}
@@ -314,24 +341,24 @@ class TrainStep:
     return total if scale is None else total * scale, jax.lax.stop_gradient(out)
 
   def sizes(self, batch: Batch) -> Sizes:
-    """Of a complete batch."""
+    """Return the divisors of a complete batch."""
     counts = self.objective.weight(batch), jnp.sum(batch["segments"] > 0), _rows(batch)
     return Sizes(*(jnp.maximum(n, 1).astype(jnp.float32) for n in counts))
 
   def keyed(self, batch: Batch, step: jax.Array) -> Batch:
-    """The batch with the keys of its rows, where there is dropout."""
+    """Add the random keys of its rows to a batch. Return it unchanged without dropout."""
     if self.dropout_seed is None:
       return batch
     return {**batch, dropout.ROWS: dropout.row_keys(self.dropout_seed, step, batch["segments"].shape[0])}
 
   def gradients(self, params, frozen, batch: Batch, scale: jax.Array | None) -> tuple[Any, dict[str, Any]]:
-    """Gradients of the batch's loss in ``grad_dtype``, and its terms. Microbatches add up to the same, in float32.
+    """Compute the gradients of the batch's loss in ``grad_dtype``, and the loss terms. Microbatches are summed in float32.
 
     Args:
       params: the trained leaves.
-      frozen: the others.
-      batch: as in ``__call__``, ``keyed`` where dropout is wanted.
-      scale: the loss is multiplied by it for the backward pass, and the gradients divided again; None: 1.
+      frozen: the other leaves.
+      batch: as in ``__call__``; result of ``keyed`` with dropout.
+      scale: float16 loss scale: multiplies the loss before the backward pass and divides the gradients after it. None is 1.
 
     Returns:
       Gradients, and {"loss": terms by name, "rescued", "moe_load" with experts, "probes" with probed stacks}.
@@ -342,9 +369,11 @@ class TrainStep:
       params, sink = trained
       return self.total(self.apply, merge(params, frozen), batch | of_batch, sizes, scale, sink)
 
+    # Probed layers return their cotangents as gradients of a sink argument.
     value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
     layers = sum(repeats * period for repeats, period in (self.probed_stacks or {}).values())
     trained = (params, sinks(PROBED, (layers,)) if self.probed_stacks else {})
+    # One batch, or sums over microbatches.
     if self.parts == 1:
       (_, out), (grads, cotangents) = value_and_grad(trained, batch, frozen, sizes, scale, {})
       seen = {"forward": out.pop("probes"), "backward": cotangents}
@@ -358,23 +387,23 @@ class TrainStep:
     return self.selection.mask_rows(self.in_stored_order(grads)), out
 
   def in_stored_order(self, grads: Any) -> Any:
-    """Gradients of trained leaves, or of some of the parts of the model, on TPUs: see ``param.in_stored_order``."""
+    """Return gradients in the parameters' stored order on TPUs. See ``param.in_stored_order``."""
     if not on_tpu():
       return grads
     spec, _ = self.selection.split(self.objective.params())
     return in_stored_order(grads, {name: spec[name] for name in grads}, self.objective.decoder.cfg.rules)
 
   def _microbatches(self, batch: Batch) -> Batch:
-    """Every array with a leading axis of microbatches. Row r is in microbatch r % parts, so that every microbatch is spread
-    over all devices as the batch is."""
+    """Reshape every array to a leading axis of microbatches. Row r goes to microbatch r % parts, so that each microbatch is
+    spread over all devices like the complete batch."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, self.parts, *x.shape[1:]), 1, 0), batch)
 
   def _of_batch(self, params, frozen, batch: Batch, sizes: Sizes) -> Batch:
-    """Arrays that every microbatch takes from the complete batch: its load, if a loss needs it.
+    """Return arrays that every microbatch takes from the complete batch: the expert load, if a loss needs it.
 
-    A load-balancing loss that is a product of two means over the batch is no sum over microbatches: the gradient of the mean
-    probabilities is multiplied by the load of the complete batch, which no microbatch knows. The load has no gradient, so a
-    forward pass over all microbatches finds it before the first gradient is taken. The result is that of one large batch.
+    A load-balancing loss that multiplies two means over the batch is not a sum over microbatches: the gradient of the mean
+    probabilities is multiplied by the load of the complete batch. The load has no gradient, so one forward pass over all
+    microbatches computes it first. The result equals that of one large batch.
     """
     if self.forward_passes == 1:
       return {}
@@ -390,13 +419,13 @@ class TrainStep:
     return {LOAD: jax.lax.stop_gradient(load)}
 
   def _accumulated(self, value_and_grad, trained, batch: Batch, *given) -> tuple[tuple[dict[str, Any], Any], Any]:
-    """Sums over the microbatches: (terms, gradients in float32), and what the probes saw.
+    """Sum over the microbatches: ((terms, float32 gradients), probe statistics).
 
     Args:
       value_and_grad: (trained, rows, *given) -> ((loss, terms), (gradients, cotangents at the probes)).
-      trained: parameters, and where the probes' cotangents go.
-      batch: of all microbatches.
-      given: the same for all of them.
+      trained: parameters, and the sinks that receive the probes' cotangents.
+      batch: all microbatches.
+      given: further arguments, the same for all microbatches.
     """
 
     def sums(trained, split, *given):
@@ -406,6 +435,7 @@ class TrainStep:
         sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[0], (out, grads))
         return (sums, jax.tree.map(probe_statistics.joined, total[1], seen)), None
 
+      # Zeros of the right shapes to start the sums from.
       (_, out), (_, cotangents) = jax.eval_shape(value_and_grad, trained, jax.tree.map(lambda x: x[0], split), *given)
       seen = {"forward": out.pop("probes"), "backward": cotangents}
       zeros, unseen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (out, seen))
@@ -416,12 +446,13 @@ class TrainStep:
     if not self.summed_once:
       return sums(trained, split, *given)
 
+    # Each device sums its own microbatches; one psum at the end combines the devices.
     def own_sums(*arguments):
       total, seen = sums(*arguments)
       over = self.summed_once
       return jax.lax.psum(total, over), jax.tree.map(lambda x: probe_statistics.joined_over(x, over), seen)
 
-    # To the partitioner the other axes, if there are any; nothing inside is added up over these but in the last line.
+    # The partitioner keeps the other mesh axes, if any. Only the psum above communicates over the axes of ``summed_once``.
     mesh = jax.sharding.get_abstract_mesh()
     manual = {axis for axis, size in mesh.shape.items() if size == 1 or axis in self.summed_once}
     specs = (PartitionSpec(), PartitionSpec(None, self.summed_once), *(PartitionSpec() for _ in given))
@@ -430,11 +461,13 @@ class TrainStep:
 
 
 def optional_metrics(losses: dict[str, Any], scaling: loss_scale.LossScale | None) -> Metrics:
-  """Metrics of what not every model has: terms of the loss beside the cross entropy, experts, float16."""
+  """Metrics that depend on the model: auxiliary loss terms, expert load, float16 loss scale."""
+  # The terms of the loss, if there are several.
   terms = losses["loss"]
   metrics: Metrics = {}
   if len(terms) > 1:
     metrics = dict(terms)
+  # Expert load relative to a balanced load.
   if "moe_load" in losses:
     load = losses["moe_load"]  # [layers, E], 1 / E each when balanced
     metrics["moe_load_max"] = jnp.max(load) * load.shape[-1]

@@ -1,11 +1,12 @@
-"""The share of the intended updates that the stored weights realise (``update_survival_every``).
+"""Measures how much of the intended updates survives rounding to the stored weights (``update_survival_every``).
 
     update_survival = <after - before, intended> / <intended, intended>
 
-over the numbers of a layer, ``before`` and ``after`` as they are stored, ``intended`` = -rate x direction in float32, decay of
-weights included, behind clipping. It is 1 where all arrives, and 0 where nothing does or what does has nothing to do with what
-was meant. With stochastic rounding it is 1 in the mean, as its errors have no direction; the length of what was realised would
-count those as an update. Both sums add up over arrays: a layer's share is that of its arrays by what they were meant to move.
+The products run over the numbers of a layer. ``before`` and ``after`` are the stored weights; ``intended`` = -rate x direction
+in float32, after clipping and with weight decay. The value is 1 if all updates arrive, and 0 if none does or if the changes are
+unrelated to the intended ones. Stochastic rounding gives 1 on average, because its errors have no direction. A ratio of lengths
+would count these errors as updates. Both products are sums over arrays, so a layer's value weights its arrays by their
+intended change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +21,18 @@ from maxtext_like.config.schema import Config
 Tree = Any
 
 LOW = 0.5
-"""A share of all layers together that is told."""
+"""A value of all layers together below this one is reported."""
 NAME = "update_survival"
 
 
 def products(before: Tree, after: Tree, direction: Tree, rate: jax.Array) -> tuple[Tree, Tree]:
-  """Terms of <after - before, intended> and <intended, intended>, both over the square of the rate, which leaves them the sizes
-  of directions; zeros at rate 0, at which nothing is intended.
+  """Terms of <after - before, intended> and <intended, intended>, both divided by the squared rate, so that their sizes are
+  those of directions. Zeros at rate 0.
 
   Args:
-    before, after: parameters as they are stored.
-    direction: float32; the parameters are meant to go ``rate`` times it down.
-    rate: float32 scalar.
+    before, after: stored parameters.
+    direction: float32 descent direction, without the learning rate.
+    rate: float32 scalar, the learning rate.
   """
   inverse = jnp.where(rate > 0, 1 / rate, 0)
   wide = lambda x: x.astype(jnp.float32)
@@ -40,17 +41,20 @@ def products(before: Tree, after: Tree, direction: Tree, rate: jax.Array) -> tup
 
 
 def metrics(sums: Mapping[str, Sequence[Any] | np.ndarray], labels: list[str]) -> dict[str, Any]:
-  """Of a step, for its row: of all layers together, by layer, and of the rest by name; {} where nothing was intended.
+  """Return the metrics of one step: for all layers together, by layer, and for the other parameters by name. {} if no update
+  was intended.
 
   Args:
     sums: "arrived" and "intended", float32 [R].
-    labels: parameter names behind the rows, as ``layers.7.mlp.down``.
+    labels: parameter names of the rows, such as ``layers.7.mlp.down``.
   """
+  # Sum the rows of each layer, and of each parameter outside the layers.
   parts: dict[str, np.ndarray] = {}
   for label, *pair in zip(labels, sums["arrived"], sums["intended"], strict=True):
     first, *rest = label.split(".")
     part = rest[0] if first == "layers" else first
     parts[part] = parts.get(part, np.zeros(2)) + np.array(pair, np.float64)
+  # Divide the sums.
   share = lambda pair: float(pair[0] / pair[1]) if pair[1] > 0 else None
   if (total := share(sum(parts.values()))) is None:
     return {}
@@ -63,11 +67,12 @@ def metrics(sums: Mapping[str, Sequence[Any] | np.ndarray], labels: list[str]) -
 
 
 def warning(step: int, row: Mapping[str, Any], config: Config) -> str | None:
-  """What is said of a share that is low, and of the key that mends it."""
+  """Return a warning if the value is low, with the key that fixes it; otherwise None."""
   if row[NAME] >= LOW:
     return None
+  # Name the key that helps, unless rounding is not the cause.
   dtype = config.precision.weight_dtype
-  said = f"step {step}: the stored weights took {row[NAME]:.1%} of the update (lowest {row[f'{NAME}/lowest']:.1%})"
+  said = f"step {step}: only {row[NAME]:.1%} of the update reached the stored weights (lowest {row[f'{NAME}/lowest']:.1%})"
   if dtype == "float32" or config.training.stochastic_rounding:
     return f"{said}, although they are {'float32' if dtype == 'float32' else 'rounded stochastically'}: see the layers"
-  return f"{said}: {dtype} rounds the rest away. stochastic_rounding=true keeps it on average, weight_dtype=float32 to the bit"
+  return f"{said}: {dtype} rounds the rest away. stochastic_rounding=true keeps it on average, weight_dtype=float32 exactly"

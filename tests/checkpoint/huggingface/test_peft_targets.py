@@ -19,7 +19,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
-from maxtext_like.training.run.banner import introduction
+from maxtext_like.training.run.banner import banner
 from maxtext_like.training.step.program import TrainProgram, make_program
 
 SMALL = ["emb_dim=32", "mlp_dim=48", "max_target_length=16", "per_device_batch_size=2", "dataset=synthetic", "dtype=float32"]
@@ -144,7 +144,7 @@ def test_a_pattern_is_held_against_the_name_that_peft_has_for_it(tmp_path):
 )
 def test_what_cannot_be_written_is_told_before_the_training_and_refused_after(modules, words, told, tmp_path):
   program, adapter = program_of("deepseek3-tiny", modules, *words)
-  lines = introduction(program, "run", memory.estimate(program), None).splitlines()
+  lines = banner(program, "run", memory.estimate(program), None).splitlines()
   at = next(i for i, line in enumerate(lines) if line.startswith("adapter "))
   note = f"note    export --adapter will refuse this run: {told}; export --merge writes its weights"
   assert [line for line in lines if "export" in line] == ([note] if told else [])

@@ -31,15 +31,15 @@ class Quick(Device):
   def step(self, state, batch, check):
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
     finite = {name: Result(0.0) for name in ("state_parameters", "state_optimizer")}
-    metrics = {name: Result(0.0) for name in (*names, "usual")} | {"skipped": Result(0.0, 0.0)}
-    return state, metrics | {"finite": finite, "known": 1.0}
+    metrics = {name: Result(0.0) for name in (*names, "decided")} | {"skipped": Result(0.0, 0.0)}
+    return state, metrics | {"finite": finite, "magnitude_bound": 1.0}
 
 
 def test_what_is_better_and_for_how_long_nothing_was():
   best = Best(patience=2, threshold=0.5)
   for step, loss in enumerate([math.nan, 3.0, 2.75, math.nan], start=1):
     assert not best.exhausted or step > 4
-    best.look(step, loss)
+    best.observe(step, loss)
   assert (best.step, best.loss, best.waited) == (3, 2.75, 2)  # lower, and yet not by more than the threshold
   assert best.exhausted
   assert best.why_stopped(4, 9) == (
@@ -49,7 +49,7 @@ def test_what_is_better_and_for_how_long_nothing_was():
   again = Best(patience=2)
   again.set_state(json.loads(json.dumps(best.get_state())), 4)
   assert again.get_state() == best.get_state()
-  again.look(5, 2.0)
+  again.observe(5, 2.0)
   assert (again.step, again.waited) == (5, 0)
 
 
@@ -163,7 +163,7 @@ def test_a_run_stops_early_keeps_its_best_and_in_pieces_does_the_same(workplace,
   capsys.readouterr()
 
   assert train(workplace, "pieces", "steps=20", *WORDS) == 0
-  assert f"{why}; raise early_stopping_patience to go on" in capsys.readouterr().out
+  assert f"{why}; raise early_stopping_patience" in capsys.readouterr().out
   played(10)
   assert train(workplace, "pieces", "steps=10", *WORDS, "early_stopping_patience=4") == 0
   assert kept(workplace, "pieces") == {10}

@@ -95,7 +95,7 @@ def test_the_first_step_fails(failure, name):
   assert f"step 1: non-finite {name}" in str(error)
   assert "what to try: " in str(error)
   assert len(lines) == 4
-  assert lines[3] == "finiteness  loss1       not run: the step before it failed"
+  assert lines[3].startswith("finiteness  loss1       not run: ")
 
 
 def test_loss1_fails():
@@ -115,7 +115,7 @@ def test_after_the_check_updates_are_left_out_and_counted_in_a_row():
     lines, error = g.observe(result(step, gradients=LABELS[:1]))
     assert error is None
     assert lines == [
-      f"step {step}: non-finite gradients in 1 of 4 arrays, first final_norm.scale; the update is left out ({step - 2} of 3)"
+      f"step {step}: non-finite gradients in 1 of 4 arrays, first final_norm.scale; the update is skipped ({step - 2} of 3)"
     ]
   g.observe(result(5))  # a good one starts the count again
   for step in (6, 7):
@@ -128,10 +128,10 @@ def test_after_the_check_updates_are_left_out_and_counted_in_a_row():
 @pytest.mark.parametrize(
   ("clip", "threshold", "failure", "left"),
   [
-    ("running", 1, {"loss": False}, "the update is left out"),
-    ("running", 1, {"gradients": LABELS[:1]}, "{moved}, where clip=exact would have left all as it was"),
+    ("running", 1, {"loss": False}, "the update is skipped"),
+    ("running", 1, {"gradients": LABELS[:1]}, "{moved}. Use clip=exact to apply updates completely or not at all"),
     ("running", 0, {"gradients": LABELS[:1]}, "{moved}"),
-    ("exact", 1, {"gradients": LABELS[:1]}, "the update is left out"),
+    ("exact", 1, {"gradients": LABELS[:1]}, "the update is skipped"),
     ("exact", 1, {"parameters": LABELS[:1]}, "{moved}"),
     ("exact", 1, {"optimizer": MOMENTS[:1]}, "{moved}"),
   ],
@@ -141,15 +141,13 @@ def test_what_may_have_moved_is_told(clip, threshold, failure, left):
   words = (f"clip={clip}", f"gradient_clipping_threshold={threshold}", "optimizer_in_backward=true", "max_skipped_steps=2")
   untouched = lambda failed: failed == "loss" or (clip == "exact" and failed == "gradients")
   g = FinitenessGuard(toy_config(*words, "finite_check_steps=0"), LABELS, STATE, 9, untouched)
-  left = left.format(moved="the update is left out from there on, layers behind it in the model may have moved")
+  left = left.format(moved="the update was applied only partly: layers after this one in the model may already be updated")
   (line,), error = g.observe(result(1, **failure))
   assert error is None
   assert line.endswith(f"; {left} (1 of 2)")
   _, error = g.observe(result(2, **failure))
   assert error is not None
-  ends = (
-    "the update was not applied and nothing of it saved" if left.endswith("left out") else f"{left}; nothing of it is saved"
-  )
+  ends = "the update was not applied and nothing was saved" if left.endswith("skipped") else f"{left}; the state is not saved"
   assert error.what.endswith(f"; {ends}")
 
 
@@ -198,11 +196,11 @@ def test_a_state_that_is_not_finite_ends_the_run_and_is_named(words):
   lines, error = guard(*words).observe(result(1, optimizer=bad, state_optimizer=bad))
   assert error is not None
   assert str(error).startswith(
-    "step 1: non-finite optimizer state in 2 of 8 arrays, first mu.layers.2.mlp.up, before the step already"
+    "step 1: non-finite optimizer state in 2 of 8 arrays, first mu.layers.2.mlp.up already before the step"
   )
   assert "learning_rate" not in str(error)
-  assert "move the newest away" in str(error)
-  assert lines[3:] == ([] if words else ["finiteness  loss1       not run: the step before it failed"])
+  assert "earlier checkpoint" in str(error)
+  assert lines[3:] == ([] if words else ["finiteness  loss1       not run: the previous step failed"])
 
 
 def test_a_state_that_spoils_itself_is_not_saved():
@@ -211,7 +209,7 @@ def test_a_state_that_spoils_itself_is_not_saved():
   assert not spoilt.state_finite
   error = g.observe(spoilt)[1]
   assert error is not None
-  assert "parameters in 1 of 4 arrays, first final_norm.scale after an update that was finite by proof" in str(error)
+  assert "parameters in 1 of 4 arrays, first final_norm.scale after an update that was proved finite" in str(error)
 
 
 def test_model_order():

@@ -24,7 +24,7 @@ def life(clock, *, steps, lost=0.0, directory=None):
   with goodput.phase("compile"):
     clock[0] += 5
   if directory is not None:
-    goodput.go_on(directory, lost)
+    goodput.add_earlier(directory, lost)
   with goodput.phase("steps"):
     clock[0] += steps / 2
     with goodput.phase("save"):

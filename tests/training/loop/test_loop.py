@@ -14,7 +14,7 @@ from maxtext_like.errors import NonFiniteError
 from maxtext_like.training.loop import loop
 from maxtext_like.training.loop.divergence import Divergence
 from maxtext_like.training.loop.loop import Loop
-from maxtext_like.training.loop.stepper import Stepper
+from maxtext_like.training.step.program import Stepper
 
 STEP, LAUNCH = 0.3, 0.2  # seconds that the device works on a step, and that launching it keeps the host into it
 
@@ -51,8 +51,8 @@ class Device:
     clock.sleep(begin + LAUNCH - clock.perf_counter())
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
     finite = {name: Result(self.free) for name in ("state_parameters", "state_optimizer")}
-    metrics = {name: Result(self.free) for name in (*names, "usual")} | {"skipped": Result(self.free, 0.0)}
-    return state, metrics | {"finite": finite, "known": 1.0}
+    metrics = {name: Result(self.free) for name in (*names, "decided")} | {"skipped": Result(self.free, 0.0)}
+    return state, metrics | {"finite": finite, "magnitude_bound": 1.0}
 
 
 class Doubtful(Device):
@@ -60,7 +60,7 @@ class Doubtful(Device):
 
   def step(self, state, batch, check):
     state, metrics = super().step(state, batch, check)
-    return state, metrics | {"usual": Result(self.free, 0.0)}
+    return state, metrics | {"decided": Result(self.free, 0.0)}
 
 
 class Result:
@@ -91,8 +91,8 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   program: Any = SimpleNamespace(
     config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)]),
-    global_batch=1, stored=lambda state: state,
-    lower_step=parts.get("lower_step", MagicMock(side_effect=RuntimeError("no memory for the careful form"))),
+    global_batch=1, checkpoint_state=lambda state: state,
+    lower_step=parts.get("lower_step", MagicMock(side_effect=RuntimeError("no memory for the checked form"))),
   )  # fmt: skip
   guard = MagicMock(may_end_the_run=False, checking=False, changed=False)
   guard.observe.return_value = ([], None)
@@ -104,7 +104,7 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   data: Any = MagicMock(progress=dict, __next__=lambda _: {})
   quiet: Any = MagicMock()
   given = {"evaluate": None, "sample": None, "manager": None} | parts
-  seen = {"known": 1.0, "param_norm": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
+  seen = {"magnitude_bound": 1.0, "param_norm": 1.0, "state_parameters": np.ones(1, bool), "state_optimizer": np.ones(1, bool)}
   look: Any = lambda *_: seen
   stepper = Stepper(program, parts.get("device", Device()).step, look)
   state = {"step": jnp.int32(0), "params": {}, "opt_state": ()}
@@ -169,7 +169,7 @@ def test_steps_that_no_proof_holds_for_are_not_all_begun_twice(kind, usual):
   begun, taken = MagicMock(side_effect=Doubtful().step), MagicMock(side_effect=kind().step)
   parts: dict[str, Any] = {
     "device": SimpleNamespace(step=begun),
-    "lower_step": lambda careful: SimpleNamespace(compile=lambda: taken),
+    "lower_step": lambda checked: SimpleNamespace(compile=lambda: taken),
   }
   if kind is Skipping:
     with pytest.raises(NonFiniteError, match=r"the last 6 steps \(1 to 6\) were skipped"):

@@ -19,13 +19,13 @@ def test_the_loop_traces_the_steps_between_idle_moments(tmp_path):
 
   class Recorder(Profile):
     def start(self):
-      assert loop._pending is None
+      assert loop._launched is None
       seen.append(("start", int(loop.state["step"])))
       self._done = self._tracing = True
 
     def stop(self):
       if self._tracing:
-        assert loop._pending is None
+        assert loop._launched is None
         seen.append(("stop", int(loop.state["step"])))
         self._tracing = False
 
@@ -67,7 +67,7 @@ def test_what_fails_is_told(tmp_path, monkeypatch):
   late = Profile("2-3", tmp_path, said.append)
   late.note(1)
   late.note(2)
-  assert said[1:] == ["note    profile_steps=2-3: step 2 is done already, so nothing is traced"]
+  assert said[1:] == ["note    profile_steps=2-3: step 2 is already finished, nothing is traced"]
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ def spikes(*words: str) -> Spikes:
 
 def test_a_spike_is_above_the_factor_times_the_median_of_a_full_window():
   s = spikes()
-  assert [s.look(step, loss) for step, loss in enumerate([9.0, 1.0, 3.0])] == [None] * 3  # 9 and 3 come before it is full
-  assert s.look(4, 6.0) is None  # twice the median of 9, 1 and 3, not more
-  found = s.look(5, 6.1)  # of 1, 3 and 6
+  assert [s.observe(step, loss) for step, loss in enumerate([9.0, 1.0, 3.0])] == [None] * 3  # 9 and 3 come before it is full
+  assert s.observe(4, 6.0) is None  # twice the median of 9, 1 and 3, not more
+  found = s.observe(5, 6.1)  # of 1, 3 and 6
   assert found == Spike(5, 6.1, 3.0)
-  assert str(found) == "step 5: loss 6.1, where the median before it is 3"
-  assert s.look(6, 6.1) == Spike(6, 6.1, 3.0)  # a spike is not in the window of the next
-  assert s.look(7, float("nan")) is None
+  assert str(found) == "step 5: loss 6.1 is a spike (median of the losses before it: 3)"
+  assert s.observe(6, 6.1) == Spike(6, 6.1, 3.0)  # a spike is not in the window of the next
+  assert s.observe(7, float("nan")) is None
 
 
 def test_data_left_out_grow_with_each_return_to_a_checkpoint_until_the_limit():
@@ -31,10 +31,10 @@ def test_data_left_out_grow_with_each_return_to_a_checkpoint_until_the_limit():
     assert s.more_batches(Spike(14, 9.0, 1.0), 10) == more
     told = s.add(Spike(14, 9.0, 1.0, 10, 4 + more, (20, 25)))
     assert told == (
-      f"step 14: loss 9, where the median before it is 1; back to step 10, without the {4 + more} batches since then: "
-      f"documents 21 to 25 in the order of reading (time {times} of 3 to this step)"
+      "step 14: loss 9 is a spike (median of the losses before it: 1). Rolled back to step 10; the "
+      f"{4 + more} batches since then are skipped: documents 21 to 25 in reading order (rollback {times} of 3 to this step)"
     )
-  with pytest.raises(NoProgressError, match="back to step 10 3 times already") as error:
+  with pytest.raises(NoProgressError, match=r"back to step 10 3 times \(max_spike_rollbacks=3\)") as error:
     s.more_batches(Spike(15, 9.0, 1.0), 10)
   assert error.value.exit_code == 3
   assert s.more_batches(Spike(25, 9.0, 1.0), 20) == 0
@@ -44,19 +44,19 @@ def test_data_left_out_grow_with_each_return_to_a_checkpoint_until_the_limit():
 def test_without_a_checkpoint_it_is_told_and_the_loss_counts():
   s = spikes()
   for step in range(3):
-    s.look(step, 1.0)
-  spike = s.look(3, 5.0)
+    s.observe(step, 1.0)
+  spike = s.observe(3, 5.0)
   assert spike is not None
-  assert s.add(spike).endswith("there is no checkpoint to go back to yet, so the run goes on")
+  assert "no checkpoint to roll back to yet" in s.add(spike)
   assert s.rollbacks == 0
-  assert s.look(4, 5.0) == Spike(4, 5.0, 1.0)  # the window is now 1, 1, 5
+  assert s.observe(4, 5.0) == Spike(4, 5.0, 1.0)  # the window is now 1, 1, 5
   assert s.get_state()["losses"] == [1.0, 1.0, 5.0]
 
 
 def test_the_state_goes_through_json_and_comes_back():
   s = spikes()
   for step in range(4):
-    s.look(step, float(step))
+    s.observe(step, float(step))
   s.add(Spike(14, 9.0, 1.0, 10, 4, (20, 25)))
   s.documents = 31
   again = spikes()

@@ -150,7 +150,7 @@ def test_a_look_takes_their_largest_row_by_row():
     program = compiled(*words, *more)[0]
     with use_mesh(program.model.mesh):
       placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, program.abstract_state))
-      look = program.lower_look()
+      look = program.lower_check()
       found[more] = jax.device_get(look.compile()(placed["params"], placed["opt_state"]))
   assert_bits(found[AWAY,], found[()])
   names = [name for name, fine in zip(program.state_labels["optimizer"], found[()]["state_optimizer"], strict=True) if not fine]

@@ -9,7 +9,7 @@ from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training.run.preflight import first_look
+from maxtext_like.training.run.preflight import preflight
 
 
 def finished(place, *words, step=100):
@@ -25,7 +25,7 @@ def test_a_tower_cannot_be_added(tmp_path):
   with pytest.raises(
     UserError, match=r"vision.use_multimodal: checkpoint false, this run true\n.*\n  fix: use_multimodal=false"
   ):
-    first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "use_multimodal=true"]))
+    preflight(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "use_multimodal=true"]))
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,15 @@ def test_a_tower_cannot_be_added(tmp_path):
 )
 def test_a_finished_run_is_known(tmp_path, words, known):
   finished(tmp_path)
-  said = first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", *words]))
+  said = preflight(load_config("gemma4-tiny", [f"output_dir={tmp_path}", *words]))
   steps = 50 if "steps=50" in words else 100
-  assert said == (f"{tmp_path}/gemma4-tiny: already at step 100 of {steps}; raise steps to go on" if known else None)
+  assert said == (f"{tmp_path}/gemma4-tiny: already at step 100 of {steps}; raise steps to continue" if known else None)
 
 
 def test_another_model_is_refused(tmp_path):
   finished(tmp_path)
   with pytest.raises(UserError, match=r"model.sliding_window_size: checkpoint 32, this run 7"):
-    first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "steps=200", "sliding_window_size=7"]))
+    preflight(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "steps=200", "sliding_window_size=7"]))
 
 
 def test_every_wrong_path_is_listed_with_its_place(tmp_path):
@@ -58,7 +58,7 @@ def test_every_wrong_path_is_listed_with_its_place(tmp_path):
   words = ["init_from=/nowhere", "dataset=text", f"dataset_path=[{tmp_path}/*.txt, {tmp_path}/*.md]", "tokenizer=/no.json"]
   words += ["eval_path=/no.txt", "eval_interval=1"]
   with pytest.raises(UserError) as refused:
-    first_look(load_config("gemma4-tiny", [*words, f"output_dir={tmp_path}"]))
+    preflight(load_config("gemma4-tiny", [*words, f"output_dir={tmp_path}"]))
   text = str(refused.value)
   assert "4 problems" in text
   for part in (
@@ -74,15 +74,15 @@ def test_every_wrong_path_is_listed_with_its_place(tmp_path):
 def test_init_from_has_to_be_there_at_a_resume_too(tmp_path):
   finished(tmp_path)
   with pytest.raises(UserError, match="init_from: /nowhere does not exist"):
-    first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "init_from=/nowhere", "steps=200"]))
+    preflight(load_config("gemma4-tiny", [f"output_dir={tmp_path}", "init_from=/nowhere", "steps=200"]))
   load = load_config("gemma4-tiny", [f"output_dir={tmp_path}", f"init_from={tmp_path}/gemma4-tiny", "steps=200"])
-  assert first_look(load) is None
+  assert preflight(load) is None
 
 
 def test_a_directory_that_cannot_be_made(tmp_path):
   (tmp_path / "file").touch()
   with pytest.raises(UserError, match=f"{tmp_path}/file is not a directory"):
-    first_look(load_config("gemma4-tiny", [f"output_dir={tmp_path}/file/below"]))
+    preflight(load_config("gemma4-tiny", [f"output_dir={tmp_path}/file/below"]))
 
 
 @pytest.mark.parametrize("words", [[], ["init_from=/nowhere"], ["tokenizer=/nowhere"], ["resume=false"]], ids=str)

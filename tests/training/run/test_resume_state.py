@@ -33,17 +33,17 @@ def complete(run, step):
 
 
 def test_the_newest_saved_step_tells_loss_from_a_run_without_a_checkpoint(run):
-  resume_state.remember_newest(run, None)
+  resume_state.record_newest(run, None)
   assert (
-    resume_state.look(run, run / "checkpoints").evidence == ()
+    resume_state.read(run, run / "checkpoints").evidence == ()
   )  # 45 steps, and none was ever saved: killed before, or the disk was full
-  resume_state.remember_newest(run, 40)
-  evidence = resume_state.look(run, run / "checkpoints").evidence
+  resume_state.record_newest(run, 40)
+  evidence = resume_state.read(run, run / "checkpoints").evidence
   assert evidence == (
-    "newest_checkpoint.json: step 40 was saved", "metrics.jsonl: knows of step 45", "checkpoints/: does not exist",
+    "newest_checkpoint.json: step 40 was saved", "metrics.jsonl: contains step 45", "checkpoints/: does not exist",
   )  # fmt: skip
   complete(run, 20)
-  stands = resume_state.look(run, run / "checkpoints")
+  stands = resume_state.read(run, run / "checkpoints")
   assert (stands.newest, stands.evidence) == (20, ())
   stands.require(settings())
 
@@ -63,7 +63,7 @@ def test_the_newest_saved_step_tells_loss_from_a_run_without_a_checkpoint(run):
 def test_a_directory_of_an_earlier_version_is_judged_by_its_interval(run, config, lost):
   if config is not None:
     (run / "config.yml").write_text(config)
-  stands = resume_state.look(run, run / "checkpoints")
+  stands = resume_state.read(run, run / "checkpoints")
   assert bool(stands.evidence) == lost
   if lost:
     with pytest.raises(UserError, match="the checkpoints of this run are missing"):
@@ -74,33 +74,33 @@ def test_without_metrics_finiteness_json_knows_of_steps(tmp_path):
   (tmp_path / "config.yml").write_text(CONFIG.format("true", 1, 10))
   checks = {"loss0": {"result": "finite"}, "loss1": {"result": "not run"}}
   (tmp_path / "finiteness.json").write_text(json.dumps(checks))
-  assert "finiteness.json: knows of step 1" in resume_state.look(tmp_path, tmp_path / "checkpoints").evidence
+  assert "finiteness.json: contains step 1" in resume_state.read(tmp_path, tmp_path / "checkpoints").evidence
   (tmp_path / "finiteness.json").write_text("{")
-  assert resume_state.look(tmp_path, tmp_path / "checkpoints").evidence == ()
+  assert resume_state.read(tmp_path, tmp_path / "checkpoints").evidence == ()
 
 
 def test_a_later_step_that_is_gone(run):
-  assert resume_state.gone_step(run, run / "checkpoints", 20) is None
-  resume_state.remember_newest(run, 40)
-  assert resume_state.gone_step(run, run / "checkpoints", None) is None
-  assert resume_state.gone_step(run, run / "checkpoints", 40) is None
-  assert resume_state.gone_step(run, run / "checkpoints", 20) == 40
+  assert resume_state.missing_step(run, run / "checkpoints", 20) is None
+  resume_state.record_newest(run, 40)
+  assert resume_state.missing_step(run, run / "checkpoints", None) is None
+  assert resume_state.missing_step(run, run / "checkpoints", 40) is None
+  assert resume_state.missing_step(run, run / "checkpoints", 20) == 40
   (run / "checkpoints/40.corrupt").mkdir(parents=True)  # told by whoever moved it
-  assert resume_state.gone_step(run, run / "checkpoints", 20) is None
+  assert resume_state.missing_step(run, run / "checkpoints", 20) is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "{", '{"step": "40"}'])
 def test_a_damaged_record_is_no_licence_to_start_again(run, text):
   (run / resume_state.NEWEST).write_text(text)
   with pytest.raises(UserError, match=rf"{resume_state.NEWEST}: cannot be read"):
-    resume_state.look(run, run / "checkpoints").require(settings())
+    resume_state.read(run, run / "checkpoints").require(settings())
 
 
 def test_what_is_found_in_place_of_the_checkpoints_is_told(run):
-  resume_state.remember_newest(run, 40)
+  resume_state.record_newest(run, 40)
   checkpoints = run / "checkpoints"
   for make, told in (
-    (lambda: checkpoints.symlink_to(run / "unmounted"), f"a link to {run}/unmounted, which is not there"),
+    (lambda: checkpoints.symlink_to(run / "unmounted"), f"a link to {run}/unmounted, which does not exist"),
     (checkpoints.mkdir, "empty"),
     (
       lambda: [(checkpoints / str(step) / "state").mkdir(parents=True) for step in (20, 30, 40)],
@@ -110,25 +110,25 @@ def test_what_is_found_in_place_of_the_checkpoints_is_told(run):
     if checkpoints.is_symlink():
       checkpoints.unlink()
     make()
-    assert resume_state.look(run, run / "checkpoints").evidence[-1] == f"checkpoints/: {told}"
+    assert resume_state.read(run, run / "checkpoints").evidence[-1] == f"checkpoints/: {told}"
 
 
 def test_who_asks_for_it_starts_afresh(run):
-  resume_state.remember_newest(run, 40)
-  stands = resume_state.look(run, run / "checkpoints")
+  resume_state.record_newest(run, 40)
+  stands = resume_state.read(run, run / "checkpoints")
   stands.require(settings("resume=false"))
   with pytest.raises(UserError, match=r"another run_name$"):
     stands.require(settings("enable_checkpointing=false"))
-  with pytest.raises(UserError, match=r"or resume=false, which moves the rows of metrics.jsonl aside$"):
+  with pytest.raises(UserError, match=r"or resume=false, which .*metrics.jsonl"):
     stands.require(settings())
 
 
 @pytest.mark.parametrize("words", ["enable_checkpointing=false", "resume=false"])
 def test_checkpoints_that_would_not_be_used_are_refused(tmp_path, words):
-  resume_state.look(tmp_path, tmp_path / "checkpoints").require(settings(words))
+  resume_state.read(tmp_path, tmp_path / "checkpoints").require(settings(words))
   complete(tmp_path, 20)
-  with pytest.raises(UserError, match=words.replace("=", " is ")):
-    resume_state.look(tmp_path, tmp_path / "checkpoints").require(settings(words))
+  with pytest.raises(UserError, match=words):
+    resume_state.read(tmp_path, tmp_path / "checkpoints").require(settings(words))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_a_restart_can_mend_a_disk_and_not_a_path(run, monkeypatch, code, kind):
 
   monkeypatch.setattr(os, "scandir", fail)
   with pytest.raises(kind, match=r"^there: told by the system$"):
-    resume_state.look(run, run / "checkpoints")
+    resume_state.read(run, run / "checkpoints")
 
 
 def test_a_disk_that_does_not_take_the_record_is_told(tmp_path, caplog):
-  resume_state.remember_newest(tmp_path / "gone", 1)
+  resume_state.record_newest(tmp_path / "gone", 1)
   assert "No such file or directory" in caplog.text

@@ -21,7 +21,7 @@ from maxtext_like.data.tokenization.tokenizer import BytesTokenizer
 from maxtext_like.training.loop import loop
 from maxtext_like.training.loop.evaluation import Evaluation
 from maxtext_like.training.loop.loop import Loop
-from maxtext_like.training.loop.signals import StopAsked
+from maxtext_like.training.loop.signals import StopRequested
 from maxtext_like.training.loop.watchdog import Watchdog
 from maxtext_like.training.run import run
 
@@ -94,13 +94,13 @@ def test_the_files_of_a_run(workplace, unbroken):
 
 def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken, capsys):
   assert train(workplace, "broken", "steps=3", "module_api=linen", "eval_interval=4", "eval_steps=1") == 0
-  too_short = "note    the run ends with step 3, before anything is evaluated (eval_interval=4)\n"
+  too_short = "note    the run ends at step 3, before the first evaluation (eval_interval=4)\n"
   assert too_short in capsys.readouterr().out
   # What a killed run may leave behind its last checkpoint.
   with (workplace / "broken/metrics.jsonl").open("a") as file:
     file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
   assert train(workplace, "broken", "steps=4", "eval_interval=4", "eval_steps=1") == 0
-  assert "before anything is evaluated" not in capsys.readouterr().out
+  assert "before the first evaluation" not in capsys.readouterr().out
   assert numbers(metrics(workplace, "broken")) == numbers(unbroken)
 
 
@@ -112,8 +112,9 @@ def test_a_mixture_of_sources_is_told_and_each_evaluated(workplace, unbroken, tm
   words = ["dataset=jsonl", f"dataset_path={files}", "dataset_weights={web: 3, code: 1}", "eval_interval=2", "eval_steps=2"]
   assert train(workplace, "mixed", *words, "steps=2") == 0
   shown = capsys.readouterr().out
-  assert "data    code: 0.25 of the tokens, 32 documents train, 8 evaluate (held out: eval_fraction=0.2)" in shown
-  assert "data    web: 0.75 of the tokens, 32 documents train, 8 evaluate" in shown
+  counts = "32 training documents, 8 evaluation documents (held out by eval_fraction=0.2)"
+  assert f"data    code: 0.25 of the tokens, {counts}" in shown
+  assert f"data    web: 0.75 of the tokens, {counts}" in shown
   rows = metrics(workplace, "mixed")
   assert rows[1].keys() >= {"epoch/web", "epoch/code", "tokens/web", "tokens/code", "eval_loss/web", "eval_loss/code"}
   assert abs(rows[1]["tokens/web"] - 3 * rows[1]["tokens/code"]) <= 4 * 70
@@ -200,7 +201,7 @@ def test_a_stop_while_the_data_stall_keeps_the_finished_steps(workplace, tmp_pat
 @pytest.mark.parametrize("call", ["reset", "__next__"])
 def test_a_stop_while_the_data_to_evaluate_on_stall_leaves_the_evaluation(call):
   def stall(*_):
-    raise StopAsked
+    raise StopRequested
 
   calls = {"reset": lambda _: None, "__next__": lambda _: {}} | {call: stall}
   data: Any = type("Stalled", (), calls)()
@@ -282,7 +283,7 @@ def test_a_start_that_fails_before_anything_is_read_is_counted(workplace, capsys
   assert train(workplace, "unanswered", *words) == 42
   capsys.readouterr()
   assert train(workplace, "unanswered", *words) == 3
-  assert "started 2 times in a row without one new checkpoint, none was ever saved" in capsys.readouterr().err
+  assert "started 2 times in a row without a new checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -338,7 +339,7 @@ def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplac
   assert "finished: 3 steps; " in shown
   assert "steps: null  # follows from epochs" in (workplace / "epochs/config.yml").read_text()
   assert train(workplace, "epochs", *words, "epochs=1") == 0
-  assert "already at step 3 of 3; raise epochs to go on" in capsys.readouterr().out
+  assert "already at step 3 of 3; raise epochs to continue" in capsys.readouterr().out
   assert main(["train", str(workplace / "epochs/config.yml"), "epochs=2"]) == 0  # the last batch of one was filled up
   shown = capsys.readouterr().out
   assert "changed epochs: was 1, is 2" in shown

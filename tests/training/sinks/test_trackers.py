@@ -16,7 +16,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.training.run.preflight import first_look
+from maxtext_like.training.run.preflight import preflight
 from maxtext_like.training.sinks import run_files
 from maxtext_like.training.sinks.run_files import RunFiles
 from maxtext_like.training.sinks.trackers import MLflow, Tracked, WeightsAndBiases, trackers
@@ -100,7 +100,7 @@ def test_a_package_that_is_not_there_is_refused_before_anything_begins(monkeypat
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else SimpleNamespace(origin=None))
   loaded = load_config("gemma3-tiny", ["wandb_project=p", "mlflow_experiment=e", f"output_dir={tmp_path}"])
   with pytest.raises(UserError) as refused:
-    first_look(loaded)
+    preflight(loaded)
   text = str(refused.value)
   assert "wandb_project = p: the package wandb is not installed" in text
   assert 'where: argument "wandb_project=p"' in text

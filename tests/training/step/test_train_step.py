@@ -56,7 +56,7 @@ def test_a_step_of_gradient_descent(plain):
 def test_the_check_changes_no_number(plain):
   step, state = plain
   (seen, a), (proved, b) = step(state, toy_batch(), CHECK), step(state, toy_batch(), NO_CHECK)
-  known = a.pop("known"), b.pop("known")
+  known = a.pop("magnitude_bound"), b.pop("magnitude_bound")
   assert same((seen, a), (proved, b))
   assert np.all(known[0] <= known[1])  # looked at, and what follows from what was known before
 
@@ -182,7 +182,7 @@ def test_an_optimizer_that_holds_what_is_not_finite_is_named_and_nothing_is_appl
   labels = state_labels(toy_decoder(), state["opt_state"], step_params(state))
   bad = [x for x, good in zip(labels, metrics["finite"]["state_optimizer"], strict=True) if not good]
   assert bad == ([f"{moment}.layers.2.kernel"] if not np.isfinite(poison) else [])
-  assert np.isfinite(metrics["known"][1]) == np.isfinite(poison)
+  assert np.isfinite(metrics["magnitude_bound"][1]) == np.isfinite(poison)
   # The square root of a negative second moment is NaN in the parameters. What was known of another state is of no help.
   assert bool(metrics["finite"]["parameters"].all()) == (poison == np.inf)
   if poison != np.inf:
@@ -263,7 +263,7 @@ def test_ordinary_steps_are_proved_finite_and_evaluated_once():
   @jax.jit
   def run(state, batch, known):
     state, metrics = watched(state, batch, known)
-    return state, metrics["known"], metrics["skipped"], seen.pop()
+    return state, metrics["magnitude_bound"], metrics["skipped"], seen.pop()
 
   known, proved = CHECK, []
   for i in range(4):
@@ -279,20 +279,20 @@ def test_ordinary_steps_are_proved_finite_and_evaluated_once():
 
 @pytest.fixture(scope="module")
 def forms():
-  """The usual form and the careful one, and the state."""
+  """The fast form and the checked one, and the state."""
   config = toy_config("opt_type=adamw", "learning_rate=1e-2", "gradient_clipping_threshold=1")
   step, state = toy_step(config, decoder=toy_decoder())
-  return jax.jit(dataclasses.replace(step, careful=False)), jax.jit(step), state
+  return jax.jit(dataclasses.replace(step, checked=False)), jax.jit(step), state
 
 
 def test_the_usual_form_does_what_the_careful_one_does(forms):
-  usual, careful, state = forms
-  one, other, known = state, state, toy_look(state["params"], state["opt_state"])["known"]
+  usual, checked, state = forms
+  one, other, known = state, state, toy_look(state["params"], state["opt_state"])["magnitude_bound"]
   for i in range(3):
     one, a = usual(one, toy_batch(i), known)
-    other, b = careful(other, toy_batch(i), CHECK)
-    known, exact = a.pop("known"), b.pop("known")
-    assert bool(a["usual"])
+    other, b = checked(other, toy_batch(i), CHECK)
+    known, exact = a.pop("magnitude_bound"), b.pop("magnitude_bound")
+    assert bool(a["decided"])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), (one, a), (other, b))
     assert np.all(np.asarray(known) >= np.asarray(exact))
 
@@ -309,8 +309,8 @@ def test_the_loss_is_measured_without_an_update(forms):
 
 @pytest.mark.parametrize("what", ["nothing known", "a huge parameter", "a gradient that is not finite"])
 def test_the_usual_form_does_nothing_where_it_has_no_proof(forms, what):
-  usual, careful, state = forms
-  known = toy_look(state["params"], state["opt_state"])["known"]
+  usual, checked, state = forms
+  known = toy_look(state["params"], state["opt_state"])["magnitude_bound"]
   given, batch = jax.tree.map(lambda x: x, state), toy_batch()
   if what == "nothing known":
     known = CHECK
@@ -319,13 +319,13 @@ def test_the_usual_form_does_nothing_where_it_has_no_proof(forms, what):
   else:
     given["params"]["embedding"]["table"] = given["params"]["embedding"]["table"].at[batch["tokens"][0, 0]].set(np.nan)
   new, metrics = usual(given, batch, known)
-  assert not bool(metrics["usual"])
+  assert not bool(metrics["decided"])
   assert same(new, given)
-  assert np.isinf(metrics["known"]).all()
-  after, metrics = usual(new, toy_batch(1), metrics["known"])  # what was started behind it
+  assert np.isinf(metrics["magnitude_bound"]).all()
+  after, metrics = usual(new, toy_batch(1), metrics["magnitude_bound"])  # what was started behind it
   assert same(after, given)
-  assert not bool(metrics["usual"])
-  after, metrics = careful(new, batch, CHECK)
+  assert not bool(metrics["decided"])
+  after, metrics = checked(new, batch, CHECK)
   assert bool(metrics["skipped"]) == ("gradient" in what)
   assert int(after["step"]) == 1
 
@@ -339,9 +339,9 @@ def test_a_gradient_whose_square_leaves_float32_is_not_called_infinite_but_clipp
     return loss * 1e24, weight, aux
 
   steeper = dataclasses.replace(step, apply=steep)
-  known = toy_look(state["params"], state["opt_state"])["known"]
-  new, metrics = jax.jit(dataclasses.replace(steeper, careful=False))(state, toy_batch(), known)
-  assert not bool(metrics["usual"])
+  known = toy_look(state["params"], state["opt_state"])["magnitude_bound"]
+  new, metrics = jax.jit(dataclasses.replace(steeper, checked=False))(state, toy_batch(), known)
+  assert not bool(metrics["decided"])
   assert same(new, state)
   new, metrics = jax.jit(steeper)(new, toy_batch(), CHECK)
   assert bool(metrics["clipped"])
@@ -359,31 +359,31 @@ def test_a_gradient_that_is_not_finite_takes_no_careful_form_of_adafactor(wrong)
     loss, weight, aux = step.apply(*words)
     return loss * wrong, weight, aux
 
-  known = toy_look(state["params"], state["opt_state"])["known"]
-  new, metrics = jax.jit(dataclasses.replace(step, careful=False, apply=broken))(state, toy_batch(), known)
-  assert bool(metrics["usual"])
+  known = toy_look(state["params"], state["opt_state"])["magnitude_bound"]
+  new, metrics = jax.jit(dataclasses.replace(step, checked=False, apply=broken))(state, toy_batch(), known)
+  assert bool(metrics["decided"])
   assert bool(metrics["skipped"])
   assert int(new["step"]) == 1
   assert same(new["params"], state["params"])
   assert same(new["opt_state"], state["opt_state"])
-  assert np.isfinite(metrics["known"]).all()
-  _, metrics = jax.jit(dataclasses.replace(step, careful=False))(new, toy_batch(), metrics["known"])
-  assert bool(metrics["usual"])
+  assert np.isfinite(metrics["magnitude_bound"]).all()
+  _, metrics = jax.jit(dataclasses.replace(step, checked=False))(new, toy_batch(), metrics["magnitude_bound"])
+  assert bool(metrics["decided"])
   assert not bool(metrics["skipped"])
 
 
 def test_an_overflow_of_float16_is_usual():
   step, state = toy_step(with_precision(toy_config(*SGD), dtype="float16"), decoder=toy_decoder("float16"))
-  usual = jax.jit(dataclasses.replace(step, careful=False))
+  usual = jax.jit(dataclasses.replace(step, checked=False))
   state["loss_scale"]["scale"] = jnp.float32(2.0**24)
   state["params"]["head"]["kernel"] *= 30.0
-  known = toy_look(state["params"], state["opt_state"])["known"]
+  known = toy_look(state["params"], state["opt_state"])["magnitude_bound"]
   new, metrics = usual(state, toy_batch(), known)
   assert bool(metrics["skipped"])
-  assert bool(metrics["usual"])
+  assert bool(metrics["decided"])
   assert (float(new["loss_scale"]["scale"]), int(new["step"])) == (2.0**23, 1)
   same_again, metrics = usual(state, toy_batch(), CHECK)  # but not behind a step that has to be taken again
-  assert not bool(metrics["usual"])
+  assert not bool(metrics["decided"])
   assert same(same_again, state)
 
 

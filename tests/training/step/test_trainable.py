@@ -30,13 +30,13 @@ def test_split_and_merge_are_inverse():
 
 def test_a_pattern_that_fits_nothing_is_an_error():
   decoder = toy_decoder()
-  with pytest.raises(UserError, match=r"'kernl' fits no parameter name; names look like embedding\.table"):
+  with pytest.raises(UserError, match=r"'kernl' matches no parameter name; names look like embedding\.table"):
     select(decoder, decoder.params(), MODEL, ("kernel", "kernl"))
 
 
 def test_nothing_trainable_is_an_error():
   decoder = toy_decoder()
-  with pytest.raises(UserError, match="nothing would be trained"):
+  with pytest.raises(UserError, match="no parameter would be trained"):
     select(decoder, decoder.params(), MODEL, ("bias",))
 
 

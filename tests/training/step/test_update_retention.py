@@ -73,7 +73,11 @@ def test_what_is_not_meant_to_move_has_no_share():
 @pytest.mark.parametrize(
   ("dtype", "stochastic", "said"),
   [
-    ("bfloat16", False, "took 10.0% of the update (lowest 5.0%): bfloat16 rounds the rest away. stochastic_rounding=true"),
+    (
+      "bfloat16",
+      False,
+      "10.0% of the update reached the stored weights (lowest 5.0%): bfloat16 rounds the rest away. stochastic_rounding=true",
+    ),
     ("bfloat16", True, "although they are rounded stochastically"),
     ("float32", False, "although they are float32"),
   ],

@@ -47,18 +47,18 @@ def arguments(program, broken=None) -> tuple[Any, Any, Any]:
   return draw(jnp.bfloat16), state, params
 
 
-def updated(program, arrays, *, careful: bool, alive: bool = True) -> Updated:
+def updated(program, arrays, *, checked: bool, allowed: bool = True) -> Updated:
   grads, state, params = arrays
-  step = dataclasses.replace(program.step, careful=careful)
+  step = dataclasses.replace(program.step, checked=checked)
 
-  def run(grads, state, params, alive, number, rate):
+  def run(grads, state, params, allowed, number, rate):
     whole = PartUpdate(
       step, step.optimizer.parts[()], number, rate, None,
       clipped=lambda grads: jax.tree.map(lambda g: g.astype(jnp.float32) * 0.5, grads), masked=lambda direction: direction,
     )  # fmt: skip
-    return whole(grads, state, params, alive)
+    return whole(grads, state, params, allowed)
 
-  return jax.device_get(jax.jit(run)(grads, state, params, jnp.asarray(alive), jnp.int32(3), jnp.float32(1e-2)))
+  return jax.device_get(jax.jit(run)(grads, state, params, jnp.asarray(allowed), jnp.int32(3), jnp.float32(1e-2)))
 
 
 def in_pieces(monkeypatch, *given, **how) -> Updated:
@@ -67,13 +67,13 @@ def in_pieces(monkeypatch, *given, **how) -> Updated:
     return updated(*given, **how)
 
 
-@pytest.mark.parametrize("careful", [False, True])
-def test_pieces_give_the_bits_of_the_whole(program, monkeypatch, careful):
+@pytest.mark.parametrize("checked", [False, True])
+def test_pieces_give_the_bits_of_the_whole(program, monkeypatch, checked):
   """But for sums over an array, and of a few numbers a code or the last bit, as XLA fuses what multiplies and adds them."""
   arrays = arguments(program)
-  whole, pieces = updated(program, arrays, careful=careful), in_pieces(monkeypatch, program, arrays, careful=careful)
+  whole, pieces = updated(program, arrays, checked=checked), in_pieces(monkeypatch, program, arrays, checked=checked)
   assert jax.tree.structure(pieces) == jax.tree.structure(whole)
-  assert pieces.alive
+  assert pieces.allowed
   assert pieces.state[0].count == whole.state[0].count == 3
   for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(pieces), jax.tree.leaves(whole), strict=True):
     name = jax.tree_util.keystr(path)
@@ -84,24 +84,24 @@ def test_pieces_give_the_bits_of_the_whole(program, monkeypatch, careful):
   for name, leaf in (("embedding", "table"), ("head", "kernel")):
     moved = np.asarray(pieces.params[name][leaf]) != np.asarray(arrays[2][name][leaf])
     assert moved.mean() > 0.5
-  assert (pieces.finite is not None) == (pieces.peaks is not None) == careful
+  assert (pieces.finite is not None) == (pieces.peaks is not None) == checked
   sums = [float(x) for x in jax.tree.leaves(whole.survival)]
   np.testing.assert_allclose([float(x) for x in jax.tree.leaves(pieces.survival)], sums, rtol=1e-4)
 
 
-@pytest.mark.parametrize("careful", [False, True])
-def test_nothing_is_written_that_may_not_be(program, monkeypatch, careful):
+@pytest.mark.parametrize("checked", [False, True])
+def test_nothing_is_written_that_may_not_be(program, monkeypatch, checked):
   arrays = arguments(program)
-  found = in_pieces(monkeypatch, program, arrays, careful=careful, alive=False)
-  assert not found.alive
+  found = in_pieces(monkeypatch, program, arrays, checked=checked, allowed=False)
+  assert not found.allowed
   jax.tree.map(np.testing.assert_array_equal, (found.params, found.state), (arrays[2], arrays[1]))
 
 
 def test_what_is_not_finite_is_seen_before_anything_is_written(program, monkeypatch):
   """In the last piece of one table, when the others are through."""
   arrays = arguments(program, broken="embedding")
-  found = in_pieces(monkeypatch, program, arrays, careful=True)
-  assert not found.alive
+  found = in_pieces(monkeypatch, program, arrays, checked=True)
+  assert not found.allowed
   jax.tree.map(np.testing.assert_array_equal, (found.params, found.state), (arrays[2], arrays[1]))
   assert np.isinf(found.peaks[0].mu["embedding"]["table"].scale)
   assert np.isfinite(found.peaks[0].nu["embedding"]["table"].scale)
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_seen_before_anything_is_written(program, monkeypa
 
 def test_each_table_is_a_loop_that_writes_where_it_lies(program, monkeypatch):
   grads, state, params = arguments(program)
-  step = dataclasses.replace(program.step, careful=False)
+  step = dataclasses.replace(program.step, checked=False)
   whole = PartUpdate(step, step.optimizer.parts[()], jnp.int32(0), jnp.float32(1), None, lambda x: x, lambda x: x)
   monkeypatch.setattr(moments, "PIECE", PIECE)
   text = str(jax.make_jaxpr(whole.__call__)(grads, state, params, jnp.ones((), bool)))

@@ -39,7 +39,7 @@ def _compiled(model: str, keys: tuple[tuple[str, str], ...]) -> tuple[TrainProgr
   with use_mesh(program.model.mesh):
     places = jax.tree.map(lambda x: x.sharding, program.abstract_state)
     state = jax.device_get(jax.jit(program.initial_state, out_shardings=places)(np.uint32(1)))
-    return program, program.lower_step(careful=True).compile(), state, batch_of(program)
+    return program, program.lower_step(checked=True).compile(), state, batch_of(program)
 
 
 def descend(model: str, *words: str, steps: int = 2, change: Any = None) -> tuple[Any, list[Any]]:
@@ -50,7 +50,7 @@ def descend(model: str, *words: str, steps: int = 2, change: Any = None) -> tupl
     placed, known, metrics = program.place(batch), UNKNOWN, []
     for _ in range(steps):
       state, found = step(state, placed, known)
-      known = found["known"]
+      known = found["magnitude_bound"]
       metrics.append(jax.device_get(found))
     return jax.device_get(state), metrics
 
@@ -75,11 +75,11 @@ def assert_the_same_steps(model: str, *words: str) -> None:
     assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
     assert jax.tree.all(jax.tree.map(np.all, a["finite"]))
     assert not a["skipped"]
-    assert a["usual"]
+    assert a["decided"]
     for key in ("loss", "grad_norm", "param_norm", "learning_rate", "tokens"):
       np.testing.assert_allclose(a[key], b[key], rtol=1e-6, err_msg=key)
-    assert np.all(a["known"] <= b["known"] * 1.01)
-    assert np.all(np.isfinite(a["known"]))
+    assert np.all(a["magnitude_bound"] <= b["magnitude_bound"] * 1.01)
+    assert np.all(np.isfinite(a["magnitude_bound"]))
 
 
 def test_steps_are_those_of_the_ordinary_step():
@@ -99,7 +99,7 @@ def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
 
   after, (metrics,) = descend(*words, steps=1, change=broken)
   assert metrics["skipped"]
-  assert np.all(np.isinf(metrics["known"]))
+  assert np.all(np.isinf(metrics["magnitude_bound"]))
   moved = jax.tree.map(lambda a, b: np.any(a != b, axis=tuple(range(1, a.ndim))), after["params"], before["params"])
   for path, rows in jax.tree_util.tree_leaves_with_path(moved["stack_0"]):
     assert rows.tolist() == [False, False, True], path
@@ -291,36 +291,36 @@ def usual_form(name: str) -> Any:
 def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
   words = USUAL[name]
   program, looking, first, batch = compiled(*words)
-  assert not program.step.careful
-  careful, exact = descend(*words)
+  assert not program.step.checked
+  checked, exact = descend(*words)
   with use_mesh(program.model.mesh):
-    usual, look = usual_form(name), program.lower_look().compile()
+    usual, look = usual_form(name), program.lower_check().compile()
     places = jax.tree.map(lambda x: x.sharding, program.abstract_state)
     state, placed, found = jax.device_put(first, places), program.place(batch), []
-    known = look(state["params"], state["opt_state"])["known"]
+    known = look(state["params"], state["opt_state"])["magnitude_bound"]
     for _ in range(2):
       state, metrics = usual(state, placed, known)
-      known = metrics["known"]
+      known = metrics["magnitude_bound"]
       found.append(jax.device_get(metrics))
-    behind, nothing = usual(jax.device_put(careful, places), placed, UNKNOWN)
-    measured = [step(jax.device_put(careful, places), placed, NO_UPDATE) for step in (usual, looking)]
+    behind, nothing = usual(jax.device_put(checked, places), placed, UNKNOWN)
+    measured = [step(jax.device_put(checked, places), placed, NO_UPDATE) for step in (usual, looking)]
   for a, b in zip(found, exact, strict=True):
-    assert a["usual"]
+    assert a["decided"]
     assert jax.tree.map(np.shape, a) == jax.tree.map(np.shape, b)
     assert jax.tree.all(jax.tree.map(np.array_equal, a["finite"], b["finite"]))
-    assert (a["known"] >= b["known"] * 0.999).all()
-    assert np.isfinite(a["known"]).all()
+    assert (a["magnitude_bound"] >= b["magnitude_bound"] * 0.999).all()
+    assert np.isfinite(a["magnitude_bound"]).all()
     for key in ("loss", "grad_norm", "param_norm", "clipped", "skipped"):
       np.testing.assert_allclose(a[key], b[key], rtol=1e-5, err_msg=key)
-  pairs = zip(jax.tree.leaves(jax.device_get(state)["params"]), jax.tree.leaves(careful["params"]), strict=True)
+  pairs = zip(jax.tree.leaves(jax.device_get(state)["params"]), jax.tree.leaves(checked["params"]), strict=True)
   far = [np.ravel(~np.isclose(a.astype(np.float32), b.astype(np.float32), rtol=1e-5, atol=1e-6)) for a, b in pairs]
   assert np.concatenate(far).mean() < 1e-3
-  assert not nothing["usual"]
-  assert np.isinf(nothing["known"]).all()
-  assert_bits(jax.device_get(behind), careful)
+  assert not nothing["decided"]
+  assert np.isinf(nothing["magnitude_bound"]).all()
+  assert_bits(jax.device_get(behind), checked)
   for unchanged, metrics in jax.device_get(measured):
     assert metrics["loss"] == nothing["loss"]
-    assert_bits(unchanged, careful)
+    assert_bits(unchanged, checked)
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ def test_shares_that_a_damaged_checkpoint_has_loosen_no_threshold(share):
   with use_mesh(program.model.mesh):
     state = jax.device_put(damaged, jax.tree.map(lambda x: x.sharding, program.abstract_state))
     after, metrics = usual_form("sgd")(state, program.place(batch), np.full(2, 10, np.float32))
-  assert metrics["usual"]
+  assert metrics["decided"]
   assert not metrics["skipped"]
   assert metrics["clipped"]
   moved = jax.tree.map(lambda a, b: np.float64(a) - np.float64(b), jax.device_get(after)["params"], first["params"])
@@ -362,7 +362,7 @@ def test_an_update_pass_that_overflows_alone_is_told(monkeypatch):
 
 def test_without_a_threshold_the_careful_form_is_the_usual_one():
   """Nobody knows how large gradients will be."""
-  assert make_program(load_config(THREE[0], [*SMALL, *THREE[1:], LAYERED, UNCLIPPED]).config).step.careful
+  assert make_program(load_config(THREE[0], [*SMALL, *THREE[1:], LAYERED, UNCLIPPED]).config).step.checked
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_float16_knows_the_norm_of_all_whatever_it_clips_by():
   texts = []
   for p in (program, running):
     with use_mesh(p.model.mesh):
-      texts.append(p.lower_step(careful=True).as_text())
+      texts.append(p.lower_step(checked=True).as_text())
   assert texts[0] == texts[1]
 
 
