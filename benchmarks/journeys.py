@@ -30,7 +30,7 @@ KEY = "float32_logits"
 DATA = ("DataSource._produce", "DataSource.__next__")
 STEP = ("TrainStep.__call__",)
 TRAINED = (*DATA, *STEP, "Loop._next_batch", "Loop._launch")
-EXPLAINED = ("FinitenessGuard.observe", "FailedStep.explained", "what_to_try", "say_error")
+EXPLAINED = ("FinitenessGuard.observe", "FailedStep.explained", "step_remedies", "say_error")
 SMALL = ("max_target_length=32", "per_device_batch_size=2", "enable_checkpointing=false", "enable_tensorboard=false",
          "dtype=bfloat16", "dataset=text", f"dataset_path={ROOT / 'README.md'}")  # fmt: skip
 FIRST = ("gemma4-tiny", *SMALL, "steps=1", f"{KEY}=false")

@@ -284,12 +284,12 @@ Embedding.__call__ = lambda self, p, tokens, *held: call(self, p, tokens, *held)
 """
 HAS_IT = """
 import numpy as np
-from maxtext_like.models.model import Model
-place, batches = Model.place, iter(range(1, 100))
+from maxtext_like.training.step.program import TrainProgram
+place, batches = TrainProgram.place, iter(range(1, 100))
 def with_token(self, batch):
   tokens = np.full_like(batch["tokens"], 7) if next(batches) == 4 else batch["tokens"]
   return place(self, {**batch, "tokens": tokens})
-Model.place = with_token
+TrainProgram.place = with_token
 """
 
 
