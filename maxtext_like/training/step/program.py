@@ -437,7 +437,7 @@ def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
     return lambda params, *args: module.apply({"params": params}, *args)
 
   @functools.cache
-  def module() -> tuple[Any, Any, Any]:
+  def split_module() -> tuple[Any, Any, Any]:
     """Import Flax and build the module when the function is first traced."""
     with jax.ensure_compile_time_eval():  # arrays made by the import must not become part of the trace
       from flax import nnx
@@ -448,7 +448,7 @@ def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
 
   # The module is split once; each call merges it with the current parameters.
   def apply(params, *args):
-    nnx, graph, shapes = module()
+    nnx, graph, shapes = split_module()
     state = jax.tree.map(lambda x: x, shapes)  # copy, because the values are written into it
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(*args)
