@@ -122,7 +122,7 @@ def mlp() -> Iterator[Row]:
     yield what, dtype, "float32_gate_product", *switched(dtype, "float32_gate_product", True, False, run)
     if scale > 1:
       clipped = lambda precision, run=run: run(dataclasses.replace(precision, float32_gate_product=False))
-      yield f"{what}, 16-bit product", dtype, "float16_rescue", *switched(dtype, "float16_rescue", True, False, clipped)
+      yield f"{what}, 16-bit product", dtype, "float16_clamp", *switched(dtype, "float16_clamp", True, False, clipped)
 
 
 def experts() -> Iterator[Row]:

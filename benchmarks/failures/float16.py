@@ -47,15 +47,15 @@ def mlp_saturation() -> Row:
 
   def counted(p, x):
     ctx = Context.of(x).collecting()
-    return MLP(cfg, HALF)(p, x, ctx), ctx.aux["rescued"]
+    return MLP(cfg, HALF)(p, x, ctx), ctx.aux["clamped"]
 
-  mine, rescued = jax.jit(counted)(p, x)
+  mine, clamped = jax.jit(counted)(p, x)
   exact = jax.jit(MLP(cfg, FULL).standalone)(p, x)
   error = float(jnp.max(jnp.abs(mine - exact)) / jnp.max(jnp.abs(exact)))
   numbers = {"bad_is_down": float(bad == ["down_proj"]), "cause_is_product": float(cause.op == "mul")}
-  numbers |= {"error": error, "finite": finite_share(mine), "rescued": float(rescued)}
+  numbers |= {"error": error, "finite": finite_share(mine), "clamped": float(clamped)}
   theirs = f"first bad module layers.0.mlp.{bad[0] if bad else '-'}; x-ray: {cause.op}, {cause.explanation}"
-  ours = f"finite, {error:.1e} from float32, {int(rescued)} rescued"
+  ours = f"finite, {error:.1e} from float32, {int(clamped)} clamped"
   return Row("float16 MLP saturates (Gemma 4, unsloth-zoo #600)", theirs, ours, numbers)
 
 

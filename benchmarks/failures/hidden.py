@@ -59,7 +59,7 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
 
   def apply(p, *_):
     loss = jnp.sum(p["w"] * jnp.nan)
-    return loss, jnp.float32(2), {"rescued": jnp.zeros((), jnp.int32), "terms": {"cross_entropy": loss}, "means": {}}
+    return loss, jnp.float32(2), {"clamped": jnp.zeros((), jnp.int32), "terms": {"cross_entropy": loss}, "means": {}}
 
   rule: Any = AdamW(0.9, 0.999, 1e-8)
   optimizer = Optimizer(rule, 0.0, "float32", "float32", "float32", None)

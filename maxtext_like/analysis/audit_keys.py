@@ -239,14 +239,14 @@ def _gate_product(p: _Program) -> tuple[Verdict, str]:
   return p.judge_products(found, _wide_gate(p.precision), "multiplications of gate and up")
 
 
-def _rescue(p: _Program) -> tuple[Verdict, str]:
+def _clamp(p: _Program) -> tuple[Verdict, str]:
   counts = [len(p.forward(site, kinds=("is_finite",))) for site in ("gate_product", "down_product")]
   evidence = f"{counts[0]} finiteness tests in products of gate and up, {counts[1]} in outputs"
   if p.precision.dtype != "float16":
     return ("not honoured" if any(counts) else "honoured"), f"only applies to float16: {evidence}"
-  if p.compiled and p.precision.float16_rescue:
+  if p.compiled and p.precision.float16_clamp:
     return "not shown", "a compiler can express the finiteness test in other ways"
-  wanted = all(counts) if p.precision.float16_rescue else not any(counts)
+  wanted = all(counts) if p.precision.float16_clamp else not any(counts)
   return ("honoured" if wanted else "not honoured"), evidence
 
 
@@ -325,7 +325,7 @@ _JUDGES: dict[str, Callable[[_Program], tuple[Verdict, str]]] = {
   "grad_dtype": _gradients,
   "residual_dtype": _residual,
   "float32_gate_product": _gate_product,
-  "float16_rescue": _rescue,
+  "float16_clamp": _clamp,
   "float32_vision_pool": _vision_pool,
   "cast_logits_to_fp32": _cast_logits,
   "matmul_precision": _matmul_precision,

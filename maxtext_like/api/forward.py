@@ -28,7 +28,7 @@ class Outputs:
 
   Attributes:
     arrays: arrays by name, float32 unless they are indices: "logits", "loss" with labels, "hidden.layerNN", "router.layerNN.*",
-      ...; in float16 "rescued"; with gradients "grad_global_norm" and "grad.<parameter name in transformers>".
+      ...; in float16 "clamped"; with gradients "grad_global_norm" and "grad.<parameter name in transformers>".
     notes: remarks on unused inputs and on the attention kernels.
   """
 

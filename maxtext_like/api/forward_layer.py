@@ -33,13 +33,13 @@ class ForwardLayer:
 
   def __call__(self, p: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the loss (float32, 0 without targets) and outputs by name: "logits" [B, T, V], "loss" with targets,
-    "rescued" in float16, and captured arrays."""
+    "clamped" in float16, and captured arrays."""
     x_BTD, aux = self.decoder.hidden(self._without_padding_gradient(p), batch, frozenset(CAPTURES))
     logits = self.decoder.head(p, x_BTD)
     outputs = {name: value for name, value in aux.items() if name.partition(".")[0] in CAPTURES}
     outputs["logits"] = logits
     if self.decoder.uses_float16:
-      outputs["rescued"] = aux["rescued"]
+      outputs["clamped"] = aux["clamped"]
     if "targets" not in batch:
       return jnp.zeros((), jnp.float32), outputs
     cross_entropy, _ = token_losses(logits, batch["targets"], 0.0)

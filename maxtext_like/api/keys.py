@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from maxtext_like.config import foreign_names, maxtext
+from maxtext_like.config import foreign_names, former_names, maxtext
 from maxtext_like.config.document import Key
 from maxtext_like.config.document import keys as documented
 from maxtext_like.config.problems import did_you_misspell
@@ -43,6 +43,7 @@ def list_keys(pattern: str = "") -> Keys:
     raise UserError(f"{pattern!r}: not a regular expression: {error}") from error
   found = tuple(k for k in documented() if matches(f"{k.section}.{k.name}") or matches(k.meaning))
   elsewhere = [f"{theirs}: MaxText's name of {ours}" for theirs, ours in maxtext.RENAMED.items() if pattern and matches(theirs)]
+  elsewhere += [former_names.note(former) for former in former_names.RENAMED if pattern and matches(former)]
   foreign = {theirs: said for theirs, said in foreign_names.NAMES.items() if pattern and re.fullmatch(pattern, theirs, re.I)}
   if not found and not elsewhere and not foreign and (said := foreign_names.find(pattern)) is not None:
     foreign = {pattern: said}

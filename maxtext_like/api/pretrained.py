@@ -50,14 +50,14 @@ class Generation:
 
   Attributes:
     answers: one answer per prompt.
-    rescued: number of values that overflowed in float16 and were clipped or set to zero; None without float16.
+    clamped: number of values that overflowed in float16 and were clipped or set to zero; None without float16.
     first_tokens: number of tokens from the first call, over all prompts.
     first_seconds: time until the first tokens, including compilation.
     seconds: time after the first tokens.
   """
 
   answers: tuple[Answer, ...]
-  rescued: int | None
+  clamped: int | None
   first_tokens: int
   first_seconds: float
   seconds: float
@@ -214,11 +214,11 @@ class Pretrained:
     engine.check(encoded, decoder, max_tokens)
     params = self.params
     grown = [_Growing(lambda ids, row=row: continuation(tokenizer, row, ids)) for row in encoded.tokens]
-    rescued: list[int] = []
+    clamped: list[int] = []
     begin = first = time.monotonic()
     first_tokens = None
     for rows in engine.generate(
-      decoder, params, encoded, max_tokens=max_tokens, stop=frozenset(ends), sampling=sampling, on_clamped=rescued.append
+      decoder, params, encoded, max_tokens=max_tokens, stop=frozenset(ends), sampling=sampling, on_clamped=clamped.append
     ):
       for number, (answer, new) in enumerate(zip(grown, rows, strict=True)):
         answer.ids.extend(new)
@@ -233,7 +233,7 @@ class Pretrained:
     answers = tuple(
       Answer(prompt.text, answer.decode(answer.ids), tuple(answer.ids)) for prompt, answer in zip(given, grown, strict=True)
     )
-    counted = sum(rescued) if decoder.uses_float16 else None
+    counted = sum(clamped) if decoder.uses_float16 else None
     return Generation(answers, counted, first_tokens or 0, first - begin, end - first)
 
 

@@ -14,7 +14,7 @@ DESCRIPTION = """Runs a Hugging Face checkpoint (config.json, safetensors), or a
 inputs:  input_ids [B, T]; optional labels (not shifted, -100 does not count), attention_mask, position_ids, segment_ids;
          with images pixel_values, token_type_ids or mm_token_type_ids [B, T], Gemma 4 also image_position_ids
 outputs: logits, loss, hidden.embed, hidden.layerNN, hidden.final_norm, router.layerNN.*, indexer.layerNN.topk_idx,
-         ple.layerNN, vision.pooled, vision.tower_out, vision.projected; in float16 rescued (number of values that
+         ple.layerNN, vision.pooled, vision.tower_out, vision.projected; in float16 clamped (number of values that
          overflowed and were clipped or set to zero); with --gradients grad_global_norm and
          grad.<parameter name in transformers>"""
 EPILOG = """examples:
@@ -47,18 +47,18 @@ def run(argv: list[str]) -> int:
   for name in ("loss", "grad_global_norm"):
     if name in outputs:
       print(f"{name} {float(outputs[name]):.7g}")
-  if "rescued" in outputs:
-    print(rescued_line(int(outputs["rescued"])))
+  if "clamped" in outputs:
+    print(clamped_line(int(outputs["clamped"])))
   print(f"{output}: {len(outputs)} arrays, logits {list(outputs['logits'].shape)}")
   return 0
 
 
-def rescued_line(count: int) -> str:
+def clamped_line(count: int) -> str:
   """Return a line about the values that overflowed in float16."""
   if count == 0:
-    return "float16: 0 values rescued"
+    return "float16: 0 values clamped"
   return (
-    f"float16: {count} values overflowed and were rescued (clipped, or set to zero if not finite), so the results are not the "
+    f"float16: {count} values overflowed and were clamped (clipped, or set to zero if not finite), so the results are not the "
     "model's\n  fix: dtype=bfloat16 or dtype=float32"
   )
 

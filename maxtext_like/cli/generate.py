@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
   from maxtext_like import Prompt, load
-  from maxtext_like.cli.forward import rescued_line
+  from maxtext_like.cli.forward import clamped_line
   from maxtext_like.generation.prompts import read_prompts
 
   if options.batch is None:
@@ -79,8 +79,8 @@ def run(argv: list[str]) -> int:
     rate = f"{_rate(made, found.first_seconds + found.seconds)} in total"
   started = f"the first {found.first_tokens} after {found.first_seconds:.2f} s (including compilation)"
   print(f"{made} tokens, {started}, {rate}", file=sys.stderr)
-  if found.rescued is not None:
-    print(rescued_line(found.rescued), file=sys.stderr)
+  if found.clamped is not None:
+    print(clamped_line(found.clamped), file=sys.stderr)
   return 0
 
 

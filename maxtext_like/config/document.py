@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxtext_like.config import maxtext, maxtext_remat
+from maxtext_like.config import former_names, maxtext, maxtext_remat
 from maxtext_like.config.coerce import describe
 from maxtext_like.config.families import FAMILIES
 from maxtext_like.config.files import configs_folder
@@ -89,7 +89,7 @@ def page() -> str:
       for k in keys()
       if k.section == section
     ]
-  return "\n".join([*lines, *_class_page(), *_precision_page(), *_family_page(), *_maxtext_page()]) + "\n"
+  return "\n".join([*lines, *_class_page(), *_precision_page(), *_family_page(), *_former_page(), *_maxtext_page()]) + "\n"
 
 
 def _class_page() -> list[str]:
@@ -143,6 +143,12 @@ def _family_page() -> list[str]:
   for key, families in FAMILIES_OF_KEY.items():
     by_families.setdefault(families, []).append(f"`{key}`")
   return lines + [f"| {', '.join(families)} | {', '.join(names)} |" for families, names in by_families.items()]
+
+
+def _former_page() -> list[str]:
+  lines = ["", "## Former names", "", "They work until the next release, and a note says what to write.", ""]
+  rows = (f"| `{former}` | `{present}` |" for former, present in former_names.RENAMED.items())
+  return [*lines, "| former name | present name |", "|---|---|", *rows]
 
 
 def _maxtext_page() -> list[str]:

@@ -333,7 +333,7 @@ def _file_entries(path: Path) -> list[Entry]:
       if len(problems) == MOST_UNKNOWN:  # not a configuration; each suggestion compares with all keys
         raise error_of(problems) from None
       return
-    ours = maxtext.RENAMED.get(leaf, leaf)
+    ours = maxtext.present(leaf)
     if ours in seen:
       problems.append(Problem(f"{origin}: duplicate key {ours!r}, first at {seen[ours]}"))
       return

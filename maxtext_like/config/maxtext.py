@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 
-from maxtext_like.config import foreign_names, maxtext_remat
+from maxtext_like.config import foreign_names, former_names, maxtext_remat
 from maxtext_like.config.choices import OF_FILES, OPTIMIZERS
 from maxtext_like.config.coerce import CoercionError, coerce
 from maxtext_like.config.families import FAMILIES
@@ -96,7 +96,7 @@ PROFILER = ("profiler", "profiler_steps", "skip_first_n_steps_for_profiler")
 CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER, *maxtext_remat.TENSORS)
 """Keys whose value has another form here."""
 
-KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED))
+KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED, *former_names.RENAMED))
 
 
 _FILES = Meaning(refused=f"the text comes from local files: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
@@ -132,6 +132,11 @@ VALUES: dict[str, Mapping[str, Meaning]] = {
 """Values of MaxText that are not values here, by our key name. They are translated wherever they occur."""
 
 
+def present(key: str) -> str:
+  """Return the present name here of a key that may have MaxText's name or a former one."""
+  return former_names.RENAMED.get(key) or RENAMED.get(key, key)
+
+
 def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list[str], list[Problem]]:
   """Translate keys and values of MaxText. Keys of this project are returned unchanged.
 
@@ -160,7 +165,9 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
     elif entry.key in FIXED:
       problems += _check_fixed(entry, family)
     else:
-      ours = Entry(RENAMED.get(entry.key, entry.key), entry.node, entry.origin)
+      if entry.key in former_names.RENAMED:
+        notes.append(f"{entry.origin}: {former_names.note(entry.key)}")
+      ours = Entry(present(entry.key), entry.node, entry.origin)
       try:
         converted = convert(ours) if (convert := _CONVERTERS.get(ours.key)) else _by_value(ours, notes)
         done.append(converted)

@@ -199,7 +199,7 @@ class PrecisionConfig(Checked):
     resolved=lambda value, dtype: dtype == "float16" if value == "auto" else value, widens=("experts",),
     meaning="MLP: act(gate) * up in float32; auto: only if the gate is float16",
   )  # fmt: skip
-  float16_rescue: bool = _key(
+  float16_clamp: bool = _key(
     default=True, safer=True, per_layer=True, only="float16", repairs="hides", order=3,
     scopes=("mlp", "gate_product", "down_product", "experts"),
     meaning="float16 only: clip the MLP product to +-65280, set non-finite MLP outputs to zero, and count both",

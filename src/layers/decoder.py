@@ -233,7 +233,7 @@ class Decoder:
     # Tokens before the first real token of a row are padding.
     real = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
     x, aux = self.hidden(p, batch | {"segments": real.astype(jnp.int32)}, cache=cache, step=step)
-    return x, aux["cache"], aux["rescued"]
+    return x, aux["cache"], aux["clamped"]
 
   def hidden(
     self,
@@ -251,7 +251,7 @@ class Decoder:
       cache, step: as in ``extend``.
       probes: float32 [L, 2] for each of ``context.PROBED``; every layer is then probed, see ``layers.probe``.
 
-    aux always has "rescued" int32, which includes the vision tower. With experts it has "moe_load" [MoE layers, E] and the
+    aux always has "clamped" int32, which includes the vision tower. With experts it has "moe_load" [MoE layers, E] and the
     entries of ``load_balance.totals``; with an indexer "indexer_loss", the mean over layers; with probes "probes" {name: [L,
     2]}. By capture: "hidden.embed", "hidden.layerNN", "hidden.final_norm", "router.layerNN.scores|topk_weights|topk_idx",
     "indexer.layerNN.topk_idx", "ple.layerNN", "vision.*". With caches and a step (see ``extend``): "cache".
@@ -300,7 +300,7 @@ class Decoder:
       cache: the caches, in generation.
 
     Returns:
-      The carry; the per-layer inputs [L, B, T, P] or None; and aux: captures, and "rescued" if the model has a tower.
+      The carry; the per-layer inputs [L, B, T, P] or None; and aux: captures, and "clamped" if the model has a tower.
     """
     ctx = ctx.collecting()
     x, tokens, placeholder = self._embed(p, batch, ctx)
@@ -413,8 +413,8 @@ class Decoder:
     x = named(self._final_norm, p, "final_norm", carry["x"])
     # Combine the statistics of all layers with those of the vision tower.
     aux = totals(collected, self.router_losses, ctx.balance_load) | captured(collected)
-    aux["rescued"] = aux.get("rescued", jnp.zeros((), jnp.int32)) + first.get("rescued", 0)
-    aux |= {name: value for name, value in first.items() if name != "rescued"}
+    aux["clamped"] = aux.get("clamped", jnp.zeros((), jnp.int32)) + first.get("clamped", 0)
+    aux |= {name: value for name, value in first.items() if name != "clamped"}
     return x, aux | ({"hidden.final_norm": x} if "hidden" in ctx.capture else {})
 
   def _cached(self, name: str, cache: dict | None) -> int:

@@ -109,7 +109,7 @@ class MLP:
 
   @jax.named_scope("mlp")
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
-    """Apply the MLP to x, normed [B, T, D]. Return [B, T, D] in ``dtype`` (float32 with float16). Report "rescued"."""
+    """Apply the MLP to x, normed [B, T, D]. Return [B, T, D] in ``dtype`` (float32 with float16). Report "clamped"."""
     # Gate and up projections, in the dtype of their product.
     dtype = self.precision.gate_dtype
     wide = lambda name: checkpoint_name(product(self.precision, "BTD,DF->BTF", x_BTD, p[name], out=dtype, large=True), "mlp")
@@ -119,8 +119,8 @@ class MLP:
       out_BTD = product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], out=self.precision.branch_dtype, large=True)
       return checkpoint_name(out_BTD, "output")
 
-    out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, up, down, kept_apart=ctx.kept_apart)
-    ctx.report("rescued", rescued)
+    out_BTD, clamped = gated(self.precision, self.cfg.activation, gate, up, down, kept_apart=ctx.kept_apart)
+    ctx.report("clamped", clamped)
     return out_BTD
 
 
@@ -153,9 +153,9 @@ def gated(
       hidden: Any = gated_product_at_once(activation, kept_apart, gate, up) if on_gpu() else gated_product(activation, gate, up)
     with jax.named_scope("down_product"):
       return down(hidden), jnp.zeros((), jnp.int32)
-  hidden, unit, rescued = float16_gated_product(gate, up, activation, precision)
+  hidden, unit, clamped = float16_gated_product(gate, up, activation, precision)
   with jax.named_scope("down_product"):
-    return rescue_output(down(hidden) * unit, rescued, precision)
+    return clamp_output(down(hidden) * unit, clamped, precision)
 
 
 def gated_product(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -198,25 +198,25 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
   Args:
     gate, up: [..., F], float32 or float16.
     activation: activation of the gate.
-    precision: ``float16_rescue`` selects whether non-finite values are replaced.
+    precision: ``float16_clamp`` selects whether non-finite values are replaced.
 
   Returns:
     The product in float16 [..., F], the factor of each row [..., 1] float32, and the number of replaced values, int32.
   """
   # Replace non-finite inputs by zero.
-  rescued = jnp.zeros((), jnp.int32)
-  if precision.float16_rescue:
+  clamped = jnp.zeros((), jnp.int32)
+  if precision.float16_clamp:
     good = jnp.isfinite(gate) & jnp.isfinite(up)
-    rescued = jnp.sum(~good, dtype=jnp.int32)
+    clamped = jnp.sum(~good, dtype=jnp.int32)
     gate, up = jnp.where(good, gate, 0), jnp.where(good, up, 0)
   # The product has the dtype of gate and up (``Precision.gate_dtype``).
   hidden = activate(gate, activation) * up
   unit = jnp.ones((*hidden.shape[:-1], 1), jnp.float32)
   # float32: scale each row into the range of float16. float16: clip to the range.
   if hidden.dtype == jnp.float32:
-    if precision.float16_rescue:
+    if precision.float16_clamp:
       bound = 0.7 * float(jnp.finfo(jnp.float32).max)
-      rescued += jnp.sum(~(jnp.abs(hidden) <= bound), dtype=jnp.int32)
+      clamped += jnp.sum(~(jnp.abs(hidden) <= bound), dtype=jnp.int32)
       hidden = jnp.where(jnp.abs(hidden) <= bound, hidden, 0)
     # Find the power of two by which each row exceeds float16.
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(hidden), axis=-1, keepdims=True))
@@ -224,18 +224,18 @@ def float16_gated_product(gate, up, activation: Activation, precision: Precision
     # Only ldexp computes powers of two exactly on every backend.
     unit = jnp.ldexp(unit, excess.astype(jnp.int32))
     hidden = hidden / unit
-  elif precision.float16_rescue:
+  elif precision.float16_clamp:
     over = ~(jnp.abs(hidden) <= FLOAT16_SAFE_MAX)
-    rescued += jnp.sum(over, dtype=jnp.int32)
+    clamped += jnp.sum(over, dtype=jnp.int32)
     hidden = jnp.where(over, jnp.sign(hidden) * jnp.asarray(FLOAT16_SAFE_MAX, hidden.dtype), hidden)
     hidden = jnp.where(jnp.isnan(hidden), 0, hidden)
-  return hidden.astype(jnp.float16), unit, rescued
+  return hidden.astype(jnp.float16), unit, clamped
 
 
-def rescue_output(out: jax.Array, rescued: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:
-  """Set non-finite outputs to zero and count them, if ``float16_rescue`` is on."""
-  if not precision.float16_rescue:
-    return out, rescued
+def clamp_output(out: jax.Array, clamped: jax.Array, precision: Precision) -> tuple[jax.Array, jax.Array]:
+  """Set non-finite outputs to zero and count them, if ``float16_clamp`` is on."""
+  if not precision.float16_clamp:
+    return out, clamped
   # A float32 sum of finite products can still be infinite.
   good = jnp.isfinite(out)
-  return jnp.where(good, out, 0), rescued + jnp.sum(~good, dtype=jnp.int32)
+  return jnp.where(good, out, 0), clamped + jnp.sum(~good, dtype=jnp.int32)

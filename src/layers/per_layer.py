@@ -100,7 +100,7 @@ class PerLayerGate:
   def __call__(self, p: dict, x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """Gate the per-layer input with x, the residual stream. Return [B, T, D] in the dtype of the stream.
 
-    Reports "rescued", and the per-layer input as "ple" if captured."""
+    Reports "clamped", and the per-layer input as "ple" if captured."""
     if ctx.per_layer_input is None:
       raise ValueError("per-layer input: the context has none (per_layer_input), but the layer is configured to use it")
     # Gate the input by the residual stream, and norm the result.
@@ -113,6 +113,6 @@ class PerLayerGate:
     """Compute in float32 throughout, because the following norm amplifies the rounding errors of a small product."""
     gate = product(self.precision, "BTD,DP->BTP", x_BTD, p["gate"], out="float32", unbounded=True)
     project = lambda hidden: product(self.precision, "BTP,PD->BTD", hidden, p["projection"], out="float32")
-    out_BTD, rescued = gated(self.precision, self.cfg.activation, gate, input_BTP, project)
-    ctx.report("rescued", rescued)
+    out_BTD, clamped = gated(self.precision, self.cfg.activation, gate, input_BTP, project)
+    ctx.report("clamped", clamped)
     return out_BTD

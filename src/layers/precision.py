@@ -38,7 +38,7 @@ LAYER_KEYS = (
   "float32_logits",
   "indexer_float32_logits",
   "float32_gate_product",
-  "float16_rescue",
+  "float16_clamp",
   "float32_gate_logits",
   "float32_weight_sum",
   "matmul_precision",
@@ -66,7 +66,7 @@ class Precision:
     float32_logits: attention mask and softmax in float32.
     indexer_float32_logits: sparse indexer: q.k, relu and the weighted sum over heads in float32.
     float32_gate_product: MLP act(gate) * up in float32; "auto" is on when the gate's dtype is float16.
-    float16_rescue: float16 only: saturate the MLP product at +-65280 and zero an MLP output that is still not finite.
+    float16_clamp: float16 only: saturate the MLP product at +-65280 and zero an MLP output that is still not finite.
     float32_vision_pool: Gemma 4 vision pooler: scale and standardise in float32.
     float32_gate_logits: router logits in float32.
     float32_weight_sum: the weighted sum over experts in float32.
@@ -88,7 +88,7 @@ class Precision:
   float32_logits: bool = True
   indexer_float32_logits: bool = True
   float32_gate_product: Literal["auto", True, False] = "auto"
-  float16_rescue: bool = True
+  float16_clamp: bool = True
   float32_vision_pool: bool = True
   float32_gate_logits: bool = True
   float32_weight_sum: bool = True

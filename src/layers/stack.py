@@ -80,14 +80,14 @@ def totals(
   for _, aux in collected:
     # Stack the layers of a row next to each other, so that the order is that of the model.
     layers = list(aux.values())
-    for key in ("rescued", "indexer_loss", "moe_load", *NAMES, *probes):
+    for key in ("clamped", "indexer_loss", "moe_load", *NAMES, *probes):
       values = [a[key] for a in layers if key in a]
       if values:
         together = jnp.stack(values, axis=1)  # [repeats, layers of the row that have it, ...]
         found.setdefault(key, []).append(together.reshape(-1, *together.shape[2:]))
   joined = {key: jnp.concatenate(values) for key, values in found.items()}
   # Reduce over layers, and replace router statistics by the losses of the model.
-  reduce = {"rescued": jnp.sum, "indexer_loss": jnp.mean}
+  reduce = {"clamped": jnp.sum, "indexer_loss": jnp.mean}
   seen = {key.removeprefix("probe."): joined.pop(key) for key in probes if key in joined}
   losses, k = router
   statistics = {key: joined.pop(key) for key in NAMES if key in joined}

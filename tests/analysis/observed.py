@@ -120,7 +120,7 @@ def _layer(recorder: Recorder, cls: type, vision: bool):
     place = f"vision.layers.{number}" if vision else f"layers.{number}"
     recorder.enter(place, self, p)
     out = inner(self, p, x, *args, **kwargs)
-    residual = out[0] if isinstance(out, tuple) else out  # Gemma 4's towers count what they rescue
+    residual = out[0] if isinstance(out, tuple) else out  # Gemma 4's towers count what they clamp
     recorder.note(place, "residual", residual if vision else residual["x"])
     recorder.place, recorder.layer, recorder.names = before
     if vision:

@@ -275,7 +275,7 @@ def test_a_real_run_is_explained_and_replayed(tmp_path, capsys):
   The residual stream is float32, so what overflows first is a product of the first attention.
   """
   words = [*WORDS, f"output_dir={tmp_path}", "learning_rate=3e3", "steps=4"]
-  narrow = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false"]
+  narrow = ["dtype=float16", "float32_gate_product=false", "float16_clamp=false"]
   assert main(["train", *words, *narrow]) == 3
   error = capsys.readouterr().err
   assert f"maxtext-like replay {tmp_path}/a" in error
@@ -284,7 +284,7 @@ def test_a_real_run_is_explained_and_replayed(tmp_path, capsys):
   assert re.fullmatch(attention, cause), cause
   assert main(["replay", str(tmp_path / "a"), "module_api=linen", "scan_layers=false"]) == 3
   assert cause in capsys.readouterr().err
-  wide = ["dtype=float32", "float32_gate_product=auto", "float16_rescue=true"]
+  wide = ["dtype=float32", "float32_gate_product=auto", "float16_clamp=true"]
   assert main(["replay", str(tmp_path / "a"), *wide]) == 0
   assert "is finite" in capsys.readouterr().out
   assert (tmp_path / "a/failed_step/replay/xray.html").exists()
@@ -297,12 +297,12 @@ def test_a_run_in_a_store_is_replayed_and_looked_at_from_there(tmp_path, capsys,
   monkeypatch.chdir(tmp_path)
   place = f"s3://{BUCKET}/{tmp_path.name}"
   words = [*WORDS, f"output_dir={place}", "learning_rate=3e3", "steps=4", "checkpoint_interval=1"]
-  assert main(["train", *words, "dtype=float16", "float32_gate_product=false", "float16_rescue=false"]) == 3
+  assert main(["train", *words, "dtype=float16", "float32_gate_product=false", "float16_clamp=false"]) == 3
   error = capsys.readouterr().err
   assert f"saved in {place}/a/failed_step; to replay it: maxtext-like replay {place}/a" in error
   assert "first cause" in error
   monkeypatch.setenv("MAXTEXT_LIKE_COPIES", str(tmp_path / "another machine" / "copies"))
-  assert main(["replay", f"{place}/a", "dtype=float32", "float32_gate_product=auto", "float16_rescue=true"]) == 0
+  assert main(["replay", f"{place}/a", "dtype=float32", "float32_gate_product=auto", "float16_clamp=true"]) == 0
   assert "is finite" in capsys.readouterr().out
   assert (tmp_path / "runs/a-replay/xray.html").exists()
   assert main(["bisect", *words, "dtype=bfloat16", "--checkpoint", f"{place}/a", "--tolerance", "100"]) == 0

@@ -39,8 +39,8 @@ def test_every_key_that_is_not_safe_and_acts_is_a_candidate():
 
 
 def test_what_depends_on_dtype_and_machine():
-  sixteen = load_config("gemma4-tiny", ["dtype=float16", "float16_rescue=false"]).config
-  assert keys(candidates(sixteen)) == ["logits_dot_in_fp32", "loss_scale_init", "float16_rescue"]
+  sixteen = load_config("gemma4-tiny", ["dtype=float16", "float16_clamp=false"]).config
+  assert keys(candidates(sixteen)) == ["logits_dot_in_fp32", "loss_scale_init", "float16_clamp"]
   assert "matmul_precision" in keys(candidates(sixteen, "gpu"))
   assert keys(candidates(load_config("gemma4-tiny").config)) == []
   assert keys(candidates(load_config("gemma4-tiny", ["weight_dtype=bfloat16"]).config)) == ["weight_dtype"]

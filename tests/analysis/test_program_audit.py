@@ -205,16 +205,16 @@ PLANTED = {
     ),
     "gemma", ["grad_dtype=bfloat16"], {"grad_dtype"},
   ),
-  "no rescue": (
+  "no clamp": (
     lambda m: m.setattr(
-      mlp, "float16_gated_product", lambda g, u, a, p: _product(g, u, a, dataclasses.replace(p, float16_rescue=False))
+      mlp, "float16_gated_product", lambda g, u, a, p: _product(g, u, a, dataclasses.replace(p, float16_clamp=False))
     ),
-    "gemma", ["dtype=float16"], {"float16_rescue"},
+    "gemma", ["dtype=float16"], {"float16_clamp"},
   ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "no rescue" else []) for n in PLANTED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "no clamp" else []) for n in PLANTED])
 def test_a_planted_dishonest_layer_is_found_by_its_key(name, monkeypatch):
   plant, model, words, expected = PLANTED[name]
   plant(monkeypatch)

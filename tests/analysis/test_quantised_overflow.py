@@ -9,7 +9,7 @@ import maxtext_like
 from maxtext_like.api.risk import open_checkpoint
 
 CHECKPOINT = Path(__file__).parents[1] / "golden/stress_fp16_mlp/checkpoint"
-OPEN = ["float32_gate_product=false", "float16_rescue=false"]
+OPEN = ["float32_gate_product=false", "float16_clamp=false"]
 ADAPTED = ["lora_rank=2", "base_weights=int8"]
 ALONE = ["dtype=float16", *OPEN, *ADAPTED, "compilation_cache_dir=null"]
 

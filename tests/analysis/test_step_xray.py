@@ -68,7 +68,7 @@ class Scanned(ToyDecoder):
       rows = jax.tree.map(lambda w, first=first, end=end: w[first:end], p["stack_0"]["layer_0"])
       with jax.named_scope(f"row_{first}") if self.cut else contextlib.nullcontext():
         x, _ = jax.lax.scan(jax.checkpoint(block), x, rows)
-    return x, {"rescued": jnp.zeros((), jnp.int32)}
+    return x, {"clamped": jnp.zeros((), jnp.int32)}
 
 
 def line(text: str) -> str:
@@ -234,7 +234,7 @@ def planted(*words: str, layer: int = 3):
   return config, xray_step(program, state, program.place(batches(program.global_batch)[0]))
 
 
-PRODUCT = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false"]
+PRODUCT = ["dtype=float16", "float32_gate_product=false", "float16_clamp=false"]
 FORMS = {  # the test below has plain scans
   "remat": (["module_api=linen", "remat_policy=full"], 3),
   "unrolled": (["module_api=nnx", "scan_layers=false", "num_decoder_layers=2"], 1),
@@ -243,7 +243,7 @@ FORMS = {  # the test below has plain scans
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_a_float16_product_without_rescue(form):
+def test_a_float16_product_without_clamp(form):
   words, layer = FORMS[form]
   config, report = planted(*PRODUCT, *words, layer=layer)
   cause = report.first_cause
@@ -252,7 +252,7 @@ def test_a_float16_product_without_rescue(form):
   assert "layers/mlp.py:" in cause.source
   assert f", layer {layer}, forward: " in str(cause)
   assert str(cause).endswith("> 65504")
-  assert remedies(config, cause) == ["float32_gate_product=auto", "float16_rescue=true"]
+  assert remedies(config, cause) == ["float32_gate_product=auto", "float16_clamp=true"]
 
 
 @pytest.mark.slow

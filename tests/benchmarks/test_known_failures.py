@@ -16,7 +16,7 @@ def test_float16_mlp_saturates_and_ours_is_exact():
   numbers = float16.mlp_saturation().numbers
   assert numbers["bad_is_down"] == numbers["cause_is_product"] == 1
   assert numbers["finite"] == 1
-  assert numbers["rescued"] == 0  # nothing had to be thrown away
+  assert numbers["clamped"] == 0  # nothing had to be thrown away
   assert numbers["error"] < 2e-3
 
 

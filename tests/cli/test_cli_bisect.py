@@ -62,7 +62,7 @@ def test_a_step_that_is_fine(bisect):
 def test_a_hugging_face_checkpoint_needs_no_configuration(bisect):
   """The first of the stress cases: the gated product overflows float16; a halved loss scale is a run's own affair."""
   checkpoint = GOLDEN / "stress_fp16_mlp" / "checkpoint"
-  words = ["dtype=float16", "float32_gate_product=false", "float16_rescue=false", "max_target_length=12"]
+  words = ["dtype=float16", "float32_gate_product=false", "float16_clamp=false", "max_target_length=12"]
   code, said, _ = bisect("--checkpoint", str(checkpoint), *words, "compilation_cache_dir=null")
   assert code == 0
   lines = said.splitlines()

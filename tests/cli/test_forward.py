@@ -102,16 +102,16 @@ def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytes
   for dtype in dtypes:
     assert forward(tmp_path, f"dtype={dtype}", checkpoint=extreme, inputs=tmp_path / "in.npz") == 0
     with np.load(tmp_path / "out.npz") as file:
-      logits[dtype], counted = file["logits"], int(file["rescued"]) if "rescued" in file else None
+      logits[dtype], counted = file["logits"], int(file["clamped"]) if "clamped" in file else None
     printed = capsys.readouterr().out
-    assert (counted is not None) == ("rescued" in printed) == (dtype == "float16")
+    assert (counted is not None) == ("clamped" in printed) == (dtype == "float16")
     if dtype == "float16":
       assert counted
       assert f"float16: {counted} values overflowed" in printed
   assert np.isfinite(logits["float16"]).all()
   assert np.abs(logits["float16"] - logits["float32"]).max() > 0.1 * np.abs(logits["float32"]).max()
   assert forward(tmp_path, "dtype=float16", inputs=CASE / "inputs.npz") == 0
-  assert "float16: 0 values rescued" in capsys.readouterr().out
+  assert "float16: 0 values clamped" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -55,8 +55,8 @@ def test_a_safer_value_is_safe_and_every_key_but_dtype_is_a_remedy():
     ("residual_dtype", {}, False),
     ("residual_dtype", {"dtype": "float16"}, True),
     ("residual_dtype", {"dtype": "float32", "residual_dtype": "bfloat16"}, False),
-    ("float16_rescue", {"float16_rescue": False}, True),
-    ("float16_rescue", {"float16_rescue": False, "dtype": "float16"}, False),
+    ("float16_clamp", {"float16_clamp": False}, True),
+    ("float16_clamp", {"float16_clamp": False, "dtype": "float16"}, False),
     ("float32_weight_sum", {"float32_weight_sum": False, "dtype": "float16"}, True),
   ],
 )

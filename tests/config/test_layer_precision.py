@@ -58,7 +58,7 @@ def test_the_resolved_configuration_can_be_used_again(tmp_path):
     ("gemma4-tiny", "[1 float32_gate_product=auto]", "the model has that value"),
     ("gemma4-tiny", "[1 float32_gate_product=false]", "the model has that value"),
     ("gemma4-tiny", "[1 dtype=float32 float32_logits=false]", "everything in float32"),
-    ("gemma4-tiny", "[1 float16_rescue=false]", "only with dtype float16"),
+    ("gemma4-tiny", "[1 float16_clamp=false]", "only with dtype float16"),
     ("gemma4-tiny", "[1 float32_gate_logits=false]", "it has no experts"),
     ("gemma4-tiny", "[1 indexer_float32_logits=false]", "the model has no sparse indexer"),
     ("deepseek3-tiny", "[0-2 float32_gate_logits=false]", "float32_gate_logits=false in layer 0: it has no experts"),

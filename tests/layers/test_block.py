@@ -67,9 +67,9 @@ def test_a_layer_s_statistics_and_captures(tiny_decoder):
     _, aux = jax.eval_shape(layer, jax.tree.map(lambda p: jnp.zeros(p.shape), layer.params()), carry, context(capture))
     return set(aux)
 
-  moe = {"rescued", "moe_load", "balance_load", "balance_probs"}
+  moe = {"clamped", "moe_load", "balance_load", "balance_probs"}
   router = {"router.scores", "router.topk_weights", "router.topk_idx"}
-  assert names("gemma3", ()) == {"rescued"}
+  assert names("gemma3", ()) == {"clamped"}
   assert names("gemma4-moe", ()) == moe
   assert names("deepseek3.2", ()) == moe | {"indexer_loss"}
   everything = ("hidden", "router", "indexer", "ple")

@@ -241,7 +241,7 @@ def test_captures_are_named_by_layer(family, tiny_decoder, batch):
   x, aux = jax.eval_shape(lambda p, b: decoder.hidden(p, b, frozenset(CAPTURES)), p, batch)
   L = len(decoder.layers)
   numbers = [f"layer{i:02d}" for i in range(L)]
-  always = {"rescued"}
+  always = {"clamped"}
   expected = {"hidden.embed", "hidden.final_norm", *(f"hidden.{n}" for n in numbers)}
   if family.startswith("deepseek") or family.endswith("moe"):
     moe_layers = numbers[1:] if family.startswith("deepseek") else numbers

@@ -38,9 +38,9 @@ def written(p, x, activation=gelu):
 
 
 def counted(layer, p, x):
-  """The output, and the number of values that were rescued."""
+  """The output, and the number of values that were clamped."""
   ctx = Context.of(x).collecting()
-  return layer(p, x, ctx), ctx.aux["rescued"]
+  return layer(p, x, ctx), ctx.aux["clamped"]
 
 
 def forward(precision, p, x=X, activation: Any = "gelu"):
@@ -51,17 +51,17 @@ def forward(precision, p, x=X, activation: Any = "gelu"):
 @pytest.mark.parametrize(("activation", "formula"), [("gelu", gelu), ("silu", silu)])
 def test_against_float64(activation, formula, random_params):
   p = params(random_params)
-  out, rescued = forward(Precision(dtype="float32"), p, activation=activation)
+  out, clamped = forward(Precision(dtype="float32"), p, activation=activation)
   np.testing.assert_allclose(out, written(tree64(p), X, formula), atol=2e-6)
-  assert rescued == 0
+  assert clamped == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_float16_rescue_changes_no_instruction_of_other_dtypes(dtype, random_params):
+def test_float16_clamp_changes_no_instruction_of_other_dtypes(dtype, random_params):
   p = params(random_params)
 
-  def text(rescue):
-    layer = MLP(CFG, Precision(dtype=dtype, float16_rescue=rescue))
+  def text(clamp):
+    layer = MLP(CFG, Precision(dtype=dtype, float16_clamp=clamp))
     gradient = jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(layer.standalone(p, x))))
     return gradient.lower(p, jnp.asarray(X, jnp.float32)).as_text()
 
@@ -94,12 +94,12 @@ def test_dtype_of_the_product_and_the_activation(dtype, flag, expected, random_p
 @pytest.mark.parametrize("flag", ["auto", True, False])
 def test_low_precision_is_near_float64(dtype, flag, random_params):
   p = params(random_params)
-  out, rescued = forward(Precision(dtype=dtype, float32_gate_product=flag), p)
+  out, clamped = forward(Precision(dtype=dtype, float32_gate_product=flag), p)
   exact = written(tree64(p), X)
   tolerance = {"bfloat16": 3e-2, "float16": 3e-3}[dtype]
   np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=tolerance * np.abs(exact).max())
   assert out.dtype == ("float32" if dtype == "float16" else dtype)
-  assert rescued == 0
+  assert clamped == 0
 
 
 # --- float16 beyond its range ---
@@ -111,26 +111,26 @@ def gradients(precision, p, x):
   layer = MLP(CFG, precision)
 
   def loss(p, x):
-    out, rescued = counted(layer, p, x)
-    return jnp.sum(jnp.tanh(out / 1e6)), rescued
+    out, clamped = counted(layer, p, x)
+    return jnp.sum(jnp.tanh(out / 1e6)), clamped
 
   run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-  (value, rescued), g = run(p, jnp.asarray(x, jnp.float32))
+  (value, clamped), g = run(p, jnp.asarray(x, jnp.float32))
   assert jnp.isfinite(value)
   assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(g))
-  return int(rescued)
+  return int(clamped)
 
 
 def test_a_product_beyond_float16_is_exact_to_float16_s_own_rounding(random_params):
-  """gate * up near 1e7: divided by a power of two before the last product and multiplied after, nothing is rescued."""
+  """gate * up near 1e7: divided by a power of two before the last product and multiplied after, nothing is clamped."""
   p = params(random_params, 30.0)
   x = X * 60
-  out, rescued = forward(KEPT, p, x)
+  out, clamped = forward(KEPT, p, x)
   exact = written(tree64({n: w.astype(jnp.float16) for n, w in p.items()}), x.astype(np.float16).astype(np.float64))
   hidden = gelu(x @ tree64(p)["gate"]) * (x @ tree64(p)["up"])
   assert np.abs(hidden).max() > 20 * FLOAT16_SAFE_MAX
   np.testing.assert_allclose(out, exact, atol=2e-3 * np.abs(exact).max())
-  assert rescued == 0
+  assert clamped == 0
   assert gradients(KEPT, p, x) == 0
 
 
@@ -139,30 +139,30 @@ def test_an_output_beyond_float16_is_kept_too(random_params):
   p = params(random_params) | {"down": jnp.full((F, D), 3000.0)}
   x = np.abs(X) * 20
   p["gate"], p["up"] = jnp.abs(p["gate"]), jnp.abs(p["up"])
-  out, rescued = forward(KEPT, p, x)
+  out, clamped = forward(KEPT, p, x)
   exact = written(tree64(p), x)
   assert exact.max() > 65504
   np.testing.assert_allclose(out, exact, rtol=3e-3)
-  assert rescued == 0
+  assert clamped == 0
   assert gradients(KEPT, p, x) == 0
 
 
-def test_without_the_float32_product_the_rescue_clips_and_counts(random_params):
+def test_without_the_float32_product_the_clamp_clips_and_counts(random_params):
   p = params(random_params, 30.0)
-  out, rescued = forward(PLAIN, p, X * 60)
+  out, clamped = forward(PLAIN, p, X * 60)
   assert jnp.isfinite(out).all()
   gate = (X * 60) @ tree64(p)["gate"]
   hidden = gelu(gate) * ((X * 60) @ tree64(p)["up"])
-  assert rescued == np.sum(np.abs(hidden) > FLOAT16_SAFE_MAX) > 0
-  assert gradients(PLAIN, p, X * 60) == rescued
+  assert clamped == np.sum(np.abs(hidden) > FLOAT16_SAFE_MAX) > 0
+  assert gradients(PLAIN, p, X * 60) == clamped
 
 
 def test_gate_and_up_beyond_float16_are_neutralised_before_the_activation(random_params):
-  """The gate itself is infinite in float16: rescued behind the activation, the gradient would be NaN."""
+  """The gate itself is infinite in float16: clamped behind the activation, the gradient would be NaN."""
   p = params(random_params, 3000.0)
   assert gradients(PLAIN, p, X * 60) > 0
-  unrescued = Precision(dtype="float16", float32_gate_product=False, float16_rescue=False)
-  assert not jnp.isfinite(forward(unrescued, p, X * 60)[0]).all()
+  unclamped = Precision(dtype="float16", float32_gate_product=False, float16_clamp=False)
+  assert not jnp.isfinite(forward(unclamped, p, X * 60)[0]).all()
 
 
 BAD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
@@ -177,15 +177,15 @@ def test_a_bad_number_becomes_zero_with_zero_gradient_and_is_counted(bad, where,
   values[where][0, 1] = BAD[bad]
 
   def product(gate, up):
-    hidden, unit, rescued = float16_gated_product(gate, up, "gelu", KEPT)
-    return jnp.sum(hidden.astype(jnp.float32) * unit), (hidden, unit, rescued)
+    hidden, unit, clamped = float16_gated_product(gate, up, "gelu", KEPT)
+    return jnp.sum(hidden.astype(jnp.float32) * unit), (hidden, unit, clamped)
 
   run = jax.jit(jax.grad(product, (0, 1), has_aux=True))
-  gradients, (hidden, unit, rescued) = run(*(jnp.asarray(values[name], dtype) for name in ("gate", "up")))
+  gradients, (hidden, unit, clamped) = run(*(jnp.asarray(values[name], dtype) for name in ("gate", "up")))
   expected = gelu(good["gate"]) * good["up"]
   expected[0, 1] = 0
   np.testing.assert_allclose(hidden.astype(jnp.float32), expected, rtol=2e-3)
-  assert rescued == 1
+  assert clamped == 1
   assert unit == 1
   for g in gradients:
     assert jnp.isfinite(g).all()
@@ -207,28 +207,28 @@ def test_a_row_is_divided_by_the_smallest_power_of_two_that_fits(peak):
   gate = jnp.asarray([[100.0, 50.0], [100.0, 50.0]])
   up = jnp.asarray([[peak / 100, peak / 128], [1.0, 2.0]])
   run: Any = jax.jit(lambda g, u: float16_gated_product(g, u, "silu", KEPT))
-  hidden, unit, rescued = run(gate, up)
+  hidden, unit, clamped = run(gate, up)
   largest = float(jnp.float32(100) * jnp.float32(peak / 100))
   exponent = max(0, int(np.ceil(np.log2(largest / FLOAT16_SAFE_MAX))))
   assert unit[:, 0].tolist() == [2.0**exponent, 1.0]
   np.testing.assert_allclose(hidden[0].astype(jnp.float32) * unit[0], [peak, peak * 50 / 128], rtol=5e-4)
   np.testing.assert_array_equal(hidden[1], [100.0, 100.0])
-  assert rescued == 0
+  assert clamped == 0
 
 
-def test_without_rescue_a_bad_number_is_left_to_be_seen():
-  off = Precision(dtype="float16", float16_rescue=False)
-  hidden, _, rescued = float16_gated_product(jnp.asarray([[jnp.nan, 1.0]]), jnp.asarray([[1.0, 1.0]]), "gelu", off)
+def test_without_clamp_a_bad_number_is_left_to_be_seen():
+  off = Precision(dtype="float16", float16_clamp=False)
+  hidden, _, clamped = float16_gated_product(jnp.asarray([[jnp.nan, 1.0]]), jnp.asarray([[1.0, 1.0]]), "gelu", off)
   assert jnp.isnan(hidden).any()
-  assert rescued == 0
+  assert clamped == 0
 
 
 def test_an_output_that_is_still_infinite_becomes_zero_and_is_counted(random_params):
   """A weight above 65504 is infinite in float16."""
   p = params(random_params) | {"down": jnp.full((F, D), 1e5)}
-  out, rescued = forward(KEPT, p)
+  out, clamped = forward(KEPT, p)
   assert (out == 0).all()
-  assert rescued == out.size
+  assert clamped == out.size
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])

@@ -29,7 +29,7 @@ KEYS = {
   "float32_qk_product": (False, "bfloat16", EVERY),
   "float32_logits": (False, "bfloat16", EVERY),
   "float32_gate_product": (True, "bfloat16", EVERY),
-  "float16_rescue": (False, "float16", EVERY),
+  "float16_clamp": (False, "float16", EVERY),
   "cast_logits_to_fp32": (False, "bfloat16", EVERY),
   "logits_dot_in_fp32": (True, "bfloat16", EVERY),
   "matmul_precision": ("highest", "bfloat16", EVERY),
@@ -108,5 +108,5 @@ def test_float32_gate_product_in_float16(flag, expected, family, program):
 def test_float32_knows_no_float32_flags(family, program, defaults):
   """With everything in float32, what stays in float32 is no choice; float32_gate_logits, float32_weight_sum and
   indexer_float32_logits still are, since they ask for a product without TF32."""
-  flags = ["float32_qk_product", "float32_logits", "float32_gate_product", "cast_logits_to_fp32", "float16_rescue"]
+  flags = ["float32_qk_product", "float32_logits", "float32_gate_product", "cast_logits_to_fp32", "float16_clamp"]
   assert program(family, dtype="float32", **dict.fromkeys(flags, False)) == defaults(family, "float32")

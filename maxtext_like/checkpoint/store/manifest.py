@@ -24,6 +24,7 @@ import xxhash
 
 from maxtext_like import atomic, local_copies
 from maxtext_like.checkpoint.store import sidecar_files
+from maxtext_like.config import former_names
 from maxtext_like.storage import Place
 
 FILE_NAME = "COMPLETE.json"
@@ -194,7 +195,8 @@ def parse(text: str, path: str) -> Manifest:
   known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Manifest)}
   if missing := {name for name, required in known.items() if required} - fields.keys():
     raise DamageError(f"file {path} lacks {', '.join(sorted(missing))}")
-  return Manifest(**{name: value for name, value in fields.items() if name in known})
+  manifest = Manifest(**{name: value for name, value in fields.items() if name in known})
+  return dataclasses.replace(manifest, config=former_names.renamed(manifest.config))
 
 
 def check_sizes(step_directory: Path | Place, manifest: Manifest) -> None:

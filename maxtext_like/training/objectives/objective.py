@@ -70,7 +70,7 @@ class Objective(Protocol):
       sum: float32 scalar, summed over the positions that count, so that the parts of a batch add up to the complete batch.
       weight: weight of the batch.
       aux: "terms", the summands by name, and "means", losses of the model that are added to the mean of the sum. Both are
-        float32. They are means over the tokens of the batch, or over its rows (``RouterLosses.by_row``). "rescued" is int32.
+        float32. They are means over the tokens of the batch, or over its rows (``RouterLosses.by_row``). "clamped" is int32.
         With experts also "moe_load", and ``load_balance.LOAD`` if a loss needs it. With probes also "probes".
     """
     ...

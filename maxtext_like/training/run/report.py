@@ -103,8 +103,9 @@ def _facts(rows: list[Row]) -> str:
   bad = [r["step"] for r in rows if "loss" in r and r["loss"] is None]
   if bad:
     facts.append(f"loss not finite at step {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}")
-  words = {"skipped": "updates skipped", "clipped": "gradients clipped", "rescued": "values rescued"}
-  totals = {word: sum(r.get(key) or 0 for r in rows) for key, word in words.items()}
+  words = {"skipped": "updates skipped", "clipped": "gradients clipped", "clamped": "values clamped"}
+  former = {"clamped": "rescued"}  # the name in metrics.jsonl of earlier versions
+  totals = {word: sum(r.get(key, r.get(former.get(key, key))) or 0 for r in rows) for key, word in words.items()}
   facts += [f"{total:,.0f} {word}" for word, total in totals.items() if total]
   return ", ".join(facts)
 

@@ -335,7 +335,7 @@ class TrainStep:
     means = {name: value * (share_of_rows if name in by_row else share) for name, value in aux["means"].items()}
     total = loss / sizes.weight + sum(means.values())
     terms = {name: value / sizes.weight for name, value in aux["terms"].items()} | means
-    out = {"loss": terms, "rescued": aux["rescued"], "probes": aux.get("probes", {})}
+    out = {"loss": terms, "clamped": aux["clamped"], "probes": aux.get("probes", {})}
     if "moe_load" in aux:
       out["moe_load"] = aux["moe_load"] * share
     return total if scale is None else total * scale, jax.lax.stop_gradient(out)
@@ -361,7 +361,7 @@ class TrainStep:
       scale: float16 loss scale: multiplies the loss before the backward pass and divides the gradients after it. None is 1.
 
     Returns:
-      Gradients, and {"loss": terms by name, "rescued", "moe_load" with experts, "probes" with probed stacks}.
+      Gradients, and {"loss": terms by name, "clamped", "moe_load" with experts, "probes" with probed stacks}.
     """
     sizes = self.sizes(batch)
 
@@ -472,7 +472,7 @@ def optional_metrics(losses: dict[str, Any], scaling: loss_scale.LossScale | Non
     load = losses["moe_load"]  # [layers, E], 1 / E each when balanced
     metrics["moe_load_max"] = jnp.max(load) * load.shape[-1]
     metrics["moe_load_min"] = jnp.min(load) * load.shape[-1]
-  metrics["rescued"] = losses["rescued"]
+  metrics["clamped"] = losses["clamped"]
   if scaling:
     metrics["loss_scale"] = scaling["scale"]
   return metrics | probe_statistics.metrics(losses["probes"])

@@ -168,11 +168,11 @@ def travel(
   p, x_ND = jax.tree.map(lambda w: vary(w, mesh_axes), p), vary(x_ND, mesh_axes)
   # The first round is plain code, whose backward pass saves its residuals. A loop with a dynamic number of rounds cannot do
   # this.
-  out_MD, rescued = _round(run, (own, C, axes), plan, jnp.zeros((), jnp.int32), p, x_ND)
+  out_MD, clamped = _round(run, (own, C, axes), plan, jnp.zeros((), jnp.int32), p, x_ND)
   one = lambda plan, number, p, x_ND: _round(run, (own, more, axes), plan, C + number * more, p, x_ND)
   rest: Any = _later(one, mesh_axes, plan, rounds, p, x_ND)
   more_MD, also = rest
-  return (out_MD + more_MD).reshape(N, k, -1), rescued + also
+  return (out_MD + more_MD).reshape(N, k, -1), clamped + also
 
 
 def _round(run: Run, static: tuple[int, int, Axes], plan, begin, p, x_ND) -> tuple[jax.Array, jax.Array]:
@@ -194,13 +194,13 @@ def _round(run: Run, static: tuple[int, int, Axes], plan, begin, p, x_ND) -> tup
   # Send the rows, run the experts, send the outputs back.
   with jax.named_scope("to_experts"):
     rows_PCD, expert_PC = exchange(rows_PCD), exchange(expert_PC)
-  out, rescued = run(p, rows_PCD.reshape(P * C, -1), expert_PC.reshape(-1), own, some=True)
+  out, clamped = run(p, rows_PCD.reshape(P * C, -1), expert_PC.reshape(-1), own, some=True)
   with jax.named_scope("from_experts"):
     out = exchange(out.reshape(P, C, -1))
   # Each output has its own position. Unused slots get positions beyond the end, where they are dropped.
   place_PC = jnp.where(real_PC, choice_PC, M + jnp.arange(P * C).reshape(P, C))
   empty = vary(jnp.zeros((M, out.shape[-1]), out.dtype), varying_axes(out))
-  return empty.at[place_PC].set(out, mode="drop", unique_indices=True), rescued
+  return empty.at[place_PC].set(out, mode="drop", unique_indices=True), clamped
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -250,8 +250,8 @@ class Experts:
     def on_device(p, x, w, e):
       p = {name: layout.weights[name].gather(w) for name, w in p.items()}
       p, x, w, e = jax.tree.map(lambda a: vary(a, layout.every), (p, x, w, e))
-      out, rescued = self._on_device(p, x, w, e, by, layout)
-      return out, jax.lax.psum(rescued, layout.every)
+      out, clamped = self._on_device(p, x, w, e, by, layout)
+      return out, jax.lax.psum(clamped, layout.every)
 
     tokens = layout.tokens
     specs = ({name: held.spec for name, held in layout.weights.items()}, tokens, tokens, tokens)
@@ -267,15 +267,15 @@ class Experts:
     # All experts are on this device; or tokens are sent to the devices of their experts; or every device has all tokens and
     # computes the outputs of the experts that it stores.
     if layout is None or not layout.experts:
-      out_MD, rescued = run(p, x_ND, chosen_Nk.reshape(-1), E)
+      out_MD, clamped = run(p, x_ND, chosen_Nk.reshape(-1), E)
     elif layout.travel:
-      out_MD, rescued = travel(run, p, x_ND, chosen_Nk, E, layout.experts, layout.every)
+      out_MD, clamped = travel(run, p, x_ND, chosen_Nk, E, layout.experts, layout.every)
     else:
       own = E // jax.lax.axis_size(layout.experts)
       number = chosen_Nk.reshape(-1) - jax.lax.axis_index(layout.experts) * own
-      out_MD, rescued = run(p, x_ND, jnp.where((number >= 0) & (number < own), number, own), own, some=True)
+      out_MD, clamped = run(p, x_ND, jnp.where((number >= 0) & (number < own), number, own), own, some=True)
     out = self._combine(out_MD.reshape(B, T, k, D), weights)
-    return jax.lax.psum(out, layout.partial) if layout and layout.partial else out, rescued
+    return jax.lax.psum(out, layout.partial) if layout and layout.partial else out, clamped
 
   def _run(self, by, p, x_ND, expert_M, count: int, *, some: bool = False):
     """Apply experts to rows.
@@ -300,9 +300,9 @@ class Experts:
       y = product(self.precision, "MD,EDF->MF", x, w, groups=groups, out=self.precision.expert_dtype)
       return jnp.where(real_M1, y, 0) if some else y  # a kernel leaves undefined values after the last group
 
-    out, rescued = self._gated(p, x_ND[order // (M // N)], multiply)
+    out, clamped = self._gated(p, x_ND[order // (M // N)], multiply)
     # Restore the order of choices. This is a permutation, because each choice has its own place.
-    return jnp.zeros_like(out).at[order].set(out, unique_indices=True), rescued
+    return jnp.zeros_like(out).at[order].set(out, unique_indices=True), clamped
 
   def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     """Compute the same sum by applying every expert to every token: E / k times the work, as a simple reference."""
@@ -388,7 +388,7 @@ class MoE:
       p: parameters.
       x_BTD: normed input of the experts.
       ctx: its padding is computed but not counted in loads and losses. Reported statistics: "moe_load" [E], the share of
-        choices, ``load_balance.statistics``, and "rescued" int32. Captures: "router.scores", "router.topk_weights" and
+        choices, ``load_balance.statistics``, and "clamped" int32. Captures: "router.scores", "router.topk_weights" and
         "router.topk_idx".
       router_input: [B, T, D], if the router's input differs from that of the experts (Gemma 4: the residual stream).
 
@@ -399,8 +399,8 @@ class MoE:
     c = self.cfg
     read = x_BTD if router_input is None else router_input
     weights, experts, routing = by_token(ctx.rules, Router(c, self.precision), own_rows(p["router"]), read)
-    out, rescued = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
-    ctx.report("rescued", rescued)
+    out, clamped = Experts(c, self.precision)(p["experts"], x_BTD, weights, experts, ctx.rules, ctx.grouped)
+    ctx.report("clamped", clamped)
     # Shared experts.
     if c.shared_experts:
       with jax.named_scope("shared_experts"):

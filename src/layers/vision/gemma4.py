@@ -165,9 +165,9 @@ class Gemma4VisionLayer:
     with jax.named_scope("residual"):
       x_IPD = x_IPD + named(norm, p, "post_attention_norm", out, residual)
     # MLP, with a norm before and after it.
-    out, rescued = self._mlp(p["mlp"], named(norm, p, "pre_mlp_norm", x_IPD))
+    out, clamped = self._mlp(p["mlp"], named(norm, p, "pre_mlp_norm", x_IPD))
     with jax.named_scope("residual"):
-      return x_IPD + named(norm, p, "post_mlp_norm", out, residual), rescued
+      return x_IPD + named(norm, p, "post_mlp_norm", out, residual), clamped
 
   @jax.named_scope("mlp")
   def _mlp(self, p, y):
@@ -212,7 +212,7 @@ class Gemma4Vision:
       p: parameters.
       pixels: [I, P, 3 * patch_size ** 2] in [0, 1], padding 0.
       positions: int32 [I, P, 2], (column, row) of each patch, padding (-1, -1).
-      ctx: reports "rescued", and captures "vision.pooled" (before standardisation), "vision.tower_out" and "vision.projected",
+      ctx: reports "clamped", and captures "vision.pooled" (before standardisation), "vision.tower_out" and "vision.projected",
         all [I, S, ...].
       wrap: applied to the call of a layer, such as ``jax.checkpoint``.
 
@@ -231,7 +231,7 @@ class Gemma4Vision:
     rope = RopeConfig(dim=c.head_dim // 2, theta=c.rope_theta)
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
     layer, patches = wrap(Gemma4VisionLayer(c, precision, ctx.rules)), real.astype(jnp.int32)
-    x, rescued = jax.lax.scan(lambda x, row: layer(row, x, tables, patches), x, p["layers"])
+    x, clamped = jax.lax.scan(lambda x, row: layer(row, x, tables, patches), x, p["layers"])
     # Pool, standardise, norm, and project to the width of the decoder.
     pooled, valid = self._pool(x, positions, real)
     features, clipped = self._standardize(p, pooled)
@@ -239,7 +239,7 @@ class Gemma4Vision:
     out = product(precision, "ISD,DO->ISO", normed, p["projector"])
     ctx.tap("vision.pooled", pooled.astype(jnp.float32) * c.emb_dim**0.5)
     ctx.tap("vision.tower_out", features)
-    ctx.report("rescued", jnp.sum(rescued) + clipped)
+    ctx.report("clamped", jnp.sum(clamped) + clipped)
     return ctx.tap("vision.projected", out), valid
 
   @jax.named_scope("vision_pool")
@@ -261,7 +261,7 @@ class Gemma4Vision:
 
     With ``float32_vision_pool``, and if ``dtype`` is float32, the computation is in float32, because pooled * sqrt(D) reaches
     7.9e4. Otherwise sqrt(D) is folded into the statistics, (h - bias / root) * (scale * root), so that no large number appears
-    in 16 bits. ``float16_rescue`` clips numbers that still exceed float16. Without statistics the factor is left out, because
+    in 16 bits. ``float16_clamp`` clips numbers that still exceed float16. Without statistics the factor is left out, because
     the norm that follows removes it.
     """
     root, precision = self.cfg.emb_dim**0.5, self.precision
@@ -271,7 +271,7 @@ class Gemma4Vision:
       return (features - p["std_bias"]) * p["std_scale"] if self.cfg.standardize else features, none
 
     def held(x, before=none):
-      if precision.dtype != "float16" or not precision.float16_rescue:
+      if precision.dtype != "float16" or not precision.float16_clamp:
         return precision.cast(x), none
       clipped = jnp.clip(x, -FLOAT16_SAFE_MAX, FLOAT16_SAFE_MAX)
       return precision.cast(clipped), before + jnp.sum(jnp.abs(x) > FLOAT16_SAFE_MAX, dtype=jnp.int32)

@@ -71,7 +71,7 @@ def compare(family, batch, changes=None, tolerance=2e-5, chunks=1, **sizes) -> s
 
   def loss(p, batch):
     total, weight, aux = objective(p, batch)
-    seen = {name: aux[name] for name in ("moe_load", "rescued") if name in aux}
+    seen = {name: aux[name] for name in ("moe_load", "clamped") if name in aux}
     return total / weight + sum(aux["means"].values()), seen
 
   return agree(loss, eight_devices.mesh_of(**sizes), p, spec, batch, tolerance)

@@ -43,7 +43,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
     ctx = Context.of(x, grouped=by, rules=rules).collecting()
     out = layer(p, x, ctx)
     total = jnp.sum(out * cotangent) + sum(layer.losses(ctx.aux).values())
-    return total, (out, ctx.aux["moe_load"], ctx.aux["rescued"])
+    return total, (out, ctx.aux["moe_load"], ctx.aux["clamped"])
 
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
   router, alone, compiled = p["router"], None, None
@@ -79,7 +79,7 @@ def quick():
   assert not any(line.startswith(f"f32[{B},{T}") for line in moved), moved  # no token of another device is looked at
   assert re.search(r" reduce-scatter(-start)?\(", text)
   alone, _ = compare(SOFTMAX, mesh(data=2, expert=2, context=2), dtype="float16", size=1e19)
-  assert alone[1][2] > 0  # rescued
+  assert alone[1][2] > 0  # clamped
   compare(SOFTMAX, mesh(data=2, expert=4), rows=5)  # rows that do not divide: every device runs its share of the experts
 
 

@@ -192,11 +192,11 @@ def test_experts_in_low_precision(dtype, tolerance, flag, random_params):
   p = random_params(Experts(SOFTMAX, FLOAT32).params())
   weights, experts = routing()
   precision = Precision(dtype=dtype, float32_gate_product=flag)
-  out, rescued = jax.jit(Experts(SOFTMAX, precision))(p, f32(X), f32(weights), jnp.asarray(experts))
+  out, clamped = jax.jit(Experts(SOFTMAX, precision))(p, f32(X), f32(weights), jnp.asarray(experts))
   expected = written_experts(tree64(p), X, weights, experts)
   np.testing.assert_allclose(out, expected, atol=tolerance * np.abs(expected).max())
   assert out.dtype == "float32"
-  assert rescued == 0
+  assert clamped == 0
 
 
 def test_experts_in_float16_beyond_its_range(random_params):
@@ -249,7 +249,7 @@ def test_layer_statistics_and_losses(router, random_params):
   np.testing.assert_allclose(aux["moe_load"], load, atol=1e-6)
   np.testing.assert_allclose(np.sum(aux["moe_load"]), 1, atol=1e-6)
   np.testing.assert_allclose(aux["load_balance_loss"], 0.3 * E * np.sum(load * probs[real].mean(0)), rtol=1e-5)
-  assert aux["rescued"] == 0
+  assert aux["clamped"] == 0
 
 
 def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
@@ -304,7 +304,7 @@ for cfg, by in [(test_moe.SOFTMAX, "ragged_dot"), (test_moe.SOFTMAX, "tiles"), (
   def loss(p, x):
     ctx = Context.of(x, grouped=by).collecting()
     out, aux = layer(p, x, ctx), ctx.aux
-    return jnp.sum(out * cotangent), (out, aux["moe_load"], aux["rescued"])
+    return jnp.sum(out * cotangent), (out, aux["moe_load"], aux["clamped"])
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
   alone = step(p, x)
   with jax.set_mesh(mesh):

@@ -45,6 +45,11 @@ def test_the_report_is_one_file_without_network_and_escapes_what_it_shows():
   assert heights == sorted(heights)  # the loss falls, y grows downwards
 
 
+@pytest.mark.parametrize("name", ["clamped", "rescued"])  # the second: files of earlier versions
+def test_clamped_values_are_counted(name):
+  assert "3 values clamped" in page([{"step": 1, **ROW, name: 3}])
+
+
 def test_a_report_of_nothing_and_of_a_constant():
   assert "No step finished" in page([])
   html = page([{"step": 1, **ROW}])

@@ -1,0 +1,59 @@
+"""Keys that have a new name: the former one still works wherever a key comes in, and a note says the new one."""
+
+import pytest
+
+from maxtext_like.api.keys import list_keys
+from maxtext_like.checkpoint.store import manifest
+from maxtext_like.config import former_names
+from maxtext_like.config.layer_precision import layer_values
+from maxtext_like.config.load import load_config
+from maxtext_like.config.schema import LEAVES
+from maxtext_like.errors import UserError
+
+
+def test_the_table_leads_from_names_that_are_gone_to_keys():
+  assert set(former_names.RENAMED.values()) <= set(LEAVES)
+  assert not set(former_names.RENAMED) & set(LEAVES)
+
+
+def test_a_word_with_the_former_name():
+  loaded = load_config("gemma4-tiny", ["dtype=float16", "float16_rescue=false"])
+  assert loaded.config.precision.float16_clamp is False
+  assert any("float16_rescue" in note and "float16_clamp" in note for note in loaded.notes)
+  assert not any("float16_rescue" in note for note in load_config("gemma4-tiny", ["float16_clamp=true"]).notes)
+
+
+def test_a_file_with_the_former_name(tmp_path):
+  path = tmp_path / "gemma4-tiny.yml"
+  words = ["dtype=float16", "float16_clamp=false", "layer_precision=[1 float16_clamp=true]"]
+  text = load_config("gemma4-tiny", words).to_yaml()
+  path.write_text(text.replace("float16_clamp", "float16_rescue"))
+  config = load_config(path).config.precision
+  assert config.float16_clamp is False
+  assert layer_values(config.layer_precision, 6)[1] == {"float16_clamp": True}
+
+
+def test_both_names_are_one_key_twice(tmp_path):
+  path = tmp_path / "gemma4-tiny.yml"
+  text = load_config("gemma4-tiny").to_yaml()
+  path.write_text(text.replace("  float16_clamp: true", "  float16_clamp: true\n  float16_rescue: true"))
+  with pytest.raises(UserError, match="duplicate key 'float16_clamp'"):
+    load_config(path)
+
+
+def test_a_stored_configuration():
+  stored = {"precision": {"float16_rescue": False, "dtype": "float16"}, "model": {"emb_dim": 8}}
+  assert former_names.renamed(stored) == {
+    "precision": {"float16_clamp": False, "dtype": "float16"}, "model": {"emb_dim": 8}
+  }  # fmt: skip
+
+
+def test_a_manifest_with_the_former_name(tmp_path):
+  config = {"precision": {"float16_rescue": False}}
+  written = manifest.Manifest(step=1, finite=True, config=config, extra={}, leaves={}, files={}, versions={})
+  manifest.write(tmp_path, written)
+  assert manifest.read(tmp_path).config == {"precision": {"float16_clamp": False}}
+
+
+def test_the_search_for_keys_says_the_present_name():
+  assert any("float16_clamp" in line for line in list_keys("float16_rescue").elsewhere)
