@@ -49,5 +49,5 @@ def test_what_a_policy_keeps_lies_where_offload_says(policy):
 
 
 def test_nothing_is_offloaded_of_what_no_policy_names():
-  with pytest.raises(ValueError, match="remat_offload=all .*remat_policy=none"):
+  with pytest.raises(ValueError, match=r"remat_offload=all .*remat_policy=none"):
     remat(layer, "none", isolated=True, offload="all")
