@@ -87,7 +87,7 @@ def test_a_model_of_the_hub_that_is_not_here_is_told_how_to_get():
 
 def test_a_configuration_is_no_checkpoint():
   for call in (maxtext_like.load, maxtext_like.risk, lambda name: maxtext_like.bisect(checkpoint=name)):
-    with pytest.raises(UserError, match=r"qwen3-tiny: the name of a configuration, which has no weights\n  fix: "):
+    with pytest.raises(UserError, match=r"qwen3-tiny: this is the name of a configuration, which has no weights\n  fix: "):
       call("qwen3-tiny")
 
 
@@ -146,7 +146,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
   # model_type is the whole family's; whoever named the directory knew more.
   assert maxtext_like.load(imported).config.model.model_name == "qwen-of-mine"
   assert maxtext_like.load_config(imported.directory / "model.yml").config.model.model_name == "qwen-of-mine"
-  with pytest.raises(UserError, match=r"has neither tokenizer.json .*\n  fix: tokenizer="):
+  with pytest.raises(UserError, match=r"has neither tokenizer.json .*\n  fix: pass tokenizer="):
     maxtext_like.generate(exported, "a")
   told = maxtext_like.generate(exported, "a", max_tokens=2, temperature=0, tokenizer="bytes", dtype="float32")
   assert len(told.answers[0].tokens) == 2
@@ -199,7 +199,7 @@ def test_what_takes_no_lines_is_told():
 
 @pytest.mark.parametrize("wrong", [{"steps": 2}, ["steps=2"], 5])
 def test_what_is_no_override_is_told(wrong: Any):
-  with pytest.raises(UserError, match=r"neither a text nor a path\n  fix: keys as keywords"):
+  with pytest.raises(UserError, match=r"neither a text nor a path\n  fix: pass steps=20"):
     maxtext_like.load_config("qwen3-tiny", wrong)
 
 
