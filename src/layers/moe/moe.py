@@ -320,7 +320,8 @@ class Experts:
 
   def _gated(self, p, rows, multiply):
     """Return down(act(gate(rows)) * up(rows)), with ``multiply`` for the three products."""
-    gate, up = (multiply(rows, p[name]).astype(self.precision.gate_dtype) for name in ("gate", "up"))
+    gate, up = multiply(rows, p["gate"]), multiply(rows, p["up"])
+    gate, up = (x.astype(self.precision.gate_dtype) for x in (gate, up))
     down = lambda hidden: multiply(self.precision.cast(hidden), p["down"])
     return gated(self.precision, self.cfg.activation, gate, up, down)
 
