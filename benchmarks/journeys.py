@@ -173,7 +173,7 @@ class KeyTracer(Tracer):
       owner.__dict__[KEY] = value
 
     owners = (PrecisionConfig, Precision)
-    defaults = [owner.__dict__[KEY] for owner in owners]
+    defaults = [owner.__dict__.get(KEY) for owner in owners]  # None: the class has no default
     for owner in owners:
       type.__setattr__(owner, KEY, property(read, write))
     try:
@@ -181,7 +181,7 @@ class KeyTracer(Tracer):
         yield
     finally:
       for owner, default in zip(owners, defaults, strict=True):
-        type.__setattr__(owner, KEY, default)
+        type.__delattr__(owner, KEY) if default is None else type.__setattr__(owner, KEY, default)
 
 
 def trace() -> list[Journey]:
