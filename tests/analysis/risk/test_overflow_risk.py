@@ -204,7 +204,7 @@ def test_weights_that_are_not_finite_are_named():
     values = read(path, index)
     return values * np.nan if path[-1] == "up" else values
 
-  with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.up holds numbers that are not finite"):
+  with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.up contains numbers that are not finite"):
     measure(model, decoder, poisoned, 1000)
 
 
