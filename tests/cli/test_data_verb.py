@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import maxtext_like
-from maxtext_like.api import train
+from maxtext_like.api import sft
 from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.errors import UserError
@@ -132,7 +132,7 @@ def test_sft_looks_into_folders_and_overlays_for_the_kind_of_files(there, tmp_pa
   (tmp_path / "d" / there).parent.mkdir(parents=True)
   (tmp_path / "d" / there).touch()
   taken = []
-  monkeypatch.setattr(train, "train", lambda loaded, **_: taken.append(loaded.config.data.dataset))
+  monkeypatch.setattr(sft, "train", lambda loaded, **_: taken.append(loaded.config.data.dataset))
   overlay = tmp_path / "over.yml"
   overlay.write_text(f"data:\n  dataset_path: {tmp_path}/d\n")
   for words in ([f"dataset_path={tmp_path}/d"], [str(overlay)], [f"dataset_path={tmp_path}/d/**/*"]):
@@ -150,7 +150,7 @@ def test_sft_takes_no_kind_of_several_in_a_folder(tmp_path, capsys):
 def test_sft_needs_nothing_of_the_file_that_words_give(tmp_path, monkeypatch, capsys):
   """As ``train`` does: base.yml has no model, and this one too few positions for the default length."""
   taken = []
-  monkeypatch.setattr(train, "train", lambda loaded, **_: taken.append(loaded.config))
+  monkeypatch.setattr(sft, "train", lambda loaded, **_: taken.append(loaded.config))
   (tmp_path / "a.jsonl").touch()
   words = [f"dataset_path={tmp_path}/a.jsonl", "max_target_length=64"]
   assert main(["sft", str(configs_folder() / "base.yml"), "model_name=gemma3-tiny", *words]) == 0
@@ -180,7 +180,7 @@ def test_data_takes_the_words_of_sft(chats, capsys):
 )
 def test_sft_is_train_on_conversations(words, expected, monkeypatch):
   taken = []
-  monkeypatch.setattr(train, "train", lambda loaded, **_: taken.append(loaded.config))
+  monkeypatch.setattr(sft, "train", lambda loaded, **_: taken.append(loaded.config))
   assert main(["sft", "gemma3-tiny", *words, "train_on=last"]) == 0
   assert (taken[0].data.data_format, taken[0].data.dataset) == expected
   assert taken[0].data.train_on == "last"
