@@ -125,7 +125,7 @@ def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) ->
   return adapter, found.state["params"][ADAPTER]
 
 
-def drawn_with(config: dict[str, Any]) -> Scheme:
+def stored_init_scheme(config: dict[str, Any]) -> Scheme:
   """Returns the ``init_scheme`` of a stored configuration. Versions without the key used MaxText's initial values."""
   return config.get("training", {}).get("init_scheme", "maxtext")
 
@@ -184,7 +184,7 @@ def read_merged(
   config = dataclasses.replace(model.config, checkpoint=dataclasses.replace(model.config.checkpoint, allow_dtype_change=True))
   below = with_base(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
   base = Base.from_json(stored.extra[EXTRA])
-  params, found = read_base(below, base.source, base.seed, drawn_with(stored.config), read_weights)
+  params, found = read_base(below, base.source, base.seed, stored_init_scheme(stored.config), read_weights)
   same_form = model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype")
   base.require(found, step, same_form=same_form)
   return merged(params, step, stored, below, dtype)

@@ -54,7 +54,7 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   # Compare the fingerprint of the weights, and name the keys that may have changed it.
   base = adapter_step.Base.from_json(restored.extra[adapter_step.EXTRA])
   drawn = base.source is None and found.source is None
-  scheme = {"init_scheme": adapter_step.drawn_with(restored.config)}
+  scheme = {"init_scheme": adapter_step.stored_init_scheme(restored.config)}
   saved = restored.config | {"training": restored.config.get("training", {}) | scheme}
   changed = compatibility.changes_of(saved, compatibility.record(c), _OF_BASE + _OF_DRAWN_BASE * drawn)
   base.require(found, restored.directory, changed=changed)
@@ -71,7 +71,7 @@ def trained_params(program: TrainProgram, step: Path | Place, stored: manifest.M
   """
   _require_same_sizes(program, stored.config, step)
   base = adapter_step.Base.from_json(stored.extra[adapter_step.EXTRA])
-  scheme = adapter_step.drawn_with(stored.config)
+  scheme = adapter_step.stored_init_scheme(stored.config)
   weights, found = adapter_step.read_base(program.model, base.source, base.seed, scheme, read_weights)
   base.require(found, step, same_form=False)
   return {**weights, ADAPTER: adapter_step.read_adapter(step, stored, program.model)[1]}
