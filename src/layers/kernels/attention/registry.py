@@ -158,7 +158,9 @@ def choose(choice: Choice, case: Case, without: Sequence[Name] = ()) -> Attentio
   """
   if choice in ("auto", "dot_product"):
     # Choose the first kernel that supports the case. Slow fused kernels come after fast ones, and plain XLA last.
-    names = [name for name in NAMES if case.platform in PLATFORMS.get(name, (case.platform,))] if choice == "auto" else PLAIN
+    names: Sequence[Name] = (
+      [name for name in NAMES if case.platform in PLATFORMS.get(name, (case.platform,))] if choice == "auto" else PLAIN
+    )
     able = [found for found in (kernel(name) for name in names if name not in without) if not found.refuses(case)]
     return min(able, key=lambda found: (not found.fused, found.slow(case)))
   asked = kernel(choice)

@@ -116,7 +116,7 @@ def choose(choice: Choice, *cases: Case, without: tuple[Name, ...] = ()) -> Grou
   if choice == "auto":
     # Prefer kernels that do not multiply more rows than needed; otherwise take the first that supports all cases.
     runs = lambda name: all(PLATFORMS.get(name, case.platform) == case.platform for case in cases)
-    names = [name for name in NAMES if name not in without and runs(name)]
+    names: list[Name] = [name for name in NAMES if name not in without and runs(name)]
     able = [found for found in map(kernel, names) if not any(map(found.reasons, cases))]
     return next((found for found in able if all(map(found.chosen, cases))), able[0])
   # A kernel chosen by name must support every case. List each reason once.
