@@ -1,13 +1,15 @@
 """Writes the arrays of a run's checkpoints with orbax, or with ``zarr_arrays`` for s3://."""
 
+import functools
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from maxtext_like.abandoned_threads import leave_behind
 from maxtext_like.checkpoint.store import restore, zarr_arrays
-from maxtext_like.checkpoint.store.pending_save import hide_calls_into_closed_loops, told_by_us
 from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place
 
@@ -57,7 +59,7 @@ class ArrayWriter:
         use_zarr3=True, use_compression=False, multiprocessing_options=options, enable_pinned_host_transfer=pinned
       )
       self._inner = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
-      logging.getLogger("absl").addFilter(told_by_us)
+      logging.getLogger("absl").addFilter(drop_reported)
       hide_calls_into_closed_loops()
     self._inner.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.copied(flat)))
 
@@ -79,3 +81,41 @@ class ArrayWriter:
     if self._inner is not None:
       self._inner.close()
       self._inner = None
+
+
+_REPORTED = (
+  "Handler Commit operations or",
+  "_SignalingThread.run() raised",
+  "Failed to write metadata=",
+  "Failed to update metadata=",
+)
+
+
+def drop_reported(entry: logging.LogRecord) -> bool:
+  """Logging filter that drops orbax's tracebacks of a failed asynchronous save; the manager reports the failure in one line."""
+  return not any(part in str(entry.msg) for part in _REPORTED)
+
+
+@functools.cache
+def hide_calls_into_closed_loops() -> None:
+  """Installs ``without_calls_into_closed_loops`` as ``sys.unraisablehook``, once per process."""
+  sys.unraisablehook = without_calls_into_closed_loops(sys.unraisablehook)
+
+
+def without_calls_into_closed_loops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+  """Returns an unraisable-exception hook that drops TensorStore's errors after a failed save.
+
+  When one array cannot be written, orbax closes its event loop while TensorStore still writes the others. Each finished write
+  then calls the closed loop, and Python prints a traceback for each. The failed save has already been reported in one line.
+
+  Args:
+    hook: called with every other exception.
+  """
+
+  def filtered(unraisable: Any) -> None:
+    error, trace = unraisable.exc_value, unraisable.exc_traceback
+    from_native_code = trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
+    if not (from_native_code and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+      hook(unraisable)
+
+  return filtered

@@ -21,35 +21,43 @@ of in between, so that all processes decide alike.
 
 import atexit
 import contextlib
-import errno
+import dataclasses
 import logging
 import os
 import secrets
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint import compatibility
-from maxtext_like.checkpoint.store import manifest, restore, sidecar_files, tree
-from maxtext_like.checkpoint.store.array_writer import ArrayWriter
-from maxtext_like.checkpoint.store.best_steps import name_best, named_best
+from maxtext_like.checkpoint.store import manifest, restore, tree
 from maxtext_like.checkpoint.store.disk_space import free_bytes, megabytes, require_room
 from maxtext_like.checkpoint.store.mirror import Mirror
-from maxtext_like.checkpoint.store.pending_save import PendingSave, Statistics, reason
+from maxtext_like.checkpoint.store.step_writer import PendingSave, StepWriter, Watch, reason
 from maxtext_like.checkpoint.store.steps import StepDirectories
-from maxtext_like.checkpoint.store.valid_step import newest_valid
 from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.sharding import processes
 from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class Statistics:
+  """Number, outcome and cost of the saves of a run. Times are wall-clock seconds."""
+
+  saved: int = 0
+  skipped_busy: int = 0
+  refused_nonfinite: int = 0
+  failures: int = 0
+  blocked_seconds: float = 0.0
+  write_seconds: float = 0.0
+  hash_seconds: float = 0.0
 
 
 class CheckpointManager:
@@ -93,7 +101,7 @@ class CheckpointManager:
     tokenizer: dict[str, bytes] | None = None,
     fence: Fence = contextlib.nullcontext,
     saved: Callable[[int], None] = lambda step: None,
-    watch: Callable[[str, str], AbstractContextManager[None]] = lambda kind, what: contextlib.nullcontext(),
+    watch: Watch = lambda kind, what: contextlib.nullcontext(),
     mirror: Mirror | None = None,
     mirror_seconds: float = 60.0,
     peers_seconds: float = 3600.0,
@@ -106,7 +114,7 @@ class CheckpointManager:
     self._alone, self._peers_seconds = processes.count() == 1, peers_seconds
     token = processes.from_primary(lambda: secrets.token_hex(4), peers_seconds)
     self._steps = open_steps(self.directory, fence, token)
-    self._fence, self._saved, self._watch = fence, saved, watch
+    self._saved, self._watch = saved, watch
     self.config = compatibility.record({} if config is None else config)
     self.statistics = Statistics()
     self._interval = interval
@@ -116,11 +124,13 @@ class CheckpointManager:
     self._backoff_seconds = backoff_seconds
     self._patience_seconds = patience_seconds
     self._tokenizer = tokenizer or {}
+    self._writer = StepWriter(
+      self._steps, fence=fence, tokenizer=self._tokenizer, complete=self._note_complete, watch=watch, mirror=mirror,
+      max_to_keep=max_to_keep, peers_seconds=peers_seconds,
+    )  # fmt: skip
     self._consecutive_failures = 0
     self._retry_at: float | None = None
     self._pending: PendingSave | None = None
-    self._arrays = ArrayWriter(peers_seconds)
-    self._saves = 0
     self._mirror, self._mirror_seconds = mirror, mirror_seconds
     self._newest_known: int | None = None
     self._run = processes.from_primary(self._open, peers_seconds)
@@ -266,21 +276,9 @@ class CheckpointManager:
       versions=manifest.versions(),
       run=self._run,
     )
-    pending = PendingSave(step, tree.total_bytes(flat) + sum(map(len, self._tokenizer.values())), best=best)
-    pending.thread = threading.Thread(target=self._finish, args=(pending, record, begin), name=f"checkpoint-{step}")
-    self._pending = pending
-    self._saves += 1
-    self._arrays.begin()
-    try:
-      with self._watch("save", f"the save of step {step}"):
-        if problem := processes.from_primary(lambda: self._make_room(step, pending.needed_bytes), self._peers_seconds):
-          raise OSError(*problem)
-        path = self._steps.saving(step, self._saves) / manifest.STATE_NAME
-        self._with_others(pending, lambda: self._arrays.save(path, flat, self._saves))
-    except Exception as error:  # orbax raises bare Exceptions; poll logs and counts them, and raises after the last attempt
-      pending.error = error
-    else:
-      pending.thread.start()
+    needed_bytes = tree.total_bytes(flat) + sum(map(len, self._tokenizer.values()))
+    pending = self._pending = PendingSave(step, needed_bytes, best=best)
+    self._writer.start(pending, record, flat, begin)
     self.statistics.blocked_seconds += time.monotonic() - begin
     if not self._asynchronous:
       self._join()
@@ -297,71 +295,7 @@ class CheckpointManager:
   def _kept(self) -> int | None:
     return self._newest_known if isinstance(self.directory, Place) else self.latest_complete()
 
-  def _make_room(self, step: int, needed_bytes: int) -> tuple[int, str] | None:
-    """Creates the directory of a save. Returns (errno, reason) if that fails, else None."""
-    free = free_bytes(self.directory)
-    if free is not None and free < needed_bytes:  # a full disk would also break the other files of the run
-      return errno.ENOSPC, "not started: not enough free disk space"
-    try:
-      self._steps.prepare(step, self._saves)
-    except OSError as error:
-      return error.errno or errno.EIO, error.strerror or str(error)
-    return None
-
-  def _finish(self, pending: PendingSave, record: manifest.Manifest, begin: float) -> None:
-    """Body of the thread of a save. Afterwards the step is complete and renamed, or ``pending.error`` holds the reason."""
-    turn = f"save-{self._saves}"
-    try:
-      with self._watch("save", f"the save of step {pending.step}"):
-        # Every process waits for its own shards. Then process 0 completes the step, and all processes confirm it.
-        self._with_others(pending, self._arrays.wait_until_finished)
-        written = time.monotonic()
-        if processes.primary():
-          self._with_others(pending, lambda: self._complete(pending.step, record), alone=True)
-        said = processes.everyone("", self._peers_seconds, turn)
-        if wrong := [f"{processes.name_of(i)}: {why}" for i, why in enumerate(said) if why]:
-          raise RetryableError("; ".join(wrong))
-        pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
-    except BaseException as error:
-      pending.error = error
-      return
-    if not processes.primary():
-      return
-    try:
-      # The step is complete. Record the best step, start the copy to the mirror and remove old steps.
-      with self._watch("save", "the removal of old checkpoints"):
-        spare = set() if pending.best is None else {pending.best[0]}
-        try:
-          if pending.best is not None and named_best(self.directory) != pending.best[0] and self._steps.has(pending.best[0]):
-            name_best(self.directory, *pending.best, self._fence)
-        finally:  # the mirror reads which step is recorded as the best
-          if self._mirror is not None and isinstance(self._steps, StepDirectories):
-            self._mirror.offer(self._steps.path(pending.step))
-            spare |= self._mirror.needed
-        self._steps.drop_old(self._max_to_keep, spare)
-    except OSError as error:  # the new step is complete; leftovers of an old one are removed at the next start
-      _log.warning("%s: cannot remove old checkpoints: %s", self.directory, error)
-
-  def _with_others(self, pending: PendingSave, do: Callable[[], None], *, alone: bool = False) -> None:
-    """Runs a part of a save that may fail. If it fails in one process, every process logs the error and raises.
-
-    Args:
-      pending: the save.
-      do: the part of the save.
-      alone: True if ``do`` does not wait for the other processes.
-    """
-    try:
-      do() if alone else processes.together(do, f"failed-save-{self._saves}")
-    except Exception as error:
-      if not self._alone:
-        _log.error("checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), reason(error))
-      processes.everyone(reason(error), self._peers_seconds, f"save-{self._saves}")
-      raise
-
-  def _complete(self, step: int, record: manifest.Manifest) -> None:
-    """Completes a step whose arrays are written: adds the tokenizer, hashes and manifest, and renames it."""
-    sidecar_files.write(self._steps.saving(step, self._saves), self._tokenizer)
-    self._steps.publish(step, self._saves, record)
+  def _note_complete(self, step: int) -> None:
     self._newest_known = step
     self._saved(step)
 
@@ -405,9 +339,7 @@ class CheckpointManager:
     delay = self._backoff_seconds * 2 ** (self._consecutive_failures - 1)
     self._retry_at = time.monotonic() + delay
     free = free_bytes(self.directory)  # measured before the partial step is removed
-    if processes.primary():  # no barrier: process 0 also creates the directory again when the save is retried
-      self._steps.discard(pending.step, self._saves)
-    self._arrays.give_up()
+    self._writer.discard(pending.step)
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} free"
     last = self._consecutive_failures >= self._attempts
     kept = self._kept()
@@ -483,7 +415,7 @@ class CheckpointManager:
 
   def _shut(self) -> None:
     atexit.unregister(self._at_exit)
-    self._arrays.close()
+    self._writer.close()
     if self._mirror is not None:
       self._mirror.close(self._mirror_seconds)
 
@@ -517,7 +449,9 @@ class CheckpointManager:
     """
     wanted = tree.flatten(like)
     same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change, "resumes": True}
-    choose = lambda: newest_valid(self._steps, lambda p, m: restore.check(p, m, wanted, **same), self._copied_back, step)
+    choose = lambda: restore.newest_valid(
+      self._steps, lambda p, m: restore.check(p, m, wanted, **same), self._copied_back, step
+    )
     try:
       number = processes.from_primary(choose, self._peers_seconds)
       if number is None:

@@ -6,7 +6,7 @@ import threading
 
 import tensorstore
 
-from maxtext_like.checkpoint.store.pending_save import without_calls_into_closed_loops
+from maxtext_like.checkpoint.store.array_writer import without_calls_into_closed_loops
 
 
 def test_calls_of_tensorstore_into_a_closed_loop_are_not_printed(monkeypatch):
