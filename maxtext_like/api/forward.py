@@ -129,7 +129,7 @@ class StepWeights:
 
 def _open_hugging_face(place: Path, given: list[str], arrays: "Mapping[str, np.ndarray]") -> "tuple[Loaded, Weights]":
   from maxtext_like.checkpoint.huggingface.config import read_config
-  from maxtext_like.checkpoint.huggingface.inputs_vision import has_images
+  from maxtext_like.checkpoint.huggingface.inputs import has_images
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 
   shape = arrays["input_ids"].shape if "input_ids" in arrays else ()

@@ -49,7 +49,7 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.export import read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
-  from maxtext_like.checkpoint.huggingface.new_directory import new_directory
+  from maxtext_like.checkpoint.huggingface.writer import new_directory
   from maxtext_like.checkpoint.huggingface.weights import Weights
   from maxtext_like.checkpoint.store import sidecar_files
   from maxtext_like.checkpoint.store.manager import CheckpointManager
@@ -92,7 +92,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
   from maxtext_like.checkpoint.adapters.init_adapter import factors, peft_settings
   from maxtext_like.checkpoint.huggingface import peft
-  from maxtext_like.checkpoint.huggingface.new_directory import new_directory
+  from maxtext_like.checkpoint.huggingface.writer import new_directory
   from maxtext_like.checkpoint.store import sidecar_files
   from maxtext_like.checkpoint.store.manager import CheckpointManager
   from maxtext_like.config import hub

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.api.forward import open_weights
-from maxtext_like.checkpoint.huggingface.inputs import make_batch
-from maxtext_like.checkpoint.huggingface.inputs_vision import IMAGE_INPUTS
+from maxtext_like.checkpoint.huggingface.inputs import IMAGE_INPUTS, make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.layers.context import Step
 from maxtext_like.layers.decoder import Decoder

@@ -11,11 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from maxtext_like.checkpoint.huggingface.config import export_config, read_config
-from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES
 from maxtext_like.checkpoint.huggingface.tensors import Tensor, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import HEAD
-from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.checkpoint.huggingface.writer import Source, new_directory, write
 from maxtext_like.checkpoint.store import sidecar_files
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionConfig

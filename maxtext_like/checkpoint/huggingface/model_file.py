@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
-from maxtext_like.checkpoint.huggingface.names import in_config_json
+from maxtext_like.checkpoint.huggingface.family import in_config_json
 from maxtext_like.config import hub
 from maxtext_like.config.load import Loaded, load_config
 from maxtext_like.config.yaml_file import to_text

@@ -2,7 +2,7 @@
 
 Every adapted linear map has two tensors, ``base_model.model.<module>.lora_A.weight`` [R, in] and ``...lora_B.weight`` [out, R].
 Its weight is changed by ``lora_alpha / r`` (with rsLoRA ``/ sqrt(r)``) times B A. With DoRA ``...lora_magnitude_vector`` [out]
-is the norm of each row of the sum. ``peft_places`` decides whether the settings name a map as a module or as a parameter.
+is the norm of each row of the sum. ``peft_targets`` decides whether the settings name a map as a module or as a parameter.
 ``peft_experts`` handles experts, which are arrays of a module instead of linear maps. The tensors of ``modules_to_save`` are
 stored completely, under their names in the model: here the vision tower, its projector, the embedding and the head. If
 embedding and head are one array, peft trains them as one only with ``ensure_weight_tying``, otherwise as separate copies.
@@ -19,12 +19,11 @@ import numpy as np
 
 from maxtext_like.checkpoint.huggingface import peft_experts
 from maxtext_like.checkpoint.huggingface.export import write_json
-from maxtext_like.checkpoint.huggingface.new_directory import new_directory
 from maxtext_like.checkpoint.huggingface.peft_targets import LINEAR, name_in_transformers, places
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
-from maxtext_like.checkpoint.huggingface.writer import Source, write
+from maxtext_like.checkpoint.huggingface.writer import Source, new_directory, write
 from maxtext_like.config.adapter_keys import TABLES, AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder

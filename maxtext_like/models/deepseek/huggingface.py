@@ -6,9 +6,8 @@ Defaults are those of the transformers 5.23 classes. Files on the Hub leave out 
 from collections.abc import Mapping
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.family import STACKED_EXPERTS, HuggingFace, Rule, gated
+from maxtext_like.checkpoint.huggingface.family import COMMON, STACKED_EXPERTS, HuggingFace, Rule, gated
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
-from maxtext_like.checkpoint.huggingface.names import COMMON
 from maxtext_like.models.deepseek.config import Config
 
 

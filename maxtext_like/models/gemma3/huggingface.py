@@ -6,9 +6,8 @@ Defaults are those of the transformers 5.23 classes. Files on the Hub leave out 
 import re
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.family import GROUPED_ATTENTION, HuggingFace, Rule, Tower, gated
+from maxtext_like.checkpoint.huggingface.family import COMMON, GROUPED_ATTENTION, HuggingFace, Rule, Tower, gated
 from maxtext_like.checkpoint.huggingface.fields import REFUSED, Fields, rope_type
-from maxtext_like.checkpoint.huggingface.names import COMMON
 from maxtext_like.models.gemma3.config import Config, GemmaConfig, Vision
 
 KINDS = {"sliding_attention": "sliding", "full_attention": "global"}

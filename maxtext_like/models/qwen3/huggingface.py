@@ -5,9 +5,8 @@ Defaults are those of the transformers 5.23 classes. Files on the Hub leave out 
 
 from typing import Any
 
-from maxtext_like.checkpoint.huggingface.family import GROUPED_ATTENTION, STACKED_EXPERTS, HuggingFace, Rule, gated
+from maxtext_like.checkpoint.huggingface.family import COMMON, GROUPED_ATTENTION, STACKED_EXPERTS, HuggingFace, Rule, gated
 from maxtext_like.checkpoint.huggingface.fields import Fields, rope_type
-from maxtext_like.checkpoint.huggingface.names import COMMON
 from maxtext_like.models.qwen3.config import Config
 
 

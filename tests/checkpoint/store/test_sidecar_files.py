@@ -3,7 +3,7 @@
 import fsspec
 import pytest
 
-from maxtext_like.checkpoint.huggingface.new_directory import new_directory
+from maxtext_like.checkpoint.huggingface.writer import new_directory
 from maxtext_like.checkpoint.store import sidecar_files
 from maxtext_like.storage import Place
 

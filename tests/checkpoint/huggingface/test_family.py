@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from maxtext_like.checkpoint.huggingface.config import interpret
+from maxtext_like.checkpoint.huggingface.family import in_config_json
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.checkpoint.huggingface.names import in_config_json
 from maxtext_like.config.schema import LEAVES
 from maxtext_like.errors import UserError
 from maxtext_like.models.registry import FAMILIES
