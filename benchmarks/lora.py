@@ -95,7 +95,7 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
   """
   from peer import ask, write_config
 
-  from maxtext_like.checkpoint.huggingface.peft import places
+  from maxtext_like.checkpoint.huggingface.peft_targets import find_targets
   from maxtext_like.config.load import load_config
   from maxtext_like.sharding.mesh import abstract_mesh
   from maxtext_like.training.step.program import make_program
@@ -106,7 +106,7 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
   # On no device: this process would take its memory from those that measure.
   program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
   assert program.adapter is not None, "lora_rank is among WORDS"
-  found = places(program.adapter, program.model.decoder, config.model.decoder_block, nested=False)
+  found = find_targets(program.adapter, program.model.decoder, config.model.decoder_block, nested=False)
   given = {
     "shape": [round(config.training.per_device_batch_size), config.training.max_target_length],
     "form": form, "rank": config.adapter.lora_rank, "alpha": config.adapter.alpha, "steps": steps,

@@ -10,7 +10,7 @@ _threads: list[threading.Thread] = []
 _calling_back = False
 
 
-def leave_behind(threads: Iterable[threading.Thread], *, calls_back: bool = False) -> None:
+def abandon(threads: Iterable[threading.Thread], *, calls_back: bool = False) -> None:
   """Registers threads whose results are no longer needed.
 
   Args:

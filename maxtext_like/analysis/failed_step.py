@@ -142,7 +142,7 @@ def keep(program: TrainProgram, directory: Path | Place, step: int, state: State
 
 
 def _write_arrays(place: Path | Place, flat: dict[str, Any], seconds: float) -> None:
-  if isinstance(place, Place) and zarr_arrays.are_for(place):
+  if isinstance(place, Place) and zarr_arrays.uses_zarr(place):
     writer = zarr_arrays.Writer(seconds)
     writer.save(place, flat)
     writer.wait_until_finished()

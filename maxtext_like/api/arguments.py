@@ -102,9 +102,9 @@ def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:
   found = place_or_url(given, what)
   if isinstance(found, Path):
     return found
-  from maxtext_like.checkpoint.weight_sources import on_this_machine
+  from maxtext_like.checkpoint.weight_sources import local_directory
 
-  return on_this_machine(str(found))
+  return local_directory(str(found))
 
 
 def place_or_url(given: "str | os.PathLike[str] | Saved", what: str) -> Path | Place:

@@ -99,13 +99,13 @@ def _configuration_of(checkpoint: "Path | Place | None", overrides: Sequence[str
     UserError: the directory has no config.json.
   """
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-  from maxtext_like.checkpoint.weight_sources import hugging_face_here, is_hugging_face
+  from maxtext_like.checkpoint.weight_sources import is_hugging_face, local_hugging_face
 
   if checkpoint is None or not is_hugging_face(checkpoint):
     besides = f": {checkpoint} has no config.json" if checkpoint else ""
     raise UserError(f"bisect needs a configuration{besides}\n  fix: name a model, as gemma4-tiny, or a Hugging Face checkpoint")
   own = [f"per_device_batch_size={ROWS}", "dataset=synthetic"]
-  return load_checkpoint_config(hugging_face_here(checkpoint), [*own, *overrides], length=LENGTH)[1]
+  return load_checkpoint_config(local_hugging_face(checkpoint), [*own, *overrides], length=LENGTH)[1]
 
 
 def _prepare(
@@ -135,7 +135,7 @@ def _prepare(
   from maxtext_like.training.run.batches import first_batch
   from maxtext_like.training.step.initial_state import trained_params, with_given_adapter
 
-  if (place := launchers.place()) is not None:
+  if (place := launchers.position()) is not None:
     raise UserError(
       f"bisect runs in one process, but {place.launcher} started several\n"
       "  fix: run it on one host without the launcher; num_decoder_layers=... makes the model small enough"

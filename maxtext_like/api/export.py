@@ -225,7 +225,7 @@ def _origin(step: Path, stored: Any) -> "Origin":
   from maxtext_like.checkpoint.store import manifest, sidecar_files
 
   origin = _beginning(step, stored)
-  own = sidecar_files.beside(manifest.home(step, stored) / sidecar_files.FOLDER)
+  own = sidecar_files.find(manifest.home(step, stored) / sidecar_files.FOLDER)
   if not any(file.name.startswith("tokenizer.") for file in own):
     return origin
   names = {file.name for file in own}
@@ -237,20 +237,20 @@ def _beginning(step: Any, stored: Any) -> "Origin":
   """Return the origin of the first checkpoint in the chain of ``init_from``."""
   from maxtext_like.checkpoint.huggingface.export import Origin, read_origin
   from maxtext_like.checkpoint.store import manifest
-  from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face, located
+  from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, local_hugging_face, located
 
   seen: set[Any] = set()
   while step not in seen:
     seen.add(step)
     for home in (step.parent.parent, step.parent):
       if is_hugging_face(home / HUGGING_FACE):
-        return read_origin(hugging_face_here(home / HUGGING_FACE, weights=False))
+        return read_origin(local_hugging_face(home / HUGGING_FACE, weights=False))
     beginning = stored.config.get("checkpoint", {}).get("init_from")
     if not beginning:
       break
     directory = located(beginning)
     if is_hugging_face(directory):
-      return read_origin(hugging_face_here(directory, weights=False))
+      return read_origin(local_hugging_face(directory, weights=False))
     earlier = find_step(directory)
     if earlier is None:
       break

@@ -49,8 +49,8 @@ def import_checkpoint(source: str | Path | Saved, out: str | Path, *overrides: s
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.export import read_origin
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config, model_file
-  from maxtext_like.checkpoint.huggingface.writer import new_directory
   from maxtext_like.checkpoint.huggingface.weights import Weights
+  from maxtext_like.checkpoint.huggingface.writer import new_directory
   from maxtext_like.checkpoint.store import sidecar_files
   from maxtext_like.checkpoint.store.manager import CheckpointManager
   from maxtext_like.layers.param import shardings

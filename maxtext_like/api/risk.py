@@ -127,11 +127,11 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     read_part, notes = weights.part, [*loaded.notes, *weights.notes]
     if loaded.config.adapter.base_weights:
       from maxtext_like.checkpoint.adapters.adapted_weights import with_base
-      from maxtext_like.checkpoint.effective_weights import WeightsAtWork
+      from maxtext_like.checkpoint.effective_weights import EffectiveWeights
       from maxtext_like.models.model import make_model
 
       model = with_base(make_model(loaded.config, runs_attention=False), loaded.config.adapter)
-      read_part = WeightsAtWork(read_part, model.base)
+      read_part = EffectiveWeights(read_part, model.base)
     return loaded.config.model, weights.decoder, read_part, notes
   from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
   from maxtext_like.checkpoint.store.manifest import DamageError, read
@@ -166,9 +166,9 @@ def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
 
   from maxtext_like.checkpoint.adapters.adapted_weights import with_base
   from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base, read_adapter
-  from maxtext_like.checkpoint.effective_weights import WeightsAtWork
+  from maxtext_like.checkpoint.effective_weights import EffectiveWeights
   from maxtext_like.checkpoint.huggingface.tensors import flatten
-  from maxtext_like.checkpoint.weight_sources import on_this_machine
+  from maxtext_like.checkpoint.weight_sources import local_directory
   from maxtext_like.models.model import make_model
 
   model = make_model(config, runs_attention=False)
@@ -177,9 +177,9 @@ def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
     drawn = dict(flatten(model.lower_init().compile()(np.uint32(below.seed % 2**32))))
     read = lambda path, index: np.asarray(drawn[path][index], np.float32)
   else:
-    *_, read, _ = open_checkpoint(on_this_machine(below.source), [])
+    *_, read, _ = open_checkpoint(local_directory(below.source), [])
   adapter, factors = read_adapter(step, stored, model)
-  return WeightsAtWork(read, with_base(model, config.adapter).base, adapter, factors)
+  return EffectiveWeights(read, with_base(model, config.adapter).base, adapter, factors)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext_like.sharding.host_memory import lies_there
+from maxtext_like.sharding.host_memory import is_on_host
 
 Numbers = Callable[[tuple[int, ...]], int]
 """Returns the number of elements whose memory an array of this shape takes."""
@@ -26,7 +26,7 @@ def by_place(tree: Any) -> tuple[list[Any], list[Any]]:
   """Return the arrays of a tree of shapes in two lists: those on the device, and those in host memory."""
   found: tuple[list[Any], list[Any]] = ([], [])
   for x in jax.tree.leaves(tree):
-    found[lies_there(x)].append(x)
+    found[is_on_host(x)].append(x)
   return found
 
 

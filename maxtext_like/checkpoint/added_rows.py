@@ -17,7 +17,7 @@ from maxtext_like.checkpoint.adapters.adapted_weights import with_base
 from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.store import manifest
-from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, local_hugging_face
 from maxtext_like.config.load import unchecked_section
 from maxtext_like.models.model import Model, make_model
 from maxtext_like.sharding.mesh import use_mesh
@@ -56,7 +56,7 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
 def _stored_model(directory: Path | Place) -> dict[str, Any]:
   """Returns the ``model:`` section of a checkpoint; empty if it is damaged or missing."""
   if is_hugging_face(directory):
-    return read_config(hugging_face_here(directory, weights=False)).model
+    return read_config(local_hugging_face(directory, weights=False)).model
   if (step := find_step(directory)) is None:
     return {}
   try:

@@ -20,7 +20,7 @@ _MAPPINGS = frozenset({"adapter.lora_rank_pattern", "adapter.lora_alpha_pattern"
 GRADIENT_SHARES, LOSS_SCALE, MOMENTS = "gradient_shares", "loss_scale", "opt_state"
 # Optional parts of the state: they are initialized again if the checkpoint lacks them, and ignored if the run does not use
 # them.
-BEGUN_ANEW = frozenset({GRADIENT_SHARES, LOSS_SCALE})
+OPTIONAL_PARTS = frozenset({GRADIENT_SHARES, LOSS_SCALE})
 # Keys that determine how long a run trains.
 _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
@@ -66,7 +66,7 @@ def part_of(name: str) -> str:
   return name.split(".", 1)[0]
 
 
-def surely_same_arrays(saved: dict[str, Any], current: dict[str, Any]) -> bool:
+def arrays_unaffected(saved: dict[str, Any], current: dict[str, Any]) -> bool:
   """Returns True if no changed key can affect the arrays. Otherwise the arrays themselves have to be compared."""
   parts = [
     {name: values.get(name, {}) for name in ("model", "vision", "precision", "training", "adapter")}
@@ -136,8 +136,8 @@ def check_state(
     current: configuration of this run, by section; None skips the comparison of configurations. With its
       ``allow_model_change`` the mathematics of the model may differ.
     saved_leaves: shape and dtype of every stored leaf by name.
-    wanted_leaves: the same for this run's state. Either may lack the parts in ``BEGUN_ANEW``, and moments if other parameters
-      are trained.
+    wanted_leaves: the same for this run's state. Either may lack the parts in ``OPTIONAL_PARTS``, and moments if other
+      parameters are trained.
     allow_dtype_change: the key of that name; a float may then become another float.
     subset: the checkpoint may contain further leaves.
     resumes: True if the run resumes from this step; False if a new run starts with its weights.
@@ -177,8 +177,8 @@ def _listed(names: list[str]) -> str:
 def _leaf_complaints(
   saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]], *, subset: bool, spared: Collection[str]
 ) -> list[str]:
-  """Returns the differences between the leaves. Either may lack the parts in ``BEGUN_ANEW`` and in ``spared``."""
-  complaints, may_lack = [], {*BEGUN_ANEW, *spared}
+  """Returns the differences between the leaves. Either may lack the parts in ``OPTIONAL_PARTS`` and in ``spared``."""
+  complaints, may_lack = [], {*OPTIONAL_PARTS, *spared}
   if absent := [name for name in wanted if name not in saved and part_of(name) not in may_lack]:
     complaints.append(f"  arrays missing in the checkpoint:\n{_listed(absent)}")
   if not subset and (unknown := [name for name in saved if name not in wanted and part_of(name) not in may_lack]):

@@ -17,7 +17,7 @@ Index = tuple[int | slice, ...]
 Read = Callable[[Path, Index], np.ndarray]
 
 
-class WeightsAtWork:
+class EffectiveWeights:
   """Returns ``params[path][index]`` in float32, quantized and merged, on top of a reader of the stored weights."""
 
   def __init__(self, read: Read, base: QuantisedBase | None, adapter: Adapter | None = None, factors: Any = None):

@@ -19,10 +19,10 @@ from maxtext_like.checkpoint.quantised_rows import read_quantised
 from maxtext_like.checkpoint.store import manifest, restore
 from maxtext_like.checkpoint.store.partial_read import StoredArrays
 from maxtext_like.checkpoint.weight_sources import (
-  copied_step,
   find_step,
-  hugging_face_here,
   is_hugging_face,
+  local_hugging_face,
+  local_step,
   no_checkpoint,
   readable_step,
 )
@@ -59,7 +59,7 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
   if is_hugging_face(directory):
     places = jax.tree.map(lambda x: x.sharding, params)
     config = model.config
-    place = hugging_face_here(directory)
+    place = local_hugging_face(directory)
     comparison = compared_with_file(read_config(place), config.model, config.vision)
     lacking = _lacking(comparison, model, starts is not None)
     found = load_hugging_face(
@@ -78,7 +78,7 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
   if step is None:
     raise no_checkpoint(f"init_from: {directory}", directory)
   if model.base is not None and isinstance(step, Place):
-    step = copied_step(step)  # single layers are read from it
+    step = local_step(step)  # single layers are read from it
   step = readable_step(step)
   stored = _manifest(step)
   comparison = compared(stored.config, compatibility.record(model.config), subset=True)

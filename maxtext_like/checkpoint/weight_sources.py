@@ -12,7 +12,7 @@ from maxtext_like import local_copies
 from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint.store import manifest, sidecar_files
 from maxtext_like.checkpoint.store.best_steps import NAME as BEST
-from maxtext_like.checkpoint.store.best_steps import named_best
+from maxtext_like.checkpoint.store.best_steps import recorded_best
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.config import hub
@@ -65,7 +65,7 @@ def find_step(directory: manifest.AnyPath) -> manifest.AnyPath | None:
   if isinstance(directory, Place):
     found: Any = _find_in_store(directory)
     return found
-  if directory.name == BEST and (step := named_best(directory.parent)) is not None:
+  if directory.name == BEST and (step := recorded_best(directory.parent)) is not None:
     return directory.parent / str(step) if StepDirectories(directory.parent).has(step) else None
   if (directory / manifest.FILE_NAME).is_file():
     return directory
@@ -83,7 +83,7 @@ def _find_in_store(directory: Place) -> Place | None:
   if is_there(directory / manifest.FILE_NAME):
     return directory
   try:
-    if directory.name == BEST and (step := named_best(directory.parent)) is not None:
+    if directory.name == BEST and (step := recorded_best(directory.parent)) is not None:
       best = RemoteSteps(directory.parent)
       return best.path(step) if best.has(step) else None
     for place in (directory / "checkpoints", directory):
@@ -96,7 +96,7 @@ def _find_in_store(directory: Place) -> Place | None:
   return None
 
 
-def on_this_machine(text: str | Path) -> Path:
+def local_directory(text: str | Path) -> Path:
   """Returns the local directory for a user's input: a path, a model in the Hugging Face cache, or a copy of a URL.
 
   For a URL it copies the Hugging Face files, or the newest step of the run.
@@ -109,14 +109,14 @@ def on_this_machine(text: str | Path) -> Path:
   if isinstance(source, Path):
     return hub.find(str(text)) or source
   if is_hugging_face(source):
-    return hugging_face_here(source)
+    return local_hugging_face(source)
   step = find_step(source)
   if step is None:
     raise no_checkpoint(str(source), source)
-  return copied_step(step)
+  return local_step(step)
 
 
-def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
+def local_hugging_face(source: Path | Place, *, weights: bool = True) -> Path:
   """Returns a local copy of a Hugging Face directory, with or without its weights."""
   if isinstance(source, Path):
     return source
@@ -125,7 +125,7 @@ def hugging_face_here(source: Path | Place, *, weights: bool = True) -> Path:
   return local_copies.copy_folder(source, wanted, below=(sidecar_files.MORE_TEMPLATES,))
 
 
-def copied_step(step: Place) -> Path:
+def local_step(step: Place) -> Path:
   """Copies a complete step to this machine and returns its path."""
   try:
     stored = manifest.read(step)
@@ -142,7 +142,7 @@ def readable_step(step: Path | Place) -> Path | Place:
   """Returns a step from which arrays can be read: the place in gs:// or s3:// if a run wrote it there, else a local copy.
 
   Raises:
-    UserError, RetryableError: as ``copied_step``.
+    UserError, RetryableError: as ``local_step``.
   """
   if isinstance(step, Path):
     return step
@@ -153,7 +153,7 @@ def readable_step(step: Path | Place) -> Path | Place:
   except OSError as error:
     raise failed(error) from error
   # A step that was uploaded from a disk has hashes of its files, which can be checked only in a local copy.
-  return step if written_there and step.protocol in CONDITIONAL else copied_step(step)
+  return step if written_there and step.protocol in CONDITIONAL else local_step(step)
 
 
 def require_source(source: Path | Place, named: str = "init_from") -> None:

@@ -25,7 +25,7 @@ from maxtext_like.models.attention_kernels import KernelUse, plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.float8_products import require_units
 from maxtext_like.models.quantised_base import QuantisedBase
-from maxtext_like.sharding.divisibility import copied, require_even
+from maxtext_like.sharding.divisibility import copied_kv_heads, require_divisible
 from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -70,7 +70,7 @@ class Model:
   @property
   def copied_heads(self) -> str | None:
     """Describe the key-value heads that several devices compute; None if there are none."""
-    return copied(self.spec, self.decoder.cfg.rules, self.mesh)
+    return copied_kv_heads(self.spec, self.decoder.cfg.rules, self.mesh)
 
   @functools.cached_property
   def spec(self) -> Any:
@@ -212,7 +212,7 @@ def make_model(
     raise UserError(str(error)) from error
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, one_document=one_document))
   require_units(decoder, platform, capability)
-  require_even(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
+  require_divisible(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   # Choose and test the kernels of attention, experts and norms.
   kernels = ()
   if not runs_attention:

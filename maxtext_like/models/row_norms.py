@@ -261,7 +261,7 @@ def state_rows(opt_state: Tree, params: Tree) -> int:
 
 
 def _peak(x: jax.Array, over: Axes) -> jax.Array:
-  if host_memory.is_there(x):  # one row at a time: the complete array may not fit on the device
+  if host_memory.is_traced_on_host(x):  # one row at a time: the complete array may not fit on the device
     rows = jax.lax.map(lambda i: _peak(host_memory.row(x, i), None), jnp.arange(x.shape[0]))
     return jnp.max(rows) if over is None else rows
   return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x.astype(jnp.float32)), jnp.inf), axis=over, initial=0.0)

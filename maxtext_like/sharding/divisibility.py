@@ -18,12 +18,12 @@ from maxtext_like.layers.sharding_rules import GATHERED, Rules
 Axes = tuple[str, ...]
 
 
-def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
+def require_divisible(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
   """Refuses a mesh over which the dimensions of the model do not divide evenly.
 
   It refuses three cases: heads, hidden sizes, experts, vocabulary or positions that do not divide; an axis that splits both the
   sequences and their positions; tokens that are split over only some of the experts' axes. Key-value heads may be fewer than
-  the devices: they are copied (see ``copied``).
+  the devices: they are copied (see ``copied_kv_heads``).
 
   Args:
     spec: tree of declared parameters.
@@ -64,7 +64,7 @@ def require_even(spec: Any, length: int, rules: Rules, mesh: Mesh) -> None:
     raise UserError("\n".join(faults))
 
 
-def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, rules: Rules, mesh: Mesh) -> None:
+def require_unsplit_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, rules: Rules, mesh: Mesh) -> None:
   """Refuses a mesh on which a device would multiply by a part of a quantization block.
 
   Axes that split a weight only to save memory are allowed: the device gathers the rest before it multiplies.
@@ -96,7 +96,7 @@ def require_whole_blocks(weights: Mapping[tuple[str, ...], Param], form: Form, r
     )
 
 
-def copied(spec: Any, rules: Rules, mesh: Mesh) -> str | None:
+def copied_kv_heads(spec: Any, rules: Rules, mesh: Mesh) -> str | None:
   """Describes the key-value heads that several devices compute redundantly; None if there are none."""
   found = {
     f"{size} on {math.prod(mesh.shape[a] for a in axes)} devices ({' x '.join(axes)})"

@@ -21,7 +21,7 @@ _LAUNCHERS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPosition:
   """The position of this process among several.
 
   Attributes:
@@ -36,7 +36,7 @@ class Place:
   index: int | None = None
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def position(environment: Mapping[str, str] = os.environ) -> ProcessPosition | None:
   """Returns the position of this process, or None if it is the only one.
 
   Raises:
@@ -49,14 +49,14 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
       continue  # the number of tasks of the step takes precedence: srun -n 1 in a larger job is one process
     if environment.get(rank) and _more_than_one(environment.get(number, "")):
       if known:
-        return Place(launcher)
+        return ProcessPosition(launcher)
       how = "start the tasks with srun" if launcher == "Slurm" else f"set {', '.join(_JAX)} for each process"
       _refuse(launcher, (number, rank), f"the launcher does not provide the coordinator's address\n  fix: {how}", environment)
   hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")  # in JAX's order
-  return Place("Cloud TPU") if len([host for host in hosts.split(",") if host.strip()]) > 1 else None
+  return ProcessPosition("Cloud TPU") if len([host for host in hosts.split(",") if host.strip()]) > 1 else None
 
 
-def place_of_tpu_vm(environment: Mapping[str, str] = os.environ) -> Place | None:
+def tpu_vm_position(environment: Mapping[str, str] = os.environ) -> ProcessPosition | None:
   """Returns the position of this process on a Cloud TPU VM, which sets no variables: its metadata list the hosts of the slice.
 
   On other machines it sends no request and uses no network.
@@ -79,10 +79,10 @@ def place_of_tpu_vm(environment: Mapping[str, str] = os.environ) -> Place | None
       f"Cloud TPU: the metadata of this machine cannot be read: {type(error).__name__}: {error}\n"
       "  fix: set TPU_SKIP_MDS_QUERY=1 if this machine is not on Google Cloud"
     ) from error
-  return Place("Cloud TPU") if several else None
+  return ProcessPosition("Cloud TPU") if several else None
 
 
-def _explicit(environment: Mapping[str, str]) -> Place | None:
+def _explicit(environment: Mapping[str, str]) -> ProcessPosition | None:
   address, *numbers = (environment.get(name, "").strip() for name in _JAX)
   if numbers[0] == "1" and numbers[1] in ("", "0"):
     return None
@@ -98,7 +98,7 @@ def _explicit(environment: Mapping[str, str]) -> Place | None:
   count, index = map(int, numbers)
   if not index < count:
     _refuse("JAX", _JAX[1:], f"{count} processes are numbered 0 to {count - 1}\n  fix: correct one of them", environment)
-  return Place("JAX", address, count, index)
+  return ProcessPosition("JAX", address, count, index)
 
 
 def _more_than_one(number: str) -> bool:

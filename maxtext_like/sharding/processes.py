@@ -76,7 +76,7 @@ def join(facts: Mapping[str, str], seconds: float, environment: Mapping[str, str
     RetryableError: some processes did not arrive in time.
   """
   global _joined
-  place = launchers.place(environment) or launchers.place_of_tpu_vm(environment)
+  place = launchers.position(environment) or launchers.tpu_vm_position(environment)
   if place is None:
     return
   if _joined is not None:
@@ -463,7 +463,7 @@ class Agreement:
     self._at, self._pause = 0, 1
     self._before: tuple[int, float] | None = None
 
-  def anew(self) -> "Agreement":
+  def restarted(self) -> "Agreement":
     """Returns a new agreement for a step counter that starts at 0 again."""
     return Agreement(self._seconds)
 

@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Card:
+class ProcessInfo:
   """The JSON line in which a process describes itself.
 
   Attributes:
@@ -51,7 +51,7 @@ def meet(address: str, index: int, count: int, facts: Mapping[str, str], seconds
   Args:
     address: host:port of process 0.
     index, count: index of this process and number of processes.
-    facts: as for ``Card``.
+    facts: as for ``ProcessInfo``.
     seconds: how long to wait.
 
   Returns:
@@ -62,36 +62,36 @@ def meet(address: str, index: int, count: int, facts: Mapping[str, str], seconds
     RetryableError: some processes did not arrive in time.
   """
   host, _, port = address.rpartition(":")
-  card = Card(index, count, facts, platform.node(), os.getpid())
+  info = ProcessInfo(index, count, facts, platform.node(), os.getpid())
   deadline = time.monotonic() + seconds
   if index == 0:
-    return _preside(card, int(port), deadline, seconds)
-  return _attend(card, (host.strip("[]"), int(port)), deadline, seconds)
+    return _collect(info, int(port), deadline, seconds)
+  return _report(info, (host.strip("[]"), int(port)), deadline, seconds)
 
 
-def _preside(card: Card, port: int, deadline: float, seconds: float) -> list[str]:
+def _collect(info: ProcessInfo, port: int, deadline: float, seconds: float) -> list[str]:
   with _listener(port) as listener:
-    came: dict[int, tuple[Card, socket.socket]] = {}
+    came: dict[int, tuple[ProcessInfo, socket.socket]] = {}
     with contextlib.ExitStack() as open_ones:
       # Accept the processes one by one, until all have arrived or one does not belong to this run.
       error: ExitError | None = None
-      while len(came) < card.count - 1 and error is None:
+      while len(came) < info.count - 1 and error is None:
         if not select.select([listener], [], [], max(0.0, deadline - time.monotonic()))[0]:
-          missing = [str(i) for i in range(1, card.count) if i not in came]
+          missing = [str(i) for i in range(1, info.count) if i not in came]
           there = "".join(f"\n  {other} is present" for other, _ in came.values())
           error = RetryableError(
-            f"process {', '.join(missing)} of {card.count} did not connect to port {port} of {card.host} in {seconds:.0f} s "
+            f"process {', '.join(missing)} of {info.count} did not connect to port {port} of {info.host} in {seconds:.0f} s "
             f"(watchdog_peers_seconds); see the log of that process{there}"
           )
           break
         connection = open_ones.enter_context(listener.accept()[0])
-        other = _read_card(connection)
+        other = _read_info(connection)
         if other is None:
           continue  # not one of our processes: a port scan or a health check
-        error = _differs(card, other, came[other.index][0] if other.index in came else None)
+        error = _differs(info, other, came[other.index][0] if other.index in came else None)
         came[other.index if error is None else -1] = (other, connection)
       # Send the verdict to everyone who connected.
-      hosts = [card.host, *(came[i][0].host for i in sorted(came) if i > 0)]
+      hosts = [info.host, *(came[i][0].host for i in sorted(came) if i > 0)]
       verdict = {"error": error and str(error), "code": error.exit_code if error else 0, "hosts": hosts}
       for _, connection in came.values():
         with contextlib.suppress(OSError):  # the process is gone and will be reported as missing
@@ -110,19 +110,19 @@ def _listener(port: int) -> socket.socket:
     raise UserError(f"port {port} of {platform.node()} cannot be opened for a rendezvous: {reason}; choose another") from error
 
 
-def _read_card(connection: socket.socket) -> Card | None:
+def _read_info(connection: socket.socket) -> ProcessInfo | None:
   try:
     said = strict_json.loads(_line(connection, time.monotonic() + 10))
-    card = Card(**said)
+    info = ProcessInfo(**said)
   except (OSError, ValueError, TypeError):
     return None
-  numbers = (card.index, card.count, card.pid)
-  words = (card.host, *card.facts, *card.facts.values()) if isinstance(card.facts, dict) else (None,)
+  numbers = (info.index, info.count, info.pid)
+  words = (info.host, *info.facts, *info.facts.values()) if isinstance(info.facts, dict) else (None,)
   right = all(type(x) is int for x in numbers) and all(isinstance(x, str) for x in words)
-  return card if right else None
+  return info if right else None
 
 
-def _differs(mine: Card, other: Card, same_index: Card | None) -> ExitError | None:
+def _differs(mine: ProcessInfo, other: ProcessInfo, same_index: ProcessInfo | None) -> ExitError | None:
   """Compares another process with this one. Returns the error to raise if they do not belong to one run, else None."""
   if other.count != mine.count:
     return UserError(f"{other} expects {other.count} processes, {mine} expects {mine.count}; start all with the same number")
@@ -138,18 +138,18 @@ def _differs(mine: Card, other: Card, same_index: Card | None) -> ExitError | No
   return None
 
 
-def _attend(card: Card, place: tuple[str, int], deadline: float, seconds: float) -> list[str]:
+def _report(info: ProcessInfo, place: tuple[str, int], deadline: float, seconds: float) -> list[str]:
   absent = f"cannot reach process 0 at {place[0]}:{place[1]}"
   while True:
     try:
       with socket.create_connection(place, timeout=max(0.1, min(10.0, deadline - time.monotonic()))) as connection:
-        connection.sendall(json.dumps(vars(card) | {"facts": dict(card.facts)}).encode() + b"\n")
+        connection.sendall(json.dumps(vars(info) | {"facts": dict(info.facts)}).encode() + b"\n")
         verdict = strict_json.loads(_line(connection, deadline + 10))
         break
     except (OSError, ValueError) as error:
       if time.monotonic() > deadline:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RetryableError(f"{card}: {absent} within {seconds:.0f} s (watchdog_peers_seconds): {reason}") from None
+        raise RetryableError(f"{info}: {absent} within {seconds:.0f} s (watchdog_peers_seconds): {reason}") from None
       time.sleep(_PAUSE_SECONDS)  # process 0 has not started yet, or the last run still holds the port
   if verdict["error"]:
     raise (UserError if verdict["code"] == UserError.exit_code else RetryableError)(verdict["error"])

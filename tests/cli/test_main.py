@@ -155,7 +155,7 @@ def test_what_a_library_may_still_call_back_does_not_change_the_exit_code(calls_
   monkeypatch.setattr(cli, "main", lambda words: 42)
   monkeypatch.setattr(cli.abandoned_threads, "_calling_back", False)
   monkeypatch.setattr(streams, "leave", left.append)
-  cli.abandoned_threads.leave_behind([], calls_back=calls_back)
+  cli.abandoned_threads.abandon([], calls_back=calls_back)
   assert cli.program("train") == 42
   assert left == [42] * calls_back
 

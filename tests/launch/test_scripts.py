@@ -263,7 +263,7 @@ def test_pods_of_a_jobset_find_each_other(jobset, monkeypatch, slices):
       variables |= of_several if slices > 1 else dict.fromkeys(of_several, "")
       for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-      here = launchers.place()
+      here = launchers.position()
       assert here is not None
       found.append(processes._found_by_jax(here.launcher, 1))
   assert found == [(f"{name(0, 0)}:8482", slices * hosts, i) for i in range(slices * hosts)]

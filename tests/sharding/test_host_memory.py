@@ -18,14 +18,14 @@ def arrays():
 def test_what_is_saved_of_the_host_is_a_copy():
   """A view of numpy's would keep its memory from the next step, which is given it."""
   found, made = arrays(), {}
-  made = host_memory.copied(found)
+  made = host_memory.to_numpy(found)
   assert made["here"] is found["here"]
   assert isinstance(made["there"], np.ndarray)
   assert made["there"].flags.owndata
   np.testing.assert_array_equal(made["there"], np.ones((2, 3)))
-  assert [host_memory.lies_there(x) for x in found.values()] == [False, True]
-  assert not host_memory.lies_there(host_memory.on_device(found["there"]))
-  assert not host_memory.lies_there(made["there"])
+  assert [host_memory.is_on_host(x) for x in found.values()] == [False, True]
+  assert not host_memory.is_on_host(host_memory.on_device(found["there"]))
+  assert not host_memory.is_on_host(made["there"])
 
 
 def test_a_program_reads_rows_and_writes_them_back():
@@ -33,11 +33,11 @@ def test_a_program_reads_rows_and_writes_them_back():
 
   @jax.jit
   def third(tree):
-    assert [host_memory.is_there(x) for x in tree.values()] == [False, True]
+    assert [host_memory.is_traced_on_host(x) for x in tree.values()] == [False, True]
     rows = {name: host_memory.row(x, jnp.int32(1)) for name, x in tree.items()}
-    assert not any(host_memory.is_there(x) for x in (*rows.values(), *host_memory.fetched(tree).values()))
-    back = host_memory.returned({name: 3 * x for name, x in rows.items()}, tree)
-    assert [host_memory.is_there(x) for x in back.values()] == [False, True]
+    assert not any(host_memory.is_traced_on_host(x) for x in (*rows.values(), *host_memory.to_device(tree).values()))
+    back = host_memory.put_like({name: 3 * x for name, x in rows.items()}, tree)
+    assert [host_memory.is_traced_on_host(x) for x in back.values()] == [False, True]
     return back
 
   out = jax.device_get(third(found))

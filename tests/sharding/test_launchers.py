@@ -5,7 +5,7 @@ from jax._src.clusters import cloud_tpu_cluster
 
 from maxtext_like.errors import UserError
 from maxtext_like.sharding import processes
-from maxtext_like.sharding.launchers import Place, place, place_of_tpu_vm
+from maxtext_like.sharding.launchers import ProcessPosition, position, tpu_vm_position
 
 ONE = [
   {},
@@ -22,16 +22,16 @@ ONE = [
   {"SLURM_STEP_NUM_TASKS": "many", "SLURM_PROCID": "0"},
 ]
 SEVERAL = [
-  ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, Place("JAX", "h:1", 2, 0)),
+  ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, ProcessPosition("JAX", "h:1", 2, 0)),
   (
     {"JAX_COORDINATOR_ADDRESS": "[::1]:8476", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
-    Place("JAX", "[::1]:8476", 2, 1),
+    ProcessPosition("JAX", "[::1]:8476", 2, 1),
   ),
-  ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, Place("Slurm")),
-  ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Place("Open MPI")),
-  ({"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc", "TPU_WORKER_ID": "1"}, Place("Cloud TPU")),
-  ({"TPU_PROCESS_ADDRESSES": "t-0:8476,t-1:8476", "TPU_WORKER_ID": "1"}, Place("Cloud TPU")),
-  ({"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}, Place("Cloud TPU multislice")),
+  ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, ProcessPosition("Slurm")),
+  ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, ProcessPosition("Open MPI")),
+  ({"TPU_WORKER_HOSTNAMES": "t-0.svc,t-1.svc", "TPU_WORKER_ID": "1"}, ProcessPosition("Cloud TPU")),
+  ({"TPU_PROCESS_ADDRESSES": "t-0:8476,t-1:8476", "TPU_WORKER_ID": "1"}, ProcessPosition("Cloud TPU")),
+  ({"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}, ProcessPosition("Cloud TPU multislice")),
 ]
 REFUSED = [
   ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "JAX_NUM_PROCESSES, JAX_PROCESS_ID is not set"),
@@ -50,18 +50,18 @@ REFUSED = [
 
 @pytest.mark.parametrize("environment", ONE, ids=str)
 def test_alone(environment):
-  assert place(environment) is None
+  assert position(environment) is None
 
 
 @pytest.mark.parametrize(("environment", "wanted"), SEVERAL, ids=lambda e: str(e)[:40])
 def test_one_of_several(environment, wanted):
-  assert place(environment) == wanted
+  assert position(environment) == wanted
 
 
 @pytest.mark.parametrize(("environment", "said"), REFUSED, ids=lambda e: str(e)[:40])
 def test_what_says_too_little_is_refused_with_the_variables(environment, said):
   with pytest.raises(UserError) as refused:
-    place(environment)
+    position(environment)
   assert said in str(refused.value)
   assert any(f"{name}={value}" in str(refused.value) for name, value in environment.items())
 
@@ -83,19 +83,19 @@ def metadata(monkeypatch):
 
 
 def test_hosts_of_a_slice_find_each_other_without_variables(metadata):
-  assert place({}) is None
-  assert place_of_tpu_vm({}) == Place("Cloud TPU")
-  assert place_of_tpu_vm({"JAX_NUM_PROCESSES": "1"}) is None
+  assert position({}) is None
+  assert tpu_vm_position({}) == ProcessPosition("Cloud TPU")
+  assert tpu_vm_position({"JAX_NUM_PROCESSES": "1"}) is None
   assert processes._found_by_jax("Cloud TPU", 1) == ("10.0.0.1:8482", 2, 1)
   metadata["worker-network-endpoints"] = "a:0:10.0.0.1"
-  assert place_of_tpu_vm({}) is None
+  assert tpu_vm_position({}) is None
   del metadata["agent-worker-number"]  # GKE's
-  assert place_of_tpu_vm({}) is None
+  assert tpu_vm_position({}) is None
   metadata.clear()
   with pytest.raises(UserError, match=r"cannot be read: OSError: no route .*\n  fix: .*TPU_SKIP_MDS_QUERY=1"):
-    place_of_tpu_vm({})
+    tpu_vm_position({})
 
 
 def test_no_metadata_are_asked_for_elsewhere(monkeypatch):
   monkeypatch.setattr(cloud_tpu_cluster, "get_metadata", lambda key: pytest.fail("asked"))
-  assert place_of_tpu_vm({}) is None
+  assert tpu_vm_position({}) is None

@@ -26,7 +26,7 @@ from maxtext_like.models.model import Model
 from maxtext_like.models.naming import path_keys, row_names
 from maxtext_like.models.quantised_base import make_base
 from maxtext_like.models.registry import FAMILIES
-from maxtext_like.sharding.divisibility import require_whole_blocks
+from maxtext_like.sharding.divisibility import require_unsplit_blocks
 
 ALL_LINEAR = "all-linear"
 _REGULAR = frozenset("*+?[](){}|^$\\")
@@ -276,5 +276,5 @@ def with_base(model: Model, settings: AdapterConfig) -> Model:
     base = make_base(decoder, names, settings.base_weights)
   except ValueError as error:
     raise UserError(f"base_weights_modules: {error}\n  fix: leave it out, or name linear weights of all layers") from None
-  require_whole_blocks(base.weights, base.form, decoder.cfg.rules, model.mesh)
+  require_unsplit_blocks(base.weights, base.form, decoder.cfg.rules, model.mesh)
   return dataclasses.replace(model, base=base)

@@ -16,7 +16,7 @@ from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
 from maxtext_like.checkpoint.adapters.merge_adapters import step_of_adapter
 from maxtext_like.checkpoint.huggingface import peft, peft_targets
 from maxtext_like.checkpoint.store.stored_config import section
-from maxtext_like.checkpoint.weight_sources import hugging_face_here, located
+from maxtext_like.checkpoint.weight_sources import local_hugging_face, located
 from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.config.hub import name_of
 from maxtext_like.config.vision import VisionTower
@@ -30,7 +30,7 @@ from maxtext_like.strict_json import printable
 _log = logging.getLogger(__name__)
 
 
-def with_given(model: Model) -> Model:
+def with_init_adapter(model: Model) -> Model:
   """Returns the model with the settings of the adapter in ``lora_from``, unless ``lora_rank`` is set.
 
   The adapter's ``base_weights`` are used too, unless the run sets its own.
@@ -71,7 +71,7 @@ def _with_tower(model: Model, found: VisionTower | None) -> Model:
   return dataclasses.replace(model, config=dataclasses.replace(model.config, training=training))
 
 
-def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
+def read_init_adapter(model: Model, adapter: Adapter, drawn: Any) -> Any:
   """Reads the arrays of the adapter in ``lora_from``, on the model's devices.
 
   Args:
@@ -80,7 +80,7 @@ def read_given(model: Model, adapter: Adapter, drawn: Any) -> Any:
     drawn: newly initialized arrays; those that the given adapter lacks, such as layers that peft left out, stay unchanged.
 
   Raises:
-    UserError: as ``with_given``; the adapter is damaged.
+    UserError: as ``with_init_adapter``; the adapter is damaged.
   """
   source = model.config.adapter.lora_from
   assert source is not None
@@ -234,7 +234,7 @@ def _peft_place(source: str) -> Path | None:
   place = located(source)
   if isinstance(place, Place):
     try:
-      return hugging_face_here(place) if (place / peft.CONFIG).entry() is not None else None
+      return local_hugging_face(place) if (place / peft.CONFIG).entry() is not None else None
     except OSError as error:
       raise failed(error) from error
   return place if peft.is_adapter(place) else None

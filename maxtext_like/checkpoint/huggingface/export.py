@@ -53,7 +53,7 @@ def read_origin(directory: Path) -> Origin:
   config = read_config(directory)
   raw = parse_file(directory / "config.json", limit=4 << 20)
   return Origin(
-    files=sidecar_files.beside(directory),
+    files=sidecar_files.find(directory),
     dtype=next((dtype for dtype in EXPORT_DTYPES if dtype == config.dtype), None),
     nested=config.multimodal and not config.has_tower,
     token_ids={key: raw[key] for key in raw if re.fullmatch(r"[a-z]+_token_(id|index)", key)} if config.multimodal else {},
@@ -118,7 +118,7 @@ def export_hugging_face(
   sources = [_source(tensor, names[tensor.name], leaves, dtype) for tensor in table]
   with new_directory(out, "config.json") as new:
     part = new.path
-    write(part, sources, shard_size=shard_size, whole=new.is_whole)
+    write(part, sources, shard_size=shard_size, whole=new.finish_file)
     if multimodal:
       # Nested files of the Hub repeat the end tokens at the top level.
       config = (nested(config) if nested else config) | origin.token_ids | {"eos_token_id": model.eos_token_id}

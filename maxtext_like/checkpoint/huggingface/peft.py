@@ -19,7 +19,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.huggingface import peft_experts
 from maxtext_like.checkpoint.huggingface.export import write_json
-from maxtext_like.checkpoint.huggingface.peft_targets import LINEAR, name_in_transformers, places
+from maxtext_like.checkpoint.huggingface.peft_targets import LINEAR, find_targets, name_in_transformers
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
@@ -85,7 +85,7 @@ def write_adapter(
   Raises:
     UserError: peft cannot represent one of the adapted weights, or ``out`` cannot be written.
   """
-  found = places(adapter, decoder, decoder_block, nested=nested)
+  found = find_targets(adapter, decoder, decoder_block, nested=nested)
   if refusal := found.refusal:
     raise UserError(
       f"{printable(out)}: {refusal}\n  fix: export the merged weights (export --merge), or train with other lora_modules"

@@ -45,7 +45,7 @@ class AdaptedModule(NamedTuple):
     return f"{self.module}.weight" if self.as_parameter else self.module
 
 
-class Places(NamedTuple):
+class PeftTargets(NamedTuple):
   """How peft represents an adapter.
 
   Attributes:
@@ -70,7 +70,7 @@ class Places(NamedTuple):
     return "; ".join(reasons) or None
 
 
-def places(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool = False) -> Places:
+def find_targets(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bool = False) -> PeftTargets:
   """Returns how peft represents an adapter.
 
   Args:
@@ -80,7 +80,7 @@ def places(adapter: Adapter, decoder: Decoder, decoder_block: str, *, nested: bo
   """
   family = FAMILIES[decoder_block].huggingface
   takes = _takes_for_experts(decoder, family)
-  found, without_dora, unwritten = Places([], {}, [], [], []), dict[str, None](), dict[str, None]()
+  found, without_dora, unwritten = PeftTargets([], {}, [], [], []), dict[str, None](), dict[str, None]()
   adapted = lambda piece: piece.path in adapter.weights and name_of(decoder, piece) in adapter.names
   for tensor in tensor_table(decoder, family, stacked=True):
     if tensor.pieces[0].path in adapter.whole:
@@ -119,7 +119,7 @@ def name_of(decoder: Decoder, piece: Piece) -> str:
 
 
 def name_in_transformers(tensor: Tensor, *, nested: bool) -> str:
-  """Returns the name of a tensor in transformers' class; ``nested`` as for ``places``."""
+  """Returns the name of a tensor in transformers' class; ``nested`` as for ``find_targets``."""
   return (
     tensor.name if tensor.name == HEAD else f"model.{'language_model.' if nested and not tensor.vision else ''}{tensor.name}"
   )

@@ -38,7 +38,7 @@ class NewDirectory:
   place: Place | None = None
   _sent: list[Place] = field(default_factory=list)
 
-  def is_whole(self, name: str) -> None:
+  def finish_file(self, name: str) -> None:
     """Call it when a file is complete. For a store, uploads the file and deletes it locally, to free disk space for the next.
 
     Raises:
@@ -99,7 +99,7 @@ def _in_store(out: Place, last: str) -> Iterator[NewDirectory]:
       yield new
       names = [path.relative_to(new.path).as_posix() for path in new.path.rglob("*") if path.is_file()]
       for name in sorted(names, key=lambda name: (name == last, name)):
-        new.is_whole(name)
+        new.finish_file(name)
     except BaseException as error:
       with contextlib.suppress(OSError):  # leftovers lack the last file, so nothing takes them for a directory
         for place in new._sent:

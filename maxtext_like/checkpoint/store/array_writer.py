@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.abandoned_threads import leave_behind
+from maxtext_like.abandoned_threads import abandon
 from maxtext_like.checkpoint.store import restore, zarr_arrays
 from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place
@@ -38,7 +38,7 @@ class ArrayWriter:
       flat: arrays by name.
       number: number of the save, counted in this process.
     """
-    if isinstance(path, Place) and zarr_arrays.are_for(path):
+    if isinstance(path, Place) and zarr_arrays.uses_zarr(path):
       self._inner = self._inner or zarr_arrays.Writer(self._seconds)
       self._inner.save(path, flat)
       return
@@ -54,14 +54,14 @@ class ArrayWriter:
         barrier_sync_key_prefix=None if alone else f"from-save-{number}",
       )
       # Arrays in pinned host memory leave no space there for orbax's own transfers.
-      pinned = False if any(map(host_memory.lies_there, flat.values())) else None
+      pinned = False if any(map(host_memory.is_on_host, flat.values())) else None
       handler = ocp.PyTreeCheckpointHandler(
         use_zarr3=True, use_compression=False, multiprocessing_options=options, enable_pinned_host_transfer=pinned
       )
       self._inner = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
       logging.getLogger("absl").addFilter(drop_reported)
       hide_calls_into_closed_loops()
-    self._inner.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.copied(flat)))
+    self._inner.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.to_numpy(flat)))
 
   def wait_until_finished(self) -> None:
     """Waits for the slow phase. Raises the errors of orbax or TensorStore."""
@@ -74,7 +74,7 @@ class ArrayWriter:
     """
     self._inner = None
     own = (thread for thread in threading.enumerate() if not thread.daemon and thread not in self._threads_before)
-    leave_behind(own, calls_back=True)
+    abandon(own, calls_back=True)
 
   def close(self) -> None:
     """Closes the writer."""

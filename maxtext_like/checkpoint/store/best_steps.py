@@ -17,14 +17,14 @@ FILE_NAME = "best.json"
 _log = logging.getLogger(__name__)
 
 
-def written(step: int, eval_loss: float) -> str:
+def to_text(step: int, eval_loss: float) -> str:
   """Returns the content of the file."""
   return json.dumps({"step": step, "eval_loss": eval_loss}) + "\n"
 
 
-def name_best(checkpoints: Path | Place, step: int, eval_loss: float, fence: atomic.Fence = contextlib.nullcontext) -> None:
+def record_best(checkpoints: Path | Place, step: int, eval_loss: float, fence: atomic.Fence = contextlib.nullcontext) -> None:
   """Records the best step. Raises OSError if the disk or the store refuses the write."""
-  content = written(step, eval_loss)
+  content = to_text(step, eval_loss)
   if isinstance(checkpoints, Place):
     (checkpoints / FILE_NAME).write_bytes(content.encode())
     return
@@ -54,15 +54,15 @@ def _aside(path: Path) -> Path:
   return target
 
 
-def named_best(checkpoints: Path | Place) -> int | None:
+def recorded_best(checkpoints: Path | Place) -> int | None:
   """Returns the recorded step, or None if there is none. Raises OSError if a store does not answer."""
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-    if (found := parsed((checkpoints / FILE_NAME).read_bytes())) is not None:
+    if (found := parse((checkpoints / FILE_NAME).read_bytes())) is not None:
       return found[0]
   return None
 
 
-def parsed(content: bytes) -> tuple[int, float] | None:
+def parse(content: bytes) -> tuple[int, float] | None:
   """Parses the content of the file into step and loss. Returns None if it is incomplete."""
   with contextlib.suppress(ValueError, KeyError, TypeError):
     values = strict_json.loads(content)

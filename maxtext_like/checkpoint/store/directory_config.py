@@ -7,7 +7,7 @@ from typing import Any
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.store.stored_config import load_stored
-from maxtext_like.checkpoint.weight_sources import find_step, hugging_face_here, is_hugging_face
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, local_hugging_face
 from maxtext_like.config import hub
 from maxtext_like.config.load import KindOfFiles, Loaded, base_values
 from maxtext_like.config.values import load_values
@@ -30,7 +30,7 @@ def load_directory(
     UserError: as ``read_config`` and ``load_config``; the step is damaged; the checkpoint has another family.
   """
   if is_hugging_face(place):
-    config = read_config(hugging_face_here(place, weights=False))
+    config = read_config(local_hugging_face(place, weights=False))
     _require_family(place, config.model["decoder_block"], family)
     name = hub.name_of(place) if isinstance(place, Path) else place.name
     model = config.model | ({"model_name": name} if name and name.isprintable() else {})

@@ -23,7 +23,7 @@ def megabytes(count: float) -> str:
   return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def require_room(directory: Path | Place, size: int, *, existing: int, kept: int | None) -> None:
+def require_disk_space(directory: Path | Place, size: int, *, existing: int, kept: int | None) -> None:
   """Compares the space that checkpoints need with the free space. During every save one more exists than is kept.
 
   Args:

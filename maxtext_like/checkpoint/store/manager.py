@@ -35,7 +35,7 @@ from typing import Any
 from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.store import manifest, restore, tree
-from maxtext_like.checkpoint.store.disk_space import free_bytes, megabytes, require_room
+from maxtext_like.checkpoint.store.disk_space import free_bytes, megabytes, require_disk_space
 from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.step_writer import PendingSave, StepWriter, Watch, reason
 from maxtext_like.checkpoint.store.steps import StepDirectories
@@ -200,7 +200,7 @@ class CheckpointManager:
     if isinstance(self.directory, Place):
       return
     size = tree.total_bytes(tree.flatten(state))
-    require_room(self.directory, size, existing=len(self.complete_steps()), kept=self._max_to_keep)
+    require_disk_space(self.directory, size, existing=len(self.complete_steps()), kept=self._max_to_keep)
 
   # Saving.
 

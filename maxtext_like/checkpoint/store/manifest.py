@@ -246,7 +246,7 @@ def check_objects(step_directory: Place, manifest: Manifest) -> None:
       raise DamageError(f"object {place}: the store no longer provides its checksum")
 
 
-def is_whole(step_directory: Path | Place, step: int) -> bool:
+def is_complete(step_directory: Path | Place, step: int) -> bool:
   """Returns True if a directory contains this step, judged without reading its arrays. Raises OSError as ``check_sizes``."""
   try:
     stored = read(step_directory)

@@ -22,7 +22,7 @@ import xxhash
 from maxtext_like import atomic
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.store.best_steps import FILE_NAME as BEST_FILE
-from maxtext_like.checkpoint.store.best_steps import name_best, parsed, written
+from maxtext_like.checkpoint.store.best_steps import parse, record_best, to_text
 from maxtext_like.checkpoint.store.steps import StepDirectories, is_step_name
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
@@ -178,10 +178,10 @@ class Mirror:
   def _own_best(self) -> tuple[int, float] | None:
     """Returns the step that the run records as its best, and its loss; None if there is none or it is damaged."""
     try:
-      best = parsed((self._own / BEST_FILE).read_bytes())
+      best = parse((self._own / BEST_FILE).read_bytes())
     except FileNotFoundError:
       return None
-    return best if best is not None and manifest.is_whole(self._own / str(best[0]), best[0]) else None
+    return best if best is not None and manifest.is_complete(self._own / str(best[0]), best[0]) else None
 
   def _best(self) -> tuple[int, float] | None:
     """Returns the best step and loss that the mirror records, even if that step is missing in the mirror."""
@@ -189,13 +189,13 @@ class Mirror:
       content: Any = self._files.cat_file(f"{self._root}/{BEST_FILE}")
     except FileNotFoundError:
       return None
-    return parsed(content)
+    return parse(content)
 
   def _name_best(self, step: int, eval_loss: float) -> None:
     if self._local:
-      name_best(Path(self._root), step, eval_loss)
+      record_best(Path(self._root), step, eval_loss)
     else:
-      self._write(f"{self._root}/{BEST_FILE}", written(step, eval_loss).encode())
+      self._write(f"{self._root}/{BEST_FILE}", to_text(step, eval_loss).encode())
 
   def _copy_step(self, step: Path) -> manifest.Manifest | None:
     """Copies a step if its copy is missing. Returns its manifest, or None if the manifest has no run id."""
@@ -323,7 +323,7 @@ class Mirror:
         return None
       if own.has(number) or self.fetch(number, own):
         if best is not None and own.has(best[0]):
-          name_best(own.directory, *best)
+          record_best(own.directory, *best)
         return number
     raise UserError(f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is intact; see the log above")
 

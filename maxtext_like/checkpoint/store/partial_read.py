@@ -47,7 +47,7 @@ class StoredArrays:
     return np.asarray(self._open[1][index].read().result(), np.float32)
 
   def _array(self, name: str) -> Any:
-    if zarr_arrays.are_in(self.manifest):
+    if zarr_arrays.holds_zarr(self.manifest):
       return zarr_arrays.opened(self._state / name)
     import tensorstore
 

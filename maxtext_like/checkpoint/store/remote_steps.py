@@ -74,7 +74,7 @@ class RemoteSteps:
 
   def has(self, step: int) -> bool:
     """Returns True if this step is complete."""
-    return manifest.is_whole(self.path(step), step)
+    return manifest.is_complete(self.path(step), step)
 
   def require_names(self) -> None:
     """Checks that the name of every step matches its manifest.

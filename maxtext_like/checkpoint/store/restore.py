@@ -140,7 +140,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   import jax.numpy as jnp
 
   # Select the leaves that are stored. Only optional parts of the state and optimizer moments may be missing.
-  if lacking := compatibility.BEGUN_ANEW - {compatibility.part_of(name) for name in stored.leaves}:
+  if lacking := compatibility.OPTIONAL_PARTS - {compatibility.part_of(name) for name in stored.leaves}:
     like = {name: x for name, x in like.items() if name not in lacking or not jax.tree.leaves(x)}
   everything = tree.flatten(like)
   wanted = {name: leaf for name, leaf in everything.items() if name in stored.leaves}
@@ -155,7 +155,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   }
   state = manifest.home(step_directory, stored) / manifest.STATE_NAME
   whole = len(wanted) == len(stored.leaves)
-  flat = zarr_arrays.read(state, template) if zarr_arrays.are_in(stored) else _read_orbax(state, template, whole)
+  flat = zarr_arrays.read(state, template) if zarr_arrays.holds_zarr(stored) else _read_orbax(state, template, whole)
   casts: dict[str, list[str]] = {}
   for name, leaf in wanted.items():
     if stored_dtypes[name] != leaf.dtype:
@@ -195,7 +195,7 @@ def _cast(name: str, array: Any, dtype: Any) -> Any:
 
   from maxtext_like.sharding import host_memory
 
-  place, away = array.sharding, host_memory.lies_there(array)
+  place, away = array.sharding, host_memory.is_on_host(array)
   array = host_memory.on_device(array)
   if array.size:
     largest, limit = float(jnp.max(jnp.abs(array.astype(jnp.float32)))), float(jnp.finfo(dtype).max)

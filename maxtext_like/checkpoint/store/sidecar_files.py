@@ -30,7 +30,7 @@ MORE_TEMPLATES = "additional_chat_templates"  # a folder with files NAME.jinja
 _MAPPINGS = ("tokenizer.json", "tokenizer.model")
 
 
-def beside(directory: Path) -> tuple[Path, ...]:
+def find(directory: Path) -> tuple[Path, ...]:
   """Returns the files of ``NAMES`` in a directory, and the chat templates in its subfolder."""
   templates = sorted((directory / MORE_TEMPLATES).glob("*.jinja"))
   return (*(directory / name for name in NAMES if (directory / name).is_file()), *templates)
@@ -43,7 +43,7 @@ def name_of(file: Path) -> str:
 
 def contents(directory: Path) -> dict[str, bytes]:
   """Returns the content of each of these files by its relative path."""
-  return {name_of(file): file.read_bytes() for file in beside(directory)}
+  return {name_of(file): file.read_bytes() for file in find(directory)}
 
 
 def copy(files: Sequence[Path], directory: Path) -> None:
@@ -71,7 +71,7 @@ def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
   if mapping.name == name:
     # A Hugging Face folder. If tokenizer.model was chosen, tokenizer.json is left out: readers would prefer it.
     taken = _MAPPINGS if name == _MAPPINGS[0] else (name,)
-    found = {name_of(file): file for file in beside(mapping.parent) if file.name not in _MAPPINGS or file.name in taken} | found
+    found = {name_of(file): file for file in find(mapping.parent) if file.name not in _MAPPINGS or file.name in taken} | found
   try:
     return {name: file.read_bytes() for name, file in found.items()}
   except OSError as error:

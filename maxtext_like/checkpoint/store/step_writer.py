@@ -17,7 +17,7 @@ from typing import Any
 from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint.store import manifest, sidecar_files
 from maxtext_like.checkpoint.store.array_writer import ArrayWriter
-from maxtext_like.checkpoint.store.best_steps import name_best, named_best
+from maxtext_like.checkpoint.store.best_steps import record_best, recorded_best
 from maxtext_like.checkpoint.store.disk_space import free_bytes
 from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
@@ -162,8 +162,8 @@ class StepWriter:
     best, directory = pending.best, self._steps.directory
     spare = set() if best is None else {best[0]}
     try:
-      if best is not None and named_best(directory) != best[0] and self._steps.has(best[0]):
-        name_best(directory, *best, self._fence)
+      if best is not None and recorded_best(directory) != best[0] and self._steps.has(best[0]):
+        record_best(directory, *best, self._fence)
     finally:  # the mirror reads which step is recorded as the best
       if self._mirror is not None and isinstance(self._steps, StepDirectories):
         self._mirror.offer(self._steps.path(pending.step))

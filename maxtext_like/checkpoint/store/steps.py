@@ -80,7 +80,7 @@ class StepDirectories:
 
   def complete(self) -> list[int]:
     """Returns the steps whose manifest is intact and matches the name, and whose files have the right sizes, oldest first."""
-    return [step for step in self.numbered() if manifest.is_whole(self.path(step), step)]
+    return [step for step in self.numbered() if manifest.is_complete(self.path(step), step)]
 
   def require_names(self) -> None:
     """Checks that the name of every step matches its manifest. A renamed step would count as progress that was never made.
@@ -130,7 +130,7 @@ class StepDirectories:
     for path in sorted(self.directory.iterdir()):
       if found := _PRIVATE.fullmatch(path.name):
         step, doing = int(found[1]), found[2]
-        if doing == "saving" and manifest.is_whole(path, step) and not self.path(step).exists():
+        if doing == "saving" and manifest.is_complete(path, step) and not self.path(step).exists():
           _log.warning("%s was complete except for its name; it is step %d now", path, step)
           self.commit(step, path)
         else:

@@ -26,12 +26,12 @@ _CHUNK_BYTES = 64 << 20  # small enough for one request (limit 5 GB) and for mes
 _AT_ONCE = 8  # arrays written or read at a time; each has a second copy in host memory meanwhile
 
 
-def are_for(place: Path | Place) -> bool:
+def uses_zarr(place: Path | Place) -> bool:
   """Returns True if arrays in this place are written as zarr."""
   return isinstance(place, Place) and place.protocol == "s3"
 
 
-def are_in(stored: manifest.Manifest) -> bool:
+def holds_zarr(stored: manifest.Manifest) -> bool:
   """Returns True if TensorStore wrote this step directly. Orbax would have written a _METADATA file."""
   return f"{manifest.STATE_NAME}/_METADATA" not in stored.files
 
@@ -52,7 +52,7 @@ class Writer:
     """Copies the shards that this process writes to the host. Afterwards the arrays may be changed."""
     self._place, self._parts = place, []
     own = {name: [shard for shard in x.addressable_shards if shard.replica_id == 0] for name, x in flat.items()}
-    for shard in (shard for shards in own.values() for shard in shards if not host_memory.lies_there(shard.data)):
+    for shard in (shard for shards in own.values() for shard in shards if not host_memory.is_on_host(shard.data)):
       shard.data.copy_to_host_async()
     for name, x in flat.items():
       parts = [(shard.index, np.array(host_memory.on_device(shard.data))) for shard in own[name]]

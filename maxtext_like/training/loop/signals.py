@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
-from maxtext_like.abandoned_threads import leave_behind
+from maxtext_like.abandoned_threads import abandon
 from maxtext_like.errors import InterruptedRunError, PreemptedRunError, StoppedRunError
 from maxtext_like.sharding.processes import Agreement
 from maxtext_like.training.sinks.output import say_on_stderr
@@ -149,7 +149,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
     if not self._agreed:
       # Each piece of work between two steps has its own sequence of questions.
       if part == 0 or self._between is None:
-        self._between = self._agreement.anew()
+        self._between = self._agreement.restarted()
       self._agree(self._between, part)
     if self._agreed:
       raise StopRequested
@@ -182,7 +182,7 @@ class StopRequest(contextlib.AbstractContextManager["StopRequest"]):
       self._wake.wait()
       self._wake.clear()
       if self.requested is not None and not done.done():
-        leave_behind([thread])
+        abandon([thread])
         raise StopRequested
     return done.result()
 

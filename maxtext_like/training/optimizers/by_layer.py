@@ -48,7 +48,7 @@ def take_row(tree: Tree, row: jax.Array) -> Tree:
 
 def put_row(tree: Tree, new: Tree, row: jax.Array) -> Tree:
   """Write one row into the arrays of stacked layers. Counters keep their value until all rows are done."""
-  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, host_memory.returned(as_declared(n), x), row, 0) if x.ndim else x
+  put = lambda x, n: jax.lax.dynamic_update_index_in_dim(x, host_memory.put_like(as_declared(n), x), row, 0) if x.ndim else x
   return jax.tree.map(put, tree, new)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.capacity import memory
-from maxtext_like.checkpoint.huggingface.peft_targets import places
+from maxtext_like.checkpoint.huggingface.peft_targets import find_targets
 from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import base_values
 from maxtext_like.config.schema import Config
@@ -57,7 +57,7 @@ def banner(program: TrainProgram, run: str, need: memory.MemoryEstimate, limit: 
   if program.adapter is not None:
     lines.append(f"adapter {described(program.adapter)}")
     # Printed before training, because the adapter may be meant for peft.
-    if refusal := places(program.adapter, program.model.decoder, program.config.model.decoder_block).refusal:
+    if refusal := find_targets(program.adapter, program.model.decoder, program.config.model.decoder_block).refusal:
       lines.append(f"note    export --adapter will refuse this run: {refusal}; export --merge writes its weights")
   # Parts that are trained or stored differently.
   if "vision" in program.model.spec:

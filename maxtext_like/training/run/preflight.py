@@ -62,7 +62,7 @@ def preflight(loaded: Loaded) -> str | None:
     compatibility.require_same_model(str(state.checkpoints / str(state.newest)), stored.config, current)
     early, steps = stopped_early(stored, config.training), config.training.steps  # steps of epochs are not counted yet
     over = early is not None or (steps is not None and state.newest >= steps)
-    if over and not mirrored and compatibility.surely_same_arrays(stored.config, current):
+    if over and not mirrored and compatibility.arrays_unaffected(stored.config, current):
       return finished_line(directory.shown, stored, early, config)
   # A directory that cannot be written.
   if not remote and (reason := _unusable(directory.path)) is not None:

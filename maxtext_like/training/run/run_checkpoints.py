@@ -52,7 +52,7 @@ def open_manager(
   c = config.checkpoint
   away = config.training.optimizer_memory_host_offload
   # Only our own S3 writer takes arrays from the host memory of several processes.
-  if away and processes.count() > 1 and not zarr_arrays.are_for(directory.checkpoints):
+  if away and processes.count() > 1 and not zarr_arrays.uses_zarr(directory.checkpoints):
     raise UserError(
       f"{on_host.KEY}=true with {processes.count()} processes: checkpoints can then be written to s3:// only\n"
       "  fix: output_dir=s3://..., or enable_checkpointing=false, or one process for all devices of a host"

@@ -9,7 +9,7 @@ import numpy as np
 from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.adapters import adapter_step
 from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter
-from maxtext_like.checkpoint.adapters.init_adapter import read_given
+from maxtext_like.checkpoint.adapters.init_adapter import read_init_adapter
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.store import manifest, restore
 from maxtext_like.checkpoint.store.stored_config import section
@@ -132,9 +132,9 @@ def with_given_adapter(program: TrainProgram, state: State) -> State:
   """Replace the adapter of a state at step 0 by the one that ``lora_from`` names, if it is set.
 
   Raises:
-    UserError: as ``given_adapter.read_given``.
+    UserError: as ``init_adapter.read_init_adapter``.
   """
   if program.adapter is None or program.config.adapter.lora_from is None:
     return state
   params = state["params"]
-  return {**state, "params": {**params, ADAPTER: read_given(program.model, program.adapter, params[ADAPTER])}}
+  return {**state, "params": {**params, ADAPTER: read_init_adapter(program.model, program.adapter, params[ADAPTER])}}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter, require_dropout, with_base
-from maxtext_like.checkpoint.adapters.init_adapter import with_given
+from maxtext_like.checkpoint.adapters.init_adapter import with_init_adapter
 from maxtext_like.checkpoint.compatibility import LOSS_SCALE
 from maxtext_like.config.idle_keys import fixed_router_bias
 from maxtext_like.config.schema import Config
@@ -365,7 +365,7 @@ def make_program(
   """
   one_document = config.data.one_document
   # The model, with the adapter's sizes if lora_from names one and with quantized base weights if configured.
-  model = with_given(make_model(config, mesh=mesh, platform=platform, capability=capability, one_document=one_document))
+  model = with_init_adapter(make_model(config, mesh=mesh, platform=platform, capability=capability, one_document=one_document))
   config = model.config
   t = config.training
   model = with_base(model, config.adapter)

@@ -14,7 +14,7 @@ import maxtext_like
 from maxtext_like.capacity import memory
 from maxtext_like.checkpoint.adapters import init_adapter
 from maxtext_like.checkpoint.huggingface import peft
-from maxtext_like.checkpoint.huggingface.peft_targets import places
+from maxtext_like.checkpoint.huggingface.peft_targets import find_targets
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from maxtext_like.models.adapter import Adapter
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_told_before_the_training_and_refused_after(mo
   note = f"note    export --adapter will refuse this run: {told}; export --merge writes its weights"
   assert [line for line in lines if "export" in line] == ([note] if told else [])
   assert told is None or lines[at + 1] == note
-  assert places(adapter, program.model.decoder, "deepseek").refusal == told
+  assert find_targets(adapter, program.model.decoder, "deepseek").refusal == told
   if told:
     with pytest.raises(UserError) as refused:
       written(program, adapter, tmp_path / "out")
@@ -159,7 +159,7 @@ def test_what_cannot_be_written_is_told_before_the_training_and_refused_after(mo
 
 def test_an_adapter_names_its_own_layers_alone():
   program, adapter = program_of("deepseek3-tiny", "[layers.0.mlp]")
-  assert {own.target for own in places(adapter, program.model.decoder, "deepseek", nested=False).maps} == {
+  assert {own.target for own in find_targets(adapter, program.model.decoder, "deepseek", nested=False).maps} == {
     f"model.layers.0.mlp.{name}.weight" for name in PROJECTIONS
   }
-  assert places(dataclasses.replace(adapter, names=frozenset()), program.model.decoder, "deepseek").maps == []
+  assert find_targets(dataclasses.replace(adapter, names=frozenset()), program.model.decoder, "deepseek").maps == []

@@ -13,7 +13,7 @@ from fsspec.registry import _registry
 
 from maxtext_like import storage
 from maxtext_like.checkpoint.store import manifest, mirror
-from maxtext_like.checkpoint.store.best_steps import named_best
+from maxtext_like.checkpoint.store.best_steps import recorded_best
 from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.steps import StepDirectories
@@ -103,7 +103,7 @@ def test_a_best_that_was_passed_over_or_lost_its_files_there(place, tmp_path, ca
   assert Mirror(place, "run", own, 1).bring_back(StepDirectories(own), resume=True) == 30
   assert "step 20 is damaged" in caplog.text
   assert StepDirectories(own).complete() == [30]
-  assert named_best(own) is None
+  assert recorded_best(own) is None
 
 
 def test_bringing_back_goes_on_from_a_killed_one_and_not_through_a_link_to_nothing(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
-from maxtext_like.checkpoint.weight_sources import find_step, on_this_machine, readable_step
+from maxtext_like.checkpoint.weight_sources import find_step, local_directory, readable_step
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.local_copies import FOLDER_VARIABLE
 from maxtext_like.storage import Place
@@ -74,7 +74,7 @@ def test_steps_are_saved_kept_and_come_back(steps, monkeypatch, tmp_path):
   assert set(stored.files["tokenizer/tokenizer.json"]) == {"size", *CHECKSUMS[steps.protocol]}
   assert find_step(steps.parent) == steps / "30" == readable_step(steps / "30")
   monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-  copied = on_this_machine(str(steps))
+  copied = local_directory(str(steps))
   manifest.check_hashes(copied, manifest.read(copied))
   (copied / stored.folder / "tokenizer" / "tokenizer.json").write_bytes(b"[]" if steps.protocol == "gs" else b"[")
   with pytest.raises(manifest.DamageError, match=r"has changed since it was written|has 1 bytes, but 2 were"):

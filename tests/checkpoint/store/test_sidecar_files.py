@@ -26,7 +26,7 @@ def place():
 
 def test_templates_by_name_stay_below_their_folder(directory, place, tmp_path):
   assert sidecar_files.contents(directory) == {name: name.encode() for name in ("tokenizer.json", MORE)}
-  sidecar_files.copy(sidecar_files.beside(directory), tmp_path)
+  sidecar_files.copy(sidecar_files.find(directory), tmp_path)
   for step in (tmp_path, place):
     sidecar_files.write(step, sidecar_files.of_tokenizer((directory / "tokenizer.json",)))
   for found in (tmp_path / MORE, tmp_path / "tokenizer" / MORE, place / "tokenizer" / MORE):
@@ -35,5 +35,5 @@ def test_templates_by_name_stay_below_their_folder(directory, place, tmp_path):
 
 def test_an_export_to_a_store_has_them_too(directory, place):
   with new_directory(place, "tokenizer.json") as new:
-    sidecar_files.copy(sidecar_files.beside(directory), new.path)
+    sidecar_files.copy(sidecar_files.find(directory), new.path)
   assert {"/".join(entry.place.parts[-2:]) for entry in place.entries()} == {"out/tokenizer.json", MORE}

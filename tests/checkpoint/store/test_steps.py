@@ -159,7 +159,7 @@ def test_a_manifest_or_an_array_file_that_is_a_pipe_is_damage(tmp_path):
   os.mkfifo(tmp_path / manifest.FILE_NAME)
   with pytest.raises(manifest.DamageError, match="not a regular file"):
     manifest.read(tmp_path)
-  assert not manifest.is_whole(tmp_path, 1)
+  assert not manifest.is_complete(tmp_path, 1)
   os.mkfifo(tmp_path / "array")
   stored = manifest.Manifest(
     step=1, finite=True, config={}, extra={}, leaves={}, files={"array": {"size": 0, "xxh3_128": ""}}, versions={}

@@ -13,7 +13,7 @@ from test_loop import run as play
 from maxtext_like.api.pretrained import load
 from maxtext_like.api.train import Run
 from maxtext_like.checkpoint.store import manifest
-from maxtext_like.checkpoint.store.best_steps import name_best, named_best
+from maxtext_like.checkpoint.store.best_steps import record_best, recorded_best
 from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
@@ -175,9 +175,9 @@ def test_a_run_stops_early_keeps_its_best_and_in_pieces_does_the_same(workplace,
 def test_the_best_is_a_link_that_follows(tmp_path):
   for step in (20, 40):
     (tmp_path / str(step)).mkdir()
-    name_best(tmp_path, step, 1.0 / step)
+    record_best(tmp_path, step, 1.0 / step)
     assert (tmp_path / "best").resolve() == tmp_path / str(step)
-    assert named_best(tmp_path) == step
+    assert recorded_best(tmp_path) == step
   assert sorted(path.name for path in tmp_path.iterdir()) == ["20", "40", "best", "best.json"]
 
 
@@ -189,7 +189,7 @@ def test_a_best_that_was_copied_as_a_directory_becomes_a_link_again(tmp_path, ca
   (tmp_path / "best.1.tmp").symlink_to("10")
   for step in (20, 40):
     (tmp_path / str(step)).mkdir()
-    name_best(tmp_path, step, 1.0 / step)
+    record_best(tmp_path, step, 1.0 / step)
     assert (tmp_path / "best").resolve() == tmp_path / str(step)
   (record,) = caplog.records
   assert record.getMessage().startswith(f"{tmp_path}/best is a directory")

@@ -120,8 +120,8 @@ class StepInBackward(TrainStep):
     finite, or the fast form does nothing. The checked form checks each update before writing it.
     """
     if self.watch:  # the x-ray needs all gradients together
-      new, metrics = super().__call__({**state, "opt_state": host_memory.fetched(state["opt_state"])}, batch, magnitude_bound)
-      return {**new, "opt_state": host_memory.returned(new["opt_state"], state["opt_state"])}, metrics
+      new, metrics = super().__call__({**state, "opt_state": host_memory.to_device(state["opt_state"])}, batch, magnitude_bound)
+      return {**new, "opt_state": host_memory.put_like(new["opt_state"], state["opt_state"])}, metrics
     # 1. Forward pass.
     params, frozen = self.selection.split(state["params"])
     scaling = state.get("loss_scale")
@@ -351,7 +351,7 @@ class _Pass:
           # would then keep its intermediate values. Moments on the host would be copied for several layers at once.
           # The layer's input is sliced from its stack after the barrier; before it, the slice would be a copy. Without a loop
           # there are no stacks. A transfer from the host starts before the barrier and is not delayed by it.
-          given = None if apart is None else host_memory.fetched(apart[j])
+          given = None if apart is None else host_memory.to_device(apart[j])
           waiting = given, cotangent, allowed, row, held, states
           given, cotangent, allowed, row, held, states = jax.lax.optimization_barrier(waiting)
           carried, arrays = given or jax.tree.map(functools.partial(host_memory.row, i=row - run.first), stacks[j])
