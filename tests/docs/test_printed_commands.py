@@ -151,7 +151,14 @@ def test_pages_show_outputs():
 
 SMALL = {
   "train": ["steps=2", "max_target_length=96", "per_device_batch_size=1", "enable_tensorboard=false", "eval_fraction=0"],
-  "sft": ["steps=2", "max_target_length=96", "per_device_batch_size=1", "enable_tensorboard=false", "eval_interval=1"],
+  "sft": [
+    "steps=2",
+    "max_target_length=96",
+    "per_device_batch_size=1",
+    "enable_tensorboard=false",
+    "eval_interval=1",
+    "eval_fraction=0.2",
+  ],
   "generate": ["--max-tokens", "3"],
 }
 """Words that are added to a command of each verb when it really runs."""
