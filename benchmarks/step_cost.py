@@ -93,7 +93,7 @@ def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgr
   if name == "dora":
     return build("lora_dora=true"), build("lora_dora=false")
   config = load_config(model, words).config
-  flags = [key for key in KEYS.values() if key.mends == "forward" and key.safer is True]
+  flags = [key for key in KEYS.values() if key.repairs == "forward" and key.safer is True]
   keys = [key.name for key in flags if not key.lacking(config.model, config.vision)]
   if name == "gates":
     keys.remove("float32_gate_product")

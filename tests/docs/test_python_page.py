@@ -45,7 +45,7 @@ def test_type_checkers_read_the_table_of_names():
   assert sorted(maxtext_like.__all__) == sorted(verbs.public_names())
   assert set(maxtext_like.__all__) < set(dir(maxtext_like))
   with pytest.raises(AttributeError, match="no attribute 'trian'"):
-    maxtext_like.trian  # noqa: B018
+    maxtext_like.trian  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_every_verb_has_its_two_files():

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext_like.api.conversion import export_checkpoint, import_checkpoint
+from maxtext_like.api.export import export_checkpoint
 from maxtext_like.api.forward import forward
+from maxtext_like.api.import_ import import_checkpoint
 from maxtext_like.errors import UserError
 from tests.parity import reference
 from tests.parity.draw import Case, arrays

@@ -291,9 +291,9 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
   events: list[object] = []
 
   class Recorded(Watchdog):
-    def leave(self):
-      events.append("leave")
-      super().leave()
+    def begin_shutdown(self):
+      events.append("shutdown")
+      super().begin_shutdown()
 
     def watch(self, kind, what=None, *, thread=None):
       events.append((what, kind, thread))
@@ -306,12 +306,12 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
     events.append("end")
     return end_of_step(loss)
 
-  end_of_step = loop._end_of
+  end_of_step = loop._wait_for_end
   monkeypatch.setattr(run, "Watchdog", Recorded)
-  monkeypatch.setattr(loop, "_end_of", end_of)
+  monkeypatch.setattr(loop, "_wait_for_end", end_of)
   assert train(workplace, "signalled", "steps=100") == 42
   assert events.count("end") >= 2
-  assert "end" not in events[events.index("leave") :]
+  assert "end" not in events[events.index("shutdown") :]
   events[:] = ["end", "end"]
   assert train(workplace, "signalled", "steps=4") == 0
   assert ("the restore", "read", threading.get_ident()) in events

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NAMES: tuple[Name, ...] = get_args(Name)
 """Kernels in the order in which "auto" prefers them."""
 
-PLATFORMS: dict[Name, tuple[str, ...]] = {"splash": ("tpu",), "cudnn_flash": ("gpu", "cuda"), "mosaic_flash": ("gpu", "cuda")}
+PLATFORMS: dict[str, tuple[str, ...]] = {"splash": ("tpu",), "cudnn_flash": ("gpu", "cuda"), "mosaic_flash": ("gpu", "cuda")}
 """Platforms of the kernels that run on some only. "auto" does not import kernels of other platforms."""
 
 PLAIN: tuple[Name, ...] = ("blockwise", "dot_product")

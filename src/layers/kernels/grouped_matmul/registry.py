@@ -18,7 +18,7 @@ from maxtext_like.layers.kernels.names import GroupedChoice as Choice
 NAMES: tuple[Name, ...] = get_args(Name)
 """Kernels in the order in which "auto" prefers them."""
 
-PLATFORMS: dict[Name, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas_triton": "gpu"}
+PLATFORMS: dict[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas_triton": "gpu"}
 """The platform of the kernels that run on one only. "auto" does not import kernels of other platforms."""
 
 
