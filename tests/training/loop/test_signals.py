@@ -190,8 +190,8 @@ def test_several_processes_leave_work_between_two_steps_at_the_same_part():
   parts, known = [], [""]
 
   class Known(Agreement):
-    def anew(self):
-      parts.append("anew")
+    def restarted(self):
+      parts.append("restarted")
       return self
 
     def __call__(self, step, wish=""):
@@ -206,7 +206,7 @@ def test_several_processes_leave_work_between_two_steps_at_the_same_part():
   known[:] = ["SIGTERM"]
   with pytest.raises(StopRequested):
     stop.check_together(1)
-  assert parts == ["anew", 0, 1, "anew", 0, 1]
+  assert parts == ["restarted", 0, 1, "restarted", 0, 1]
   with pytest.raises(StopRequested):
     stop.check_together(0)
   assert stop.should_stop(7)
