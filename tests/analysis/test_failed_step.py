@@ -286,7 +286,7 @@ def test_a_real_run_is_explained_and_replayed(tmp_path, capsys):
   assert cause in capsys.readouterr().err
   wide = ["dtype=float32", "float32_gate_product=auto", "float16_clamp=true"]
   assert main(["replay", str(tmp_path / "a"), *wide]) == 0
-  assert "is finite" in capsys.readouterr().out
+  assert "tensors are finite" in capsys.readouterr().out
   assert (tmp_path / "a/failed_step/replay/xray.html").exists()
 
 
@@ -303,7 +303,7 @@ def test_a_run_in_a_store_is_replayed_and_looked_at_from_there(tmp_path, capsys,
   assert "first cause" in error
   monkeypatch.setenv("MAXTEXT_LIKE_COPIES", str(tmp_path / "another machine" / "copies"))
   assert main(["replay", f"{place}/a", "dtype=float32", "float32_gate_product=auto", "float16_clamp=true"]) == 0
-  assert "is finite" in capsys.readouterr().out
+  assert "tensors are finite" in capsys.readouterr().out
   assert (tmp_path / "runs/a-replay/xray.html").exists()
   assert main(["bisect", *words, "dtype=bfloat16", "--checkpoint", f"{place}/a", "--tolerance", "100"]) == 0
   assert "nothing to repair" in capsys.readouterr().out
