@@ -161,7 +161,7 @@ def test_names_choices_and_modules_are_the_same():
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "cuda", "tpu"])
 def test_auto_imports_only_kernels_of_the_platform(platform, monkeypatch):
   case = dataclasses.replace(GPU, platform=platform)
-  others = {name for name in registry.NAMES if platform not in registry.PLATFORMS.get(name, (platform,))}
+  others: set[registry.Name] = {name for name in registry.NAMES if platform not in registry.PLATFORMS.get(name, (platform,))}
   assert others
   for name in others:
     assert f"not on {platform}" in " ".join(registry.kernel(name).refuses(case))
