@@ -97,7 +97,7 @@ def test_taken_over_from_another_host(train, tmp_path):
   first.send_signal(signal.SIGSTOP)
   code, text = train.run("a")
   assert code == 0, text
-  assert "held from far-away; watching its heartbeat for 16 s" in text
+  assert "far-away; watching its heartbeat for 16 s" in text
   assert f"taking over the lock of process {first.pid} on far-away" in text
   run = train.output_dir / "a"
   lock = run / "run.lock"
