@@ -63,7 +63,7 @@ class SourceCounts:
     filled: share of the positions in the rows that are not padding.
     reasons: reasons of the first bad records.
     notes: sentences, with counts, about usable records that may not mean what their author intended.
-    fix: what to type against the bad records; "" if there are none.
+    fix: setting that handles the bad records; "" if there are none.
   """
 
   documents: int

@@ -129,7 +129,7 @@ class Findings:
     bad: document number and reason of the first BAD_KEPT bad records.
     bad_count: number of bad records.
     notes: remarks about the good records.
-    fixes: what to type against bad records (``BadRecordError.fix``), each with the number of records.
+    fixes: settings that handle bad records (``BadRecordError.fix``), each with the number of records.
   """
 
   bad: tuple[tuple[int, str], ...] = ()

@@ -76,7 +76,7 @@ class Program:
       name: name of the program for errors: "x.jinja: the chat template".
       load: returns the arguments of its class. Called again if another worker has to open it.
       limits: limits of time and memory.
-      fix: what to type if a limit is exceeded.
+      fix: remedy to print if a limit is exceeded.
 
     Raises:
       RefusedError: the worker refuses it; the message is the reason.

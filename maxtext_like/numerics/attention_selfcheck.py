@@ -109,7 +109,7 @@ class Case:
   """One case of the test.
 
   Attributes:
-    name: what is tested.
+    name: description of the case.
     length: positions of a row.
     rows: content of the rows.
     negative: visible scores are below -10000.

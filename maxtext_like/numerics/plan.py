@@ -192,7 +192,7 @@ class _Builder:
       (jaxprs.is_cond, "cond", lambda: [(b, f"branch{i}") for i, b in enumerate(eqn.params["branches"])]),
       (jaxprs.is_shard_map, "shard_map", lambda: [(eqn.params["jaxpr"], "shard_map")]),
     ]
-    # A loop, a branch or a shard_map has frames of its own.
+    # Each loop, branch and shard_map has its own frames.
     for matches, kind, bodies in loops:
       if matches(eqn) and not jaxprs.touches_ref(eqn):
         node.kind, node.child = kind, len(frame.children)

@@ -1,4 +1,4 @@
-"""docs/guides/python.md, run as it stands; and what it promises of the package."""
+"""Runs the examples of docs/guides/python.md, and checks the public names of the package."""
 
 import ast
 import doctest

@@ -83,7 +83,7 @@ def attend_patches(
   """
   # Choose the kernel for images of this size, and name its result for checkpoint policies.
   kernel = choose(cfg.kernel, case_of(cfg, precision, q_IPNH.shape[1]), cfg.failed)
-  # Images lie along the batch axis, so rows of the mesh split images. Patches see all patches (causal=False).
+  # The batch axis holds images, so the mesh splits images. Patches see all patches (causal=False).
   out_IPNH = attend(
     kernel.name,
     q_IPNH,
