@@ -134,7 +134,8 @@ def require_shown(progress: "Shown") -> None:
   """Raise UserError if ``progress`` is neither None, nor callable, nor a stream."""
   if progress is not None and not callable(progress) and not hasattr(progress, "write"):
     raise UserError(
-      f"progress={progress!r:.60} takes no lines\n  fix: pass a function of a line, as print, or a stream, as sys.stdout"
+      f"progress={progress!r:.60} cannot receive lines\n"
+      "  fix: pass a function that takes a line, as print, or a stream, as sys.stdout"
     )
 
 

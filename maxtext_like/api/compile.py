@@ -310,7 +310,7 @@ def compile_step(
   if not isinstance(machine_code, bool) and machine_code != "quick":
     raise UserError(f"compile: machine_code={machine_code!r}\n  fix: True, False or 'quick'")
   if num_slices < 1:
-    raise UserError(f"compile: num_slices={num_slices}\n  fix: 1 or more")
+    raise UserError(f"compile: num_slices={num_slices} is less than 1\n  fix: num_slices=1 or more")
   c = load_config(config, *given).config
   if isinstance(target, GpuHost):
     return _on_gpus(c, target, machine_code)

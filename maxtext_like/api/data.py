@@ -34,7 +34,7 @@ def look_at_data(
   """
   for name, value in {"show": show, "documents": documents}.items():
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
-      raise UserError(f"look_at_data: {name}={value!r:.60}: not a whole number from 0")
+      raise UserError(f"look_at_data: {name}={value!r:.60}: not an integer of 0 or more\n  fix: pass {name}=2")
   from maxtext_like.data.preview import preview
   from maxtext_like.models.registry import FAMILIES
   from maxtext_like.training.run import resolve_tokenizer

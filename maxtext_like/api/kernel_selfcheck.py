@@ -70,8 +70,8 @@ def kernel_self_test(
     raise UserError(f"kernel_self_test: unknown dtype {dtype!r}\n  fix: pass one of {', '.join(get_args(Dtype))}")
   if min(head_dim, query_heads, kv_heads, length) < 1 or query_heads % kv_heads:
     raise UserError(
-      f"kernel_self_test: head_dim={head_dim}, query_heads={query_heads}, kv_heads={kv_heads}, length={length}\n"
-      "  fix: all at least 1, and query_heads a multiple of kv_heads"
+      f"kernel_self_test: head_dim={head_dim}, query_heads={query_heads}, kv_heads={kv_heads}, length={length}: "
+      "impossible sizes\n  fix: make all of them at least 1, and query_heads a multiple of kv_heads"
     )
   shape = shape_class(
     "dot_product", dtype=dtype, head_dim=head_dim, query_heads=query_heads, kv_heads=kv_heads, window=window,

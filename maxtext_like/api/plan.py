@@ -131,7 +131,7 @@ def plan(
   target = find_machine(topology, memory, cpus=True)
   if isinstance(target, Topology):
     if num_slices < 1:
-      raise UserError(f"plan: num_slices={num_slices}\n  fix: 1 or more")
+      raise UserError(f"plan: num_slices={num_slices} is less than 1\n  fix: num_slices=1 or more")
     target = replace(target, slices=num_slices)
   elif num_slices != 1:
     raise UserError(f"plan: num_slices={num_slices} is only for TPUs, and {target.name} is not a TPU\n  fix: leave it out")

@@ -66,7 +66,10 @@ class Generation:
   def text(self) -> str:
     """Text of the only answer. Raises ValueError if there are several."""
     if len(self.answers) != 1:
-      raise ValueError(f"{len(self.answers)} answers\n  fix: use [answer.text for answer in generation.answers]")
+      raise ValueError(
+        f"text needs exactly one answer, but there are {len(self.answers)}\n"
+        "  fix: use [answer.text for answer in generation.answers]"
+      )
     return self.answers[0].text
 
 

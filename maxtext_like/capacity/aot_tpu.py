@@ -350,7 +350,7 @@ def xla_flags(group: str = "base") -> dict[str, Any]:
   import yaml
 
   if group not in FLAG_GROUPS:
-    raise UserError(f"xla_flags={group}: unknown\n  fix: one of {', '.join(FLAG_GROUPS)}")
+    raise UserError(f"xla_flags={group}: unknown group of flags\n  fix: pass one of {', '.join(FLAG_GROUPS)}")
   groups = yaml.safe_load(_flags_file().read_text("utf-8"))
   # The compiler takes a Python bool, and a number as text that it parses itself.
   return {

@@ -164,7 +164,7 @@ def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
     meant = f", or topology={sized} if {gpus} GB is its memory" if find_gpus(sized) else ""
     raise UserError(
       f"topology={name}: only GPUs of one host are supported here, 1 to {MAX_GPUS} of them (a run may have several hosts)\n"
-      f"  fix: topology={key}-8, with the rows of one host{meant}"
+      f"  fix: topology={key}-8, with the batch of one host{meant}"
     )
   # An unknown card needs its memory.
   size = None if memory is None else memory_bytes(memory)

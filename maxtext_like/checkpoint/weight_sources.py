@@ -179,7 +179,8 @@ def no_checkpoint(what: str, directory: Path | Place) -> UserError:
       f"{what} is a peft adapter, not a model\n"
       "  fix: name the weights that it was trained on; pass the adapter as lora_from=DIR to train or --adapter DIR to generate"
     )
+  problem = "is not a checkpoint" if known or isinstance(directory, Place) else "does not exist"
   return UserError(
-    f"{what} {'is no checkpoint' if known or isinstance(directory, Place) else 'does not exist'}{hub.advice(str(directory))}\n"
+    f"{what} {problem}{hub.advice(str(directory))}\n"
     "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
   )

@@ -74,7 +74,10 @@ class MeshConfig(Checked):
         f"  fix: set dcn_*_parallelism so that their product is {slices}; one of them may be -1"
       )
     if devices % count:
-      raise ValueError(f"mesh: {self._words('dcn')} cannot divide the {devices} devices of this run into equal slices")
+      raise ValueError(
+        f"mesh: {self._words('dcn')} cannot divide the {devices} devices of this run into equal slices\n"
+        f"  fix: set dcn_*_parallelism so that their product divides {devices}"
+      )
     ici = self._sizes("ici", devices // count)
     if math.prod(ici.values()) * count != devices:
       of_each = "" if count == 1 else f" of each of {count} slices"

@@ -237,7 +237,7 @@ class PrecisionConfig(Checked):
   )  # fmt: skip
   reduction_dtype: Literal["float32", "dtype"] = _key(
     default="float32", safer="float32", repairs="error", order=3, always=("float32",), directions=("backward",),
-    meaning="sums across devices, mainly of gradients: float32 rounds once, as one device does; dtype rounds each part",
+    meaning="sums across devices, mainly of gradients: float32 rounds only the total, as on one device; dtype rounds each part",
   )  # fmt: skip
   layer_precision: tuple[str, ...]
 

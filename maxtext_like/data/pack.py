@@ -316,7 +316,7 @@ class Packer:
     if len(self._bad) > self._bad_max:
       raise UserError(
         f"{len(self._bad)} bad records, more than on_bad_record=skip accepts ({self._bad_max}: 1 % of the documents, "
-        f"at least 10); the last one: {bad}\n  fix: repair the records"
+        f"from 10 to 10,000); the last one: {bad}\n  fix: repair the records"
       )
 
   def returned_counts(self) -> dict[str, float]:

@@ -325,7 +325,7 @@ def report(found: Findings, documents: Documents, count: int, *, key: str, skip_
     fix = fix_of_bad(dict(found.fixes), found.bad_count, count, "on_bad_record=skip to leave out and count them" * skipped)
     if found.bad_count == 1:
       raise UserError(f"{next(_shown(found, documents))}\n  fix: {fix}")
-    too_many = f", more than on_bad_record=skip accepts ({bad_max}: 1 % of the documents, at least 10)" * (
+    too_many = f", more than on_bad_record=skip accepts ({bad_max}: 1 % of the documents, from 10 to 10,000)" * (
       skip_bad and found.bad_count > bad_max
     )
     lines = "".join(f"\n  {line}" for line in _shown(found, documents))

@@ -193,7 +193,7 @@ def test_the_keywords_of_a_function_are_near_too():
 def test_what_takes_no_lines_is_told():
   call: Any
   for call in (maxtext_like.train, maxtext_like.bisect):
-    with pytest.raises(UserError, match=r"progress=True takes no lines\n  fix: pass a function of a line, as print"):
+    with pytest.raises(UserError, match=r"progress=True cannot receive lines\n  fix: pass a function that takes a line"):
       call("qwen3-tiny", progress=True)
 
 

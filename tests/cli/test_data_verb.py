@@ -121,7 +121,7 @@ def test_text_and_several_sources(chats, tmp_path, capsys):
   found = maxtext_like.look_at_data("gemma3-tiny", dataset="jsonl", data_format="chat", show=1, **path)
   assert found.counts.keys() == {"a", "b"}
   assert len(found.records) == 2
-  with pytest.raises(UserError, match="show=-1: not a whole number from 0"):
+  with pytest.raises(UserError, match="show=-1: not an integer of 0 or more"):
     maxtext_like.look_at_data("gemma3-tiny", show=-1)
   with pytest.raises(UserError, match="dataset=synthetic has no text"):
     maxtext_like.look_at_data("gemma3-tiny", dataset="synthetic")

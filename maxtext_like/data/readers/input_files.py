@@ -57,7 +57,9 @@ def find(paths: str | Sequence[str] | None, suffixes: tuple[str, ...], dataset: 
   """
   entries = [paths] if isinstance(paths, str) else list(paths or ())
   if not entries or any(not entry for entry in entries):
-    raise UserError(f"data.{key} is empty, but dataset={dataset} reads files\n  fix: {key}= a file, a folder, a glob or a list")
+    raise UserError(
+      f"data.{key} is empty, but dataset={dataset} reads files\n  fix: {key}=PATH of a file or folder, a glob, or a list"
+    )
   found: set[str] = set()
   for entry in entries:
     if is_remote(entry):

@@ -86,7 +86,7 @@ class Spikes:
     if times >= self._limit:
       raise NoProgressError(
         f"{spike}. The run was already rolled back to step {back_to} {times} times (max_spike_rollbacks={self._limit}), and "
-        "skipping data did not help\n  fix: a lower learning_rate, a check of the data, or a higher spike_factor; the same "
+        "skipping data did not help\n  fix: lower learning_rate, check the data, or raise spike_factor; the same "
         f"command resumes from step {back_to}"
       )
     return (2**times - 1) * (self._losses.maxlen or 0)

@@ -163,7 +163,7 @@ def make_optimizer(training: TrainingConfig, spec: Tree, weight_dtype: str) -> O
   ):
     if moment is None and value != usual:
       raise UserError(
-        f"{key} = {value} has no effect: opt_type: {t.opt_type} has no such moment with these settings\n  fix: remove {key}"
+        f"{key} = {value} has no effect: opt_type={t.opt_type} has no such moment with these settings\n  fix: remove {key}"
       )
   return Optimizer(rule, t.adam_weight_decay, t.mu_dtype or weight_dtype, t.nu_dtype, weight_dtype, spec)
 

@@ -128,7 +128,7 @@ class RemoteRunDirectory(RunDirectory):
       time.sleep(0.5)
     raise UserError(
       f"run directory {self.place}: on {platform.node()} it does not contain the lock that process 0 holds\n"
-      "  fix: the same output_dir, readable from all hosts"
+      "  fix: set the same output_dir on all hosts, at a place that all of them can read"
     )
 
   @contextlib.contextmanager

@@ -91,7 +91,9 @@ class RunDirectory:
 
   def __init__(self, output_dir: str | Path, run_name: str):
     if not run_name or run_name in (".", "..") or "/" in run_name or "\0" in run_name or "\0" in str(output_dir):
-      raise UserError(f"run_name {run_name!r} (in {str(output_dir)!r}): must be the name of one directory, without '/'")
+      raise UserError(
+        f"run_name {run_name!r} (in {str(output_dir)!r}): must be the name of one directory, without '/'\n  fix: run_name=NAME"
+      )
     # The path must stay valid if the working directory changes.
     self.path = Path(os.path.abspath(Path(os.path.expanduser(output_dir)) / run_name))
     self._lock = self.path / LOCK_NAME

@@ -119,7 +119,7 @@ def select(
     names = [row_names(decoder, path_keys(path))[0] for path, _ in jax.tree_util.tree_leaves_with_path(spec)]
     raise UserError(
       f"trainable_parameters_mask: {', '.join(map(repr, unused))} matches no parameter name; names look like "
-      f"{', '.join(names[:2])}, {names[-1]}"
+      f"{', '.join(names[:2])}, {names[-1]}\n  fix: correct or remove the pattern"
     )
   if not any(leaves):
     raise UserError(

@@ -254,7 +254,7 @@ def test_a_non_finite_update_ends_with_3_and_is_not_saved(workplace, capsys):
   [
     (["dataset=text", "dataset_path=/nowhere/*.txt"], "/nowhere/*.txt"),
     (["init_from=/nowhere"], "init_from: /nowhere does not exist"),
-    (["init_from=/", "tokenizer=bytes"], "init_from: / is no checkpoint"),
+    (["init_from=/", "tokenizer=bytes"], "init_from: / is not a checkpoint"),
     (["stepz=3"], "steps"),
   ],
 )
