@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import Saved, words
+from maxtext_like.api.arguments import Saved, require_function, require_numbers, words
 from maxtext_like.api.pretrained import Generation, Pretrained, as_prompts, load
 from maxtext_like.errors import UserError
 
@@ -53,6 +53,10 @@ def generate(
     UserError: a prompt, an image or an option is invalid.
     NonFiniteError: the logits are not finite; the message has the row and the token.
   """
+  # Checked here too, before a model is built.
+  require_numbers(generate, max_tokens=max_tokens, top_k=top_k, seed=seed, temperature=temperature, top_p=top_p, min_p=min_p)
+  if on_text is not None:
+    require_function(generate, "on_text", on_text)
   given, laid_over = as_prompts(prompts), words(overrides, keys, generate)
   if not isinstance(model, Pretrained):
     model = load(model, *laid_over, images=any(prompt.images for prompt in given), adapters=adapters)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import Saved, place_of, require_function, require_number, words
+from maxtext_like.api.arguments import Saved, place_of, require_function, require_numbers, words
 from maxtext_like.config import hub
 from maxtext_like.config.load import Loaded
 from maxtext_like.errors import UserError
@@ -193,13 +193,12 @@ class Pretrained:
     from maxtext_like.generation.sampling import Sampling
     from maxtext_like.generation.stop import stop_tokens
 
-    for name, value in {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}.items():
-      require_number(of, name, value, whole=True)
-    for name, value in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
-      require_number(of, name, value)
+    require_numbers(of, max_tokens=max_tokens, top_k=top_k, seed=seed, temperature=temperature, top_p=top_p, min_p=min_p)
     if on_text is not None:
       require_function(of, "on_text", on_text)
     given = as_prompts(prompts)
+    if "adapters" in keys:
+      raise UserError("generate: adapters: the model is already loaded\n  fix: pass it to load")
     if extra := words((), keys, of):
       raise UserError(f"generate: {extra[0]}: the model is already loaded\n  fix: pass it to load")
     tokenizer, decoder = self.tokenizer, self.model.decoder

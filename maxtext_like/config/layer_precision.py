@@ -9,7 +9,6 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxtext_like.config import former_names
 from maxtext_like.config.coerce import CoercionError, coerce
 from maxtext_like.config.precision_keys import LAYER_KEYS, PrecisionConfig, idle_reason
 from maxtext_like.config.problems import Problem, did_you_misspell
@@ -119,8 +118,7 @@ def _settings(words: Sequence[str], shown: str) -> tuple[Values, list[Problem]]:
   own: Values = {}
   problems = []
   for word in words:
-    name, equals, text = word.partition("=")
-    key = former_names.RENAMED.get(name, name)
+    key, equals, text = word.partition("=")
     if not equals or not text:
       problems.append(Problem(f"{shown}: {word!r} is not key=value", (KEY,), FORM))
     elif key in own:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from maxtext_like.config import foreign_names, former_names, maxtext_remat
 from maxtext_like.config.choices import OF_FILES, OPTIMIZERS
@@ -12,7 +13,7 @@ from maxtext_like.config.families import FAMILIES
 from maxtext_like.config.maxtext_family import Meaning, entry_of, same_number
 from maxtext_like.config.problems import Problem, alternatives
 from maxtext_like.config.schema import LEAVES
-from maxtext_like.config.yaml_file import Entry, Scalar, Sequence, to_text
+from maxtext_like.config.yaml_file import Entry, Node, Scalar, Sequence, to_text
 
 RENAMED = {
   "base_emb_dim": "emb_dim",
@@ -168,6 +169,8 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
       if entry.key in former_names.RENAMED:
         notes.append(f"{entry.origin}: {former_names.note(entry.key)}")
       ours = Entry(present(entry.key), entry.node, entry.origin)
+      if ours.key == "layer_precision":
+        ours = _present_in_layers(ours, notes)
       try:
         converted = convert(ours) if (convert := _CONVERTERS.get(ours.key)) else _by_value(ours, notes)
         done.append(converted)
@@ -201,6 +204,20 @@ def _profiler(found: dict[str, Entry], notes: list[str]) -> list[Entry]:
     for key, entry in found.items()
   ]
   return []
+
+
+def _present_in_layers(entry: Entry, notes: list[str]) -> Entry:
+  """Return ``layer_precision`` with the present names of keys, and add a note for each former name in it."""
+
+  def renamed(node: Node) -> Node:
+    return replace(node, text=former_names.in_words(node.text)) if isinstance(node, Scalar) else node
+
+  node = entry.node
+  node = replace(node, items=tuple(map(renamed, node.items))) if isinstance(node, Sequence) else renamed(node)
+  if node != entry.node:
+    words = {word.partition("=")[0] for word in to_text(entry.node).replace(",", " ").split()}
+    notes += [f"{entry.origin}: {former_names.note(former)}" for former in former_names.RENAMED if former in words]
+  return Entry(entry.key, node, entry.origin)
 
 
 def _by_value(entry: Entry, notes: list[str]) -> Entry:

@@ -1,6 +1,6 @@
 """Builds the input pipeline of a run from its configuration. ``make_data`` returns an iterator of batches with exact state.
 
-  files -> documents (jsonl, parquet, ...), every record validated once                          [sources.py, inspection.py]
+  files -> documents (jsonl, parquet, ...), every record validated once                            [sources.py, validate.py]
         -> order (held-out split, shuffle) -> tokens, mixed from several sources      [order.py, tokenise.py, mixture.py]
         -> packed rows -> rows shuffled in buffers -> batches                                                     [pack.py]
         -> a thread that prepares two batches ahead                                                           [prefetch.py]

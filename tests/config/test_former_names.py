@@ -33,6 +33,13 @@ def test_a_file_with_the_former_name(tmp_path):
   assert layer_values(config.layer_precision, 6)[1] == {"float16_clamp": True}
 
 
+def test_a_layer_with_the_former_name():
+  loaded = load_config("gemma4-tiny", ["dtype=float16", "layer_precision=[0 float16_rescue=false, 2-3 dtype=float32]"])
+  assert loaded.config.precision.layer_precision == ("0 float16_clamp=false", "2-3 dtype=float32")
+  assert sum("float16_rescue is now called float16_clamp" in note for note in loaded.notes) == 1
+  assert not any("float16_rescue" in note for note in load_config("gemma4-tiny", ["layer_precision=[0 dtype=bfloat16]"]).notes)
+
+
 def test_both_names_are_one_key_twice(tmp_path):
   path = tmp_path / "gemma4-tiny.yml"
   text = load_config("gemma4-tiny").to_yaml()
@@ -42,10 +49,9 @@ def test_both_names_are_one_key_twice(tmp_path):
 
 
 def test_a_stored_configuration():
-  stored = {"precision": {"float16_rescue": False, "dtype": "float16"}, "model": {"emb_dim": 8}}
-  assert former_names.renamed(stored) == {
-    "precision": {"float16_clamp": False, "dtype": "float16"}, "model": {"emb_dim": 8}
-  }  # fmt: skip
+  stored = {"precision": {"float16_rescue": False, "layer_precision": ["0-2 float16_rescue=true"]}, "model": {"emb_dim": 8}}
+  present = {"precision": {"float16_clamp": False, "layer_precision": ["0-2 float16_clamp=true"]}, "model": {"emb_dim": 8}}
+  assert former_names.renamed(stored) == present
 
 
 def test_a_manifest_with_the_former_name(tmp_path):

@@ -73,7 +73,7 @@ class CheckpointManager:
     backoff_seconds: wait after the first failure; it doubles with each further failure.
     patience_seconds: how long a save waits for the previous one before it is skipped. This is enough for a small state, so
       that small runs always have the same checkpoints, and negligible compared with the minutes that a large state takes.
-    tokenizer: files stored with every step, by name (``accompanying_files.of_tokenizer``).
+    tokenizer: files stored with every step, by name (``sidecar_files.of_tokenizer``).
     fence: context entered around every rename and removal in ``directory``; it raises, or never returns, if another process
       has taken over the directory.
     saved: called with the step after it is complete and renamed, by the thread of the save.
