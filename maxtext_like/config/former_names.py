@@ -1,7 +1,7 @@
 """Keys of this project that have a new name. The former name works for one release, and a note says what to write.
 
-``RENAMED`` is read wherever a key comes in: files and words, also inside ``layer_precision`` (``maxtext.py``), and the manifest of
-a checkpoint.
+``RENAMED`` is read wherever a key comes in: files and words, also inside ``layer_precision`` (``maxtext.py``), and manifests of
+checkpoints.
 """
 
 import re
