@@ -124,11 +124,8 @@ def test_adapters_of_different_bases_are_not_added_up(workplace):
   [
     (["base_weights=nf4"], "base_weights = nf4 has no effect with lora_rank: 0"),
     (["lora_rank=2", "base_weights_modules=[q_proj]"], "base_weights_modules has no effect without base_weights"),
-    (
-      ["lora_rank=2", "base_weights=nf4", "base_weights_modules=[embed_tokens]"],
-      "is a table.* cannot be quantised",
-    ),
-    (["lora_rank=2", "base_weights=nf4", "base_weights_modules=[qproj]"], "base_weights_modules: 'qproj' is no weight"),
+    (["lora_rank=2", "base_weights=nf4", "base_weights_modules=[embed_tokens]"], "is a table"),
+    (["lora_rank=2", "base_weights=nf4", "base_weights_modules=[qproj]"], "base_weights_modules: 'qproj' matches no weight"),
   ],
 )
 def test_what_cannot_be_is_refused(workplace, capsys, words, said):
