@@ -103,7 +103,7 @@ def table(curves: dict[Run, Curve]) -> list[str]:
 def picture(curves: dict[Run, Curve], rate: float) -> str:
   """An SVG file with a panel for each model: the loss at one learning rate, a running mean of 20 steps for each seed."""
   models = list(dict.fromkeys(run.model for run in curves if run.rate == rate))
-  width, height, left, top, colours = 300, 210, 34, 24, {"depth_scaled": "#0072b2", "maxtext": "#d55e00"}
+  width, height, left, top, colors = 300, 210, 34, 24, {"depth_scaled": "#0072b2", "maxtext": "#d55e00"}
   text = 'font-family="sans-serif" font-size="11" fill="#444"'
   parts = []
   for i, model in enumerate(models):
@@ -125,10 +125,10 @@ def picture(curves: dict[Run, Curve], rate: float) -> str:
     parts.append(f'<text x="{x_at(steps):.0f}" y="{height - 6}" text-anchor="end" {text}>step {steps}</text>')
     for run, losses in smooth.items():
       line = " ".join(f"{x_at(step + 20):.1f},{y_at(y):.1f}" for step, y in enumerate(losses))
-      parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[run.scheme]}" stroke-width="1.2"/>')
-    for j, (scheme, colour) in enumerate(colours.items()):
+      parts.append(f'<polyline points="{line}" fill="none" stroke="{colors[run.scheme]}" stroke-width="1.2"/>')
+    for j, (scheme, color) in enumerate(colors.items()):
       at = f'x="{x_at(steps) - 4:.0f}" y="{top + 14 + 14 * j}" text-anchor="end"'
-      parts.append(f"<text {at} {text.replace('#444', colour)}>{scheme}</text>")
+      parts.append(f"<text {at} {text.replace('#444', color)}>{scheme}</text>")
   size = f'viewBox="0 0 {width * len(models)} {height}" width="{width * len(models)}" height="{height}"'
   return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n' + "\n".join(parts) + "\n</svg>\n"
 

@@ -37,7 +37,7 @@ class Head:
     return self.decoder.head(p, x)
 
 
-def rematerialised(decoder: Any, chunks: int):
+def rematerialized(decoder: Any, chunks: int):
   """The peer: logits of a chunk are computed again for its gradient."""
 
   def loss(p, batch):
@@ -72,7 +72,7 @@ def main() -> None:
 
   head_only: Any = Head(decoder)
   forms = {
-    f"{chunks} chunks, logits twice (remat)": rematerialised(decoder, chunks),
+    f"{chunks} chunks, logits twice (remat)": rematerialized(decoder, chunks),
     f"{chunks} chunks, logits once (ours)": lambda p, batch: LanguageModelling(head_only, 0.0, chunks)(p, batch)[0],
     "whole": lambda p, batch: LanguageModelling(head_only, 0.0, 1)(p, batch)[0],
   }

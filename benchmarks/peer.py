@@ -199,12 +199,12 @@ def _draw(module: Any, owner: Any, form: str, device: str) -> None:
   for name, child in list(module.named_children()):
     _draw(child, child if isinstance(child, transformers.PreTrainedModel) else owner, form, device)
     if form != "bfloat16" and type(child) is nn.Linear and child is not owner.get_output_embeddings():
-      setattr(module, name, _quantised(child, form, device))
+      setattr(module, name, _quantized(child, form, device))
   module.to_empty(device=device, recurse=False)
   owner._init_weights(module)
 
 
-def _quantised(linear: Any, form: str, device: str) -> Any:
+def _quantized(linear: Any, form: str, device: str) -> Any:
   """bitsandbytes' layer in the place of one of torch."""
   import torch  # pyright: ignore[reportMissingImports]
 

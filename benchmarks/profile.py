@@ -49,7 +49,7 @@ MOVES = frozenset(
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 TRACES = "**/*.xplane.pb"
 PRODUCTS = ("gemm", "matmul", "cublas", "dot", "conv")
-COLOURS = {"forward": "#0969da", "recomputed": "#bf8700", "backward": "#8250df", "update": "#57606a"}
+COLORS = {"forward": "#0969da", "recomputed": "#bf8700", "backward": "#8250df", "update": "#57606a"}
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def busy(found: list[tuple[str, float, float]]) -> tuple[float, float]:
 
 def totals(rows: list[Kernel], by: str) -> dict[str, dict[str, float]]:
   """Milliseconds of a step by "part" or "kind" and by stage, with "all" and "launches"; the dearest first."""
-  found: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys((*COLOURS, "all", "launches"), 0.0))
+  found: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys((*COLORS, "all", "launches"), 0.0))
   for k in rows:
     own = found[getattr(k, by)]
     own[k.stage] += k.milliseconds
@@ -187,9 +187,9 @@ def totals(rows: list[Kernel], by: str) -> dict[str, dict[str, float]]:
 def table(found: dict[str, dict[str, float]], by: str) -> str:
   """Totals as a table."""
   whole = sum(own["all"] for own in found.values()) or 1.0
-  lines = [f"| {by} | ms a step | share | {' | '.join(COLOURS)} | kernels |", "|" + "---|" * (4 + len(COLOURS))]
+  lines = [f"| {by} | ms a step | share | {' | '.join(COLORS)} | kernels |", "|" + "---|" * (4 + len(COLORS))]
   for name, own in found.items():
-    stages = " | ".join(f"{own[stage]:.3f}" for stage in COLOURS)
+    stages = " | ".join(f"{own[stage]:.3f}" for stage in COLORS)
     lines.append(f"| {name} | {own['all']:.3f} | {own['all'] / whole:.1%} | {stages} | {own['launches']:.0f} |")
   return "\n".join(lines)
 
@@ -199,15 +199,15 @@ def picture(found: dict[str, dict[str, float]], title: str) -> str:
   left, width, height, gap = 150, 620, 20, 8
   most = max((own["all"] for own in found.values()), default=1.0) or 1.0
   shapes = [f'<text x="12" y="20" class="t">{html.escape(title)}</text>']
-  for n, (stage, colour) in enumerate(COLOURS.items()):
-    shapes.append(f'<rect x="{left + 120 * n}" y="32" width="12" height="12" fill="{colour}"/>')
+  for n, (stage, color) in enumerate(COLORS.items()):
+    shapes.append(f'<rect x="{left + 120 * n}" y="32" width="12" height="12" fill="{color}"/>')
     shapes.append(f'<text x="{left + 120 * n + 18}" y="43">{stage}</text>')
   for row, (name, own) in enumerate(found.items()):
     x, y = float(left), 58 + row * (height + gap)
     shapes.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{html.escape(name)}</text>')
-    for stage, colour in COLOURS.items():
+    for stage, color in COLORS.items():
       size = own[stage] / most * width
-      shapes.append(f'<rect x="{x:.1f}" y="{y}" width="{size:.1f}" height="{height}" fill="{colour}"/>')
+      shapes.append(f'<rect x="{x:.1f}" y="{y}" width="{size:.1f}" height="{height}" fill="{color}"/>')
       x += size
     shapes.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{own["all"]:.2f} ms, {own["launches"]:.0f} kernels</text>')
   bottom = 66 + len(found) * (height + gap)

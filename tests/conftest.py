@@ -48,7 +48,7 @@ LONGEST = [
     "training/test_parallelism", "training/test_vision_training", "faults/test_processes", "faults/test_remote",
     "analysis/test_failed_step", "analysis/test_step_xray", "training/step/in_backward/test_step", "training/step/test_program",
     "benchmarks/test_fine_tuning", "layers/attention/test_context_parallel", "faults/test_train_command", "faults/test_output",
-    "analysis/test_quantised_overflow", "training/test_float16_base", "cli/test_cli_bisect", "docs/test_python_page",
+    "analysis/test_quantized_overflow", "training/test_float16_base", "cli/test_cli_bisect", "docs/test_python_page",
   )
 ]  # fmt: skip
 """Files with minutes of slow tests. They come first: one that began last would keep one worker, and the other idle."""

@@ -36,7 +36,7 @@ class Audit:
   unasked: "list[Unasked]"
 
   @property
-  def honoured(self) -> bool:
+  def honored(self) -> bool:
     """True if the program honours every key."""
     return not any(key.verdict == "not honoured" for key in self.keys)
 

@@ -120,8 +120,8 @@ class ExportedAdapter(Saved):
   @property
   def below(self) -> str:
     """The weights that the adapter was trained on, as text."""
-    quantised = f", quantized to {self.base_weights}" if self.base_weights else ""
-    return (self.base or f"weights initialized from seed {self.seed}") + quantised
+    quantized = f", quantized to {self.base_weights}" if self.base_weights else ""
+    return (self.base or f"weights initialized from seed {self.seed}") + quantized
 
 
 def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapter:

@@ -211,8 +211,8 @@ class Pretrained:
     if any(prompt.conversation is not None for prompt in given):
       renderer, of_answers = chat_renderer(self.config, tokenizer)
       ends |= of_answers
-    spelt = self.config.data.special_tokens_in_text
-    encoded = encode(given, tokenizer, self.config.vision, renderer, special_tokens=spelt)
+    spelled = self.config.data.special_tokens_in_text
+    encoded = encode(given, tokenizer, self.config.vision, renderer, special_tokens=spelled)
     engine.check(encoded, decoder, max_tokens)
     params = self.params
     grown = [_Growing(lambda ids, row=row: continuation(tokenizer, row, ids)) for row in encoded.tokens]

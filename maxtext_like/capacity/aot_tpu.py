@@ -167,7 +167,7 @@ def compile_step(
         f"batch alone take {arguments:,}: the format of the dump has changed"
       )
     if machine_code == "quick":
-      quick = _with_little_optimisation(program, flags)
+      quick = _with_little_optimization(program, flags)
   return CompiledStep(
     **known,
     peak_bytes=layout.bytes if peak is None else peak,
@@ -203,7 +203,7 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
   return Work(flops=flops, model_flops=model_flops, memory_bytes=moved, transfers=transfers, roofline=bounds)
 
 
-def _with_little_optimisation(program: Any, flags: dict[str, Any]) -> tuple[int, str]:
+def _with_little_optimization(program: Any, flags: dict[str, Any]) -> tuple[int, str]:
   """Compile the step completely with little optimisation, a sixth of the work. Return its peak and "", or, if it does not fit,
   the bytes that it needs and the compiler's message.
 

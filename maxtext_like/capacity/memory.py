@@ -23,7 +23,7 @@ from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.layers.param import abstract
-from maxtext_like.layers.quantization.quantised import ShapesOnly
+from maxtext_like.layers.quantization.quantized import ShapesOnly
 from maxtext_like.layers.remat import offload_under
 from maxtext_like.layers.sharding_rules import MESH_AXES
 from maxtext_like.sharding.mesh import abstract_mesh
@@ -71,7 +71,7 @@ class MemoryEstimate:
   copies: int
   activations: int
   logits: int
-  dequantised: int
+  dequantized: int
   fetched: int = 0
   host: int = 0
 
@@ -240,7 +240,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     # A tower without gradients keeps nothing.
     beside = tower.num_layers if tower and any({"vision", "layers"} <= names for names in paths) else 0
     again = everything // (len(model.decoder.layers) + beside)
-  dequantised = 0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize)
+  dequantized = 0 if model.base is None else 2 * model.base.bytes_at_work(jnp.dtype(program.config.precision.dtype).itemsize)
   # Logits, and on a GPU the arrays that are in use at the same time.
   logits = objective.logit_bytes(model.rows // model.ways("batch"), t.max_target_length)
   logits //= model.ways("sequence") * model.ways("vocab")
@@ -249,7 +249,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     copies = _sliced(program, state["params"]) if model.base is None else 0
     whole = program.adapter.replaced(gradient)
     with_logits = bytes_of({key: whole[key] for key in ("embedding", "head") if key in whole})
-    logits = max(0, logits - (bytes_of(gradient) - with_logits) - again - dequantised - copies)
+    logits = max(0, logits - (bytes_of(gradient) - with_logits) - again - dequantized - copies)
   again += _in_tiles(program)
   kept, activations = activations, activations + again
   if platform == "gpu" and t.optimizer_in_backward:
@@ -266,7 +266,7 @@ def estimate(program: TrainProgram, numbers: Numbers = math.prod, saved: Saved |
     copies=copies,
     activations=activations,
     logits=logits,
-    dequantised=dequantised,
+    dequantized=dequantized,
     fetched=_gathered_bytes(program) if platform == "gpu" else 0,
     host=host + bytes_of(away),
   )

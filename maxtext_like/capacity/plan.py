@@ -116,7 +116,7 @@ def plan(config: Config, target: Target) -> Plan:
   else:
     classes["activations"] = min(kept, need.activations)
     classes["temporaries"] = need.activations - classes["activations"] + need.copies + need.logits
-    classes["temporaries"] += need.dequantised + need.fetched
+    classes["temporaries"] += need.dequantized + need.fetched
   # Work and time: FLOPs, memory traffic, transfers and their roofline.
   t, decoder = config.training, program.model.decoder
   devices = target.devices
@@ -168,13 +168,13 @@ def _casts(program: TrainProgram) -> int:
   precision = program.config.precision
   if precision.dtype == precision.weight_dtype:
     return 0
-  quantised = program.model.base.weights if program.model.base else {}
+  quantized = program.model.base.weights if program.model.base else {}
   stacks = [
     (path_keys(path), p)
     for path, p in jax.tree_util.tree_leaves_with_path(program.model.decoder.params())
     if path_keys(path)[0].startswith("stack_")
   ]
-  size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantised)
+  size = sum(math.prod(p.shape) for path, p in stacks if len(p.shape) > 2 and path not in quantized)
   return size * jnp.dtype(precision.dtype).itemsize // (program.model.ways("heads") * program.model.ways("sequence"))
 
 

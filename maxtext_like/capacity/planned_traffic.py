@@ -17,7 +17,7 @@ from maxtext_like.capacity.gathered_weights import TABLE, GatheredWeight
 from maxtext_like.capacity.transfers import passes, pieces, summed_bytes
 from maxtext_like.layers.moe.expert_parallel import SLACK
 from maxtext_like.layers.param import count
-from maxtext_like.layers.quantization.quantised import CODES
+from maxtext_like.layers.quantization.quantized import CODES
 from maxtext_like.models.adapter import model_path
 from maxtext_like.models.naming import ADAPTER, path_keys
 from maxtext_like.training.step.program import TrainProgram
@@ -25,7 +25,7 @@ from maxtext_like.training.step.program import TrainProgram
 PASSES = 5.5
 """How often the activations that layers would keep without remat go through memory in a step, temporaries included. This and
 the next four constants were fitted to the compiled programs of docs/results/memory.md."""
-EXPERT_ROWS, TRAVELLING = 12, 9
+EXPERT_ROWS, TRAVELING = 12, 9
 """How often in each pass the rows of experts go through memory in addition, and how often more if they are exchanged with
 other devices."""
 SCORES = 9
@@ -49,7 +49,7 @@ def memory_bytes(program: TrainProgram, weights: list[GatheredWeight], everythin
     everything: bytes that the forward pass of a microbatch would keep without remat.
   """
   parts = program.config.training.gradient_accumulation_steps
-  part = _of_layers(program) + _of_dequantised(program) + _of_gathered(program, weights) + _of_head(program, weights)
+  part = _of_layers(program) + _of_dequantized(program) + _of_gathered(program, weights) + _of_head(program, weights)
   # A backward pass has two products for each product of the forward pass.
   part += (
     PASSES * (program.step.forward_passes + 2 * program.step.backward_passes) / 3 * everything
@@ -72,7 +72,7 @@ def _of_layers(program: TrainProgram) -> float:
   return total
 
 
-def _of_dequantised(program: TrainProgram) -> float:
+def _of_dequantized(program: TrainProgram) -> float:
   """Bytes written and read to dequantise weights of which a byte holds two elements. Other quantised weights are dequantised
   while a product reads them."""
   if program.model.base is None:
@@ -94,7 +94,7 @@ def _of_expert_rows(program: TrainProgram) -> float:
   tokens = model.rows // model.ways("batch") * program.config.training.max_target_length // model.ways("sequence")
   experts = [e for e in (layer.cfg.ffn.experts for layer in model.decoder.layers) if e is not None]
   rows = sum(tokens * e.num_experts_per_tok * e.emb_dim for e in experts)
-  times = SLACK * (EXPERT_ROWS + TRAVELLING) if model.ways("expert") > 1 else EXPERT_ROWS
+  times = SLACK * (EXPERT_ROWS + TRAVELING) if model.ways("expert") > 1 else EXPERT_ROWS
   return passes(program) * times * rows * jnp.dtype(program.config.precision.dtype).itemsize
 
 

@@ -50,7 +50,7 @@ def in_use(program: TrainProgram, need: MemoryEstimate, kept: int, again: float,
     kept += as_declared(_own(by_rows)) * by_rows.dtype.itemsize
   # The phases of the docstring; the largest one counts.
   loss = kept + table + max(need.logits, *(w.assembly_bytes for w in weights if w.part == TABLE), 0)
-  backward = kept + need.gradients + again + need.dequantised
+  backward = kept + need.gradients + again + need.dequantized
   if read:
     fullest = max(read, key=lambda part: read[part])
     own = [w for w in weights if w.part == fullest]

@@ -157,7 +157,7 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
   again = config.training.remat_policy in ("full", "save_mlp", "save_outputs")
   forward = (program.step.forward_passes + backward * again) * parts
   rows, size = model.rows // model.ways("batch"), length // ways
-  gathered = neighbours = layers = windows = 0
+  gathered = neighbors = layers = windows = 0
   shared: dict[str, list[tuple[int, ...]]] = {}
   for layer in model.decoder.layers:
     cfg = layer.cfg.mixer
@@ -170,14 +170,14 @@ def _of_keys(program: TrainProgram) -> Iterator[Transfer]:
     if past is None:
       gathered, layers = gathered + rows * (ways - 1) * size * numbers, layers + 1
     else:
-      neighbours, windows = neighbours + rows * past * numbers, windows + 1
+      neighbors, windows = neighbors + rows * past * numbers, windows + 1
   between = _leaves_a_slice(program, model.decoder.cfg.rules.mesh_axes("sequence", model.mesh))
   if ways > 1:
     yield Transfer("all-gather", gathered * item * forward, layers * forward, False, between)
     times = backward * parts
     yield Transfer("reduce-scatter", gathered * summed_bytes(program) * times, layers * times, False, between)
     times += forward
-    yield Transfer("collective-permute", neighbours * item * times, windows * times, True, between)
+    yield Transfer("collective-permute", neighbors * item * times, windows * times, True, between)
 
 
 def _of_sums(program: TrainProgram) -> Iterator[Transfer]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.quantization.low_rank import Layout, merged
-from maxtext_like.layers.quantization.quantised import quantise
+from maxtext_like.layers.quantization.quantized import quantize
 from maxtext_like.models.adapter import WHOLE, Adapter
-from maxtext_like.models.quantised_base import QuantisedBase
+from maxtext_like.models.quantized_base import QuantizedBase
 
 Path = tuple[str, ...]
 Index = tuple[int | slice, ...]
@@ -20,7 +20,7 @@ Read = Callable[[Path, Index], np.ndarray]
 class EffectiveWeights:
   """Returns ``params[path][index]`` in float32, quantized and merged, on top of a reader of the stored weights."""
 
-  def __init__(self, read: Read, base: QuantisedBase | None, adapter: Adapter | None = None, factors: Any = None):
+  def __init__(self, read: Read, base: QuantizedBase | None, adapter: Adapter | None = None, factors: Any = None):
     """
     Args:
       read: reader of the stored weights.
@@ -64,7 +64,7 @@ class EffectiveWeights:
       x = self._read(path, (*lead, *(slice(None) for _ in shape)))
     if self._base is not None and path in self._base.weights:
       base = self._base
-      x = jax.jit(lambda x: base.values(path, quantise(base.form, p, x), "float32"))(x)
+      x = jax.jit(lambda x: base.values(path, quantize(base.form, p, x), "float32"))(x)
     if self._adapter is not None and path in self._adapter.weights:
       own = {name: value if row is None else value[row] for name, value in self._own(path).items()}
       a, b, magnitude = own["lora_a"], own["lora_b"], own.get("lora_magnitude")

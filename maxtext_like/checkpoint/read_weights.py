@@ -15,7 +15,7 @@ from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import compared_with_file, read_config
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.model_changes import Comparison, compared
-from maxtext_like.checkpoint.quantised_rows import read_quantised
+from maxtext_like.checkpoint.quantized_rows import read_quantized
 from maxtext_like.checkpoint.store import manifest, restore
 from maxtext_like.checkpoint.store.partial_read import StoredArrays
 from maxtext_like.checkpoint.weight_sources import (
@@ -98,11 +98,11 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
     return _finite(found.params, step, model)
   allow = model.config.checkpoint.allow_dtype_change
   lacking = _lacking(comparison, model, starts is not None)
-  quantised = set() if model.base is None else set(model.base.weights)
-  wanted = {".".join(path): x for path, x in tensors.flatten(params) if path[:-1] not in quantised and path not in lacking}
+  quantized = set() if model.base is None else set(model.base.weights)
+  wanted = {".".join(path): x for path, x in tensors.flatten(params) if path[:-1] not in quantized and path not in lacking}
   found = restore.load(step, {"params": wanted}, config=model.config, allow_dtype_change=allow, adds=starts is not None)
   drawn = {".".join(path): x for path, x in _drawn(lacking, model).items()}
-  read = _finite(_nested(params, found.state["params"], drawn, _quantised_rows(step, model)), step, model)
+  read = _finite(_nested(params, found.state["params"], drawn, _quantized_rows(step, model)), step, model)
   _say(starts, comparison, lacking, model.config.training.seed)
   return read
 
@@ -154,7 +154,7 @@ def _say(starts: Callable[[str], None] | None, comparison: Comparison, lacking: 
     )
 
 
-def _quantised_rows(step: Any, model: Model) -> dict[str, Any]:
+def _quantized_rows(step: Any, model: Model) -> dict[str, Any]:
   """Reads the weights of a step that this run stores quantized, one layer at a time."""
   if model.base is None:
     return {}
@@ -164,7 +164,7 @@ def _quantised_rows(step: Any, model: Model) -> dict[str, Any]:
     own = {where[-1]: x.sharding for where, x in places.items() if where[:-1] == path}
     rest = (slice(None),) * (len(p.shape) - 1)
     read = lambda row, path=path, rest=rest: arrays.parameter(path, (slice(None) if row is None else row, *rest))
-    found[".".join(path)] = read_quantised(model.base.form, p, own, read)
+    found[".".join(path)] = read_quantized(model.base.form, p, own, read)
   return found
 
 

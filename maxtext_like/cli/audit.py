@@ -43,4 +43,4 @@ def run(argv: list[str]) -> int:
   print(found)
   if own.json:
     Path(own.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
-  return 0 if found.honoured else NonFiniteError.exit_code
+  return 0 if found.honored else NonFiniteError.exit_code

@@ -34,9 +34,9 @@ def run(argv: list[str]) -> int:
   from maxtext_like import look_at_data
 
   found = look_at_data(config, *overrides, show=options.show, documents=options.documents, for_sft=options.sft)
-  colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+  color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
   for record in found.records:
-    print(_record(record, found.length, colour))
+    print(_record(record, found.length, color))
   if found.template is not None:
     print(f"template {found.template}")
   for name, counts in found.counts.items():
@@ -55,10 +55,10 @@ def _options(parser):
   return parser
 
 
-def _record(record: "ShownRecord", length: int, colour: bool) -> str:
+def _record(record: "ShownRecord", length: int, color: bool) -> str:
   from maxtext_like.cli.main import printable
 
-  begin, end = (GREEN, PLAIN) if colour else ("⟦", "⟧")
+  begin, end = (GREEN, PLAIN) if color else ("⟦", "⟧")
   text = "".join(f"{begin}{printable(part)}{end}" if learned else printable(part) for part, learned in record.parts)
   head = f"--- {printable(record.place)}: {record.tokens:,} tokens, "
   if record.kept is None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from maxtext_like.config import foreign_names, maxtext
 from maxtext_like.config.files import SUFFIXES
-from maxtext_like.config.problems import Problem, misspelt
+from maxtext_like.config.problems import Problem, misspelled
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import Entry, parse_value
 from maxtext_like.errors import UserError
@@ -57,9 +57,9 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
   if key in SECTIONS and key not in foreign_names.NAMES:
     return UnknownKeyError(f"unknown key {key!r}: it is a section; write a key of it, as in steps=5")
   foreign = foreign_names.find_whole(key)
-  if foreign is None and (near := _misspelt(key, leaf)):
+  if foreign is None and (near := _misspelled(key, leaf)):
     return UnknownKeyError(f"unknown key {key!r}, did you mean {near!r}?")
-  if foreign is None and leaf == key and len(key) > 6 and (theirs := misspelt(key, foreign_names.NAMES)):
+  if foreign is None and leaf == key and len(key) > 6 and (theirs := misspelled(key, foreign_names.NAMES)):
     foreign = foreign_names.NAMES[theirs]
     return UnknownKeyError(f"unknown key {key!r}, perhaps {theirs!r}: {foreign.says}", foreign)
   if foreign is None:
@@ -72,13 +72,13 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
   )
 
 
-def _misspelt(key: str, leaf: str) -> str | None:
+def _misspelled(key: str, leaf: str) -> str | None:
   """Return the key that ``key`` misspells, in its section or in its name, or None."""
   if leaf == key:
-    return misspelt(key, LEAVES) or misspelt(key, maxtext.KNOWN)
+    return misspelled(key, LEAVES) or misspelled(key, maxtext.KNOWN)
   section = key.removesuffix(f".{leaf}")
-  name = leaf if leaf in LEAVES else misspelt(leaf, LEAVES)
-  if name is None or not (section in SECTIONS or misspelt(section, SECTIONS) or section in foreign_names.NEUTRAL_SECTIONS):
+  name = leaf if leaf in LEAVES else misspelled(leaf, LEAVES)
+  if name is None or not (section in SECTIONS or misspelled(section, SECTIONS) or section in foreign_names.NEUTRAL_SECTIONS):
     return None
   return f"{LEAVES[name][0]}.{name}"
 

@@ -41,7 +41,7 @@ def did_you_misspell(name: str, known: Iterable[str]) -> str:
   A key that merely shares words with a known one (``embedding_learning_rate``, ``rope_local_base_freq``) usually means another
   quantity, so it is not offered.
   """
-  near = misspelt(name, known)
+  near = misspelled(name, known)
   return f", did you mean {near!r}?" if near else ""
 
 
@@ -61,7 +61,7 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
   return [k for rating, k in rated[:count] if rating >= 1]
 
 
-def misspelt(name: str, known: Iterable[str]) -> str | None:
+def misspelled(name: str, known: Iterable[str]) -> str | None:
   """Return the known name that ``name`` misspells, or None. With several candidates, the one with the fewest edits."""
   given = _spelling(name)
   edits = ((_edits(given, _spelling(k)), k) for k in known)

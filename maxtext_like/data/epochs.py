@@ -40,8 +40,8 @@ class Outlines:
     alive: called about once a second.
   """
 
-  def __init__(self, tokenise: Callable[[int], Document], length: int, max_images: int, count: int, alive: Callable[[], None]):
-    self._tokenise, self._row, self._count, self._alive = tokenise, (length, max_images), count, alive
+  def __init__(self, tokenize: Callable[[int], Document], length: int, max_images: int, count: int, alive: Callable[[], None]):
+    self._tokenize, self._row, self._count, self._alive = tokenize, (length, max_images), count, alive
     self._plain: dict[int, int] = {}  # tokens of each document without images; negative if nothing in it is learned
     self._others: dict[int, Document] = {}
     self._logged = self._called = time.monotonic()
@@ -52,7 +52,7 @@ class Outlines:
       return _outline(number, abs(size), size > 0)
     if (known := self._others.get(number)) is not None:
       return known
-    document = self._tokenise(number)
+    document = self._tokenize(number)
     self._report_progress()
     if document.ids is None:
       self._others[number] = document

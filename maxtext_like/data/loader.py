@@ -39,7 +39,7 @@ from maxtext_like.data.sources import (
   refuse_path,
   source_names,
 )
-from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
+from maxtext_like.data.tokenization.tokenize import DocumentStream, Tokenize
 from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.data.validate import RecordChecks, make_checks, make_multimodal, max_skipped, validate_source
 from maxtext_like.errors import RetryableError, UserError
@@ -140,7 +140,7 @@ def make_data(
   }
   # Tokenise, and mix the sources by their share of the tokens.
   streams = {
-    name: DocumentStream(part.order, Tokenise(part.documents, tokenizer, lookup, checks)) for name, part in parts.items()
+    name: DocumentStream(part.order, Tokenize(part.documents, tokenizer, lookup, checks)) for name, part in parts.items()
   }
   weights = data.dataset_weights if split == "train" else None
   documents: DocumentStream | Mixture = next(iter(streams.values()))
@@ -192,7 +192,7 @@ def make_data(
     identity["by_epoch"] = True
     (part,) = parts.values()
     unread = make_checks(data, tokenizer, vision, length, chat_template, own_rows=())  # decodes no image
-    outlines = Outlines(Tokenise(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
+    outlines = Outlines(Tokenize(part.documents, tokenizer, lookup, unread), length, packed["max_images"], count, alive)
     outlined = Packer(DocumentStream(part.order, outlines), **packed)
     row_counter = RowCounter(outlined, identity | {"skip": data.on_bad_record, "naming": checks.naming}, epochs or 0)
   opened = DataSource(

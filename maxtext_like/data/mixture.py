@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from maxtext_like.data.pack import Document
-from maxtext_like.data.tokenization.tokenise import DocumentStream
+from maxtext_like.data.tokenization.tokenize import DocumentStream
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from maxtext_like.data.documents import BadRecordError, Documents, Record
 from maxtext_like.data.order import Order, Share
 from maxtext_like.data.pack import LOSSES, Document, Packer, Row, first_part
 from maxtext_like.data.sources import DataConfig, kind_of, open_documents
-from maxtext_like.data.tokenization.tokenise import DocumentStream, Tokenise
+from maxtext_like.data.tokenization.tokenize import DocumentStream, Tokenize
 from maxtext_like.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from maxtext_like.data.validate import Notes, RecordChecks, fix_of_bad, make_checks, max_skipped
 from maxtext_like.errors import UserError
@@ -125,16 +125,16 @@ def preview(
   records: list[ShownRecord] = []
   counts = {}
   for name, documents in open_documents(data, vision, "train", None, undivided).items():
-    tokenise = Tokenise(documents, tokenizer, Lookup(vocab_size=vocab_size), checks)
+    tokenize = Tokenize(documents, tokenizer, Lookup(vocab_size=vocab_size), checks)
     places = checks.multimodal.vision.max_images_per_row if checks.multimodal else 0
     row = (length, places) if checks.chat or not data.packing else None
-    records += _shown(documents, tokenise, tokenizer, checks, show, row)
-    counts[name] = _count(documents, tokenise, data, checks, length, most)
+    records += _shown(documents, tokenize, tokenizer, checks, show, row)
+    counts[name] = _count(documents, tokenize, data, checks, length, most)
   return DataPreview(tuple(records), counts, checks.chat.renderer.name if checks.chat else None, length)
 
 
 def _shown(
-  documents: Documents, tokenise: Tokenise, tokenizer: Tokenizer, checks: RecordChecks, show: int, row: tuple[int, int] | None
+  documents: Documents, tokenize: Tokenize, tokenizer: Tokenizer, checks: RecordChecks, show: int, row: tuple[int, int] | None
 ) -> list[ShownRecord]:
   """Returns the first records. ``row``: tokens and images that a row can hold; None if a record continues in the next row."""
   names = {i: spelling for spelling, i in tokenizer.special.items()}
@@ -152,7 +152,7 @@ def _shown(
   for number in range(len(documents)):
     if len(found) >= show:
       break
-    document = tokenise(number)
+    document = tokenize(number)
     if document.ids is None:
       continue
     samples = tuple(document.samples())
@@ -199,7 +199,7 @@ def _parts(
 
 
 def _count(
-  documents: Documents, tokenise: Tokenise, data: DataConfig, checks: RecordChecks, length: int, most: int
+  documents: Documents, tokenize: Tokenize, data: DataConfig, checks: RecordChecks, length: int, most: int
 ) -> SourceCounts:
   available = min(len(documents), data.dataset_documents_max or len(documents))
   reasons: list[str] = []
@@ -213,7 +213,7 @@ def _count(
   counting = _NotingDocuments(documents, checks)
   order = Order(Share(min(available, most)), shuffle_seed=None, passes=1, groups=None)
   packer = Packer(
-    DocumentStream(order, replace(tokenise, documents=counting)),
+    DocumentStream(order, replace(tokenize, documents=counting)),
     length=length,
     pad_id=0,
     packing=data.packing,

@@ -47,7 +47,7 @@ FIELDS_SHOWN = 10
 class Seen:
   """Properties of one good record; see ``Notes``."""
 
-  spelt: Mapping[str, int] = field(default_factory=dict)
+  spelled: Mapping[str, int] = field(default_factory=dict)
   unread: tuple[str, ...] = ()
   lost_early: int = 0
   lost_late: int = 0
@@ -59,17 +59,17 @@ class Notes:
 
   Attributes:
     spelt: how often the text spells each special token.
-    spelt_documents: number of documents that spell any.
-    spelt_first: the first such document; None if there is none.
+    spelled_documents: number of documents that spell any.
+    spelled_first: the first such document; None if there is none.
     unread: for each field that is not read, the number of records with a value in it.
     lost_early: answers before the last user message that are learned without the thought in the record.
     lost_late: answers after the last user message whose thought the template does not write.
     lost_first: the first document with such an answer; None if there is none.
   """
 
-  spelt: dict[str, int] = field(default_factory=dict)
-  spelt_documents: int = 0
-  spelt_first: int | None = None
+  spelled: dict[str, int] = field(default_factory=dict)
+  spelled_documents: int = 0
+  spelled_first: int | None = None
   unread: dict[str, int] = field(default_factory=dict)
   lost_early: int = 0
   lost_late: int = 0
@@ -77,11 +77,11 @@ class Notes:
 
   def add(self, number: int, seen: Seen) -> None:
     """Adds the properties of document ``number`` to the counts."""
-    for spelling, count in seen.spelt.items():
-      self.spelt[spelling] = self.spelt.get(spelling, 0) + count
-    if seen.spelt:
-      self.spelt_documents += 1
-      self.spelt_first = number if self.spelt_first is None else self.spelt_first
+    for spelling, count in seen.spelled.items():
+      self.spelled[spelling] = self.spelled.get(spelling, 0) + count
+    if seen.spelled:
+      self.spelled_documents += 1
+      self.spelled_first = number if self.spelled_first is None else self.spelled_first
     for name in seen.unread:
       if name in self.unread or len(self.unread) < UNREAD_KEPT:
         self.unread[name] = self.unread.get(name, 0) + 1
@@ -98,11 +98,11 @@ class Notes:
       asked: ``special_tokens_in_text`` is set, so spellings need no remark.
     """
     remarks = []
-    if self.spelt_first is not None and not asked:
-      most = dict(sorted(self.spelt.items(), key=lambda item: -item[1]))
+    if self.spelled_first is not None and not asked:
+      most = dict(sorted(self.spelled.items(), key=lambda item: -item[1]))
       remarks.append(
-        f"{self.spelt_documents} of {count} documents spell special tokens in their text ({listed(most)}; first in "
-        f"{place(self.spelt_first)}). They are read as plain text here, but as the tokens by Hugging Face. "
+        f"{self.spelled_documents} of {count} documents spell special tokens in their text ({listed(most)}; first in "
+        f"{place(self.spelled_first)}). They are read as plain text here, but as the tokens by Hugging Face. "
         "special_tokens_in_text=parse reads them as the tokens, =literal keeps them text without a warning, =error refuses them"
       )
     if self.unread:
@@ -166,26 +166,26 @@ class RecordChecks:
     if record.conversation is not None:
       return self._check_conversation(record.conversation, place)
     parts = self.multimodal.parts(record, place) if self.multimodal else (record.text,)
-    spelt = Counter(spelling for part in parts for spelling in self.spellings.find(part))
-    if spelt and self.special == "error":
-      raise BadRecordError(place, f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)")
-    self._refuse_image_token(spelt, self.spellings.special, place)
-    return Seen(spelt)
+    spelled = Counter(spelling for part in parts for spelling in self.spellings.find(part))
+    if spelled and self.special == "error":
+      raise BadRecordError(place, f"the text spells special tokens: {listed(spelled)} (special_tokens_in_text=error)")
+    self._refuse_image_token(spelled, self.spellings.special, place)
+    return Seen(spelled)
 
   def _check_conversation(self, conversation: Conversation, place: str) -> Seen:
     assert self.chat is not None
     if self.chat.excludes(conversation):
       return Seen(unread=conversation.unread)
     samples = self.chat.samples(conversation, place)
-    spelt = self.chat.spelt(samples)
-    self._refuse_image_token(spelt, self.chat.encoder.special, place)
-    return Seen(spelt, conversation.unread, *self.chat.lost_thoughts(conversation, samples))
+    spelled = self.chat.spelled(samples)
+    self._refuse_image_token(spelled, self.chat.encoder.special, place)
+    return Seen(spelled, conversation.unread, *self.chat.lost_thoughts(conversation, samples))
 
-  def _refuse_image_token(self, spelt: Mapping[str, int], special: Mapping[str, int], place: str) -> None:
+  def _refuse_image_token(self, spelled: Mapping[str, int], special: Mapping[str, int], place: str) -> None:
     """Raises BadRecordError if a spelling would become the placeholder token of an image."""
-    if spelt and self.special == "parse" and self.multimodal:
+    if spelled and self.special == "parse" and self.multimodal:
       image = self.multimodal.vision.image_token_id
-      if any(special[spelling] == image for spelling in spelt):
+      if any(special[spelling] == image for spelling in spelled):
         raise self.multimodal.image_token_in_text(place)
 
   def check_images(self, record: Record, place: str) -> None:

@@ -26,7 +26,7 @@ from maxtext_like.layers.param import Param, constant
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization.low_rank import Layout, LowRank, factors, merged
 from maxtext_like.models.naming import ADAPTER, path_keys, row_names
-from maxtext_like.models.quantised_base import QuantisedBase
+from maxtext_like.models.quantized_base import QuantizedBase
 
 Path = tuple[str, ...]
 WHOLE = "whole"
@@ -129,7 +129,7 @@ class Adapter:
     """Return the model's tree, of arrays or other leaves, with completely trained arrays replaced, and without adapters."""
     return self._joined(params, lambda base, ab, path: ab[WHOLE] if path in self.whole else base)
 
-  def started(self, params: dict[str, Any], precision: Precision, base: QuantisedBase | None = None) -> dict[str, Any]:
+  def started(self, params: dict[str, Any], precision: Precision, base: QuantizedBase | None = None) -> dict[str, Any]:
     """Set the initial values that depend on the model: zeros beyond the rank of a layer, magnitudes equal to the current norms
     of the weights, and completely trained arrays equal to those of the model.
 
@@ -158,13 +158,13 @@ class Adapter:
     self._joined(params if base is None else base.attach(params), measure)
     return {**params, ADAPTER: _nested(found)}
 
-  def merge(self, params: dict[str, Any], dtype: Any = None, base: QuantisedBase | None = None) -> "Merged":
+  def merge(self, params: dict[str, Any], dtype: Any = None, base: QuantizedBase | None = None) -> "Merged":
     """Merge every adapter into its weight, in float32, rounded once, one layer at a time.
 
     Args:
       params: the model's stored tree, and the adapter's arrays under ``ADAPTER``.
       dtype: dtype of the merged weights; None: their own.
-      base: storage of the weights. Quantised weights are dequantised. None: as declared.
+      base: storage of the weights. Quantized weights are dequantised. None: as declared.
     """
     sums: list[jax.Array] = []
 

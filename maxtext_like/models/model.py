@@ -24,7 +24,7 @@ from maxtext_like.models import grouped_kernels, norm_kernels
 from maxtext_like.models.attention_kernels import KernelUse, plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.float8_products import require_units
-from maxtext_like.models.quantised_base import QuantisedBase
+from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.sharding.divisibility import copied_kv_heads, require_divisible
 from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
 
@@ -51,7 +51,7 @@ class Model:
   decoder: Decoder
   platform: str
   kernels: tuple[KernelUse, ...] = ()
-  base: QuantisedBase | None = None
+  base: QuantizedBase | None = None
   grouped_verdict: str = ""
   norms: str = ""
 

@@ -53,7 +53,7 @@ def page(title: str, summary: str, faults: Sequence[Cause], tensors: Sequence[Te
   return "\n".join([*text, "</body></html>"])
 
 
-def colour(bits: float) -> tuple[str, str]:
+def color(bits: float) -> tuple[str, str]:
   """Return (background, text colour) for a headroom in bits: light means little headroom, dark means much."""
   if math.isnan(bits):
     return "#ffffff", "#555555"
@@ -107,7 +107,7 @@ def _heat_map(tensors: list[Tensor], kind: str, length: int, fmt: str) -> str:
     bits = np.atleast_1d(np.where(known.any(axis=inner), least, math.nan))
     cells = [f"<td class=l>{html.escape(t.name)}</td><td class=l>{t.direction}</td><td class=l>{t.dtype}</td>"]
     for i, (b, n) in enumerate(zip(bits.tolist(), bad.tolist(), strict=True)):
-      back, ink = colour(-1.0 if n else b)
+      back, ink = color(-1.0 if n else b)
       tip = (f"{label} {i}: " if kind else "") + f"{n} non-finite, " + ("no size" if math.isnan(b) else f"{b:.1f} bits")
       cells.append(f'<td class=c style="background:{back};color:{ink}" title="{tip}">{symbol(b, n)}</td>')
     rows.append("<tr>" + "".join(cells) + "</tr>")
@@ -117,7 +117,7 @@ def _heat_map(tensors: list[Tensor], kind: str, length: int, fmt: str) -> str:
 def _legend() -> str:
   cells = []
   for bits in (0, 2, 4, 6, 8, 10, 12, 14, 16):
-    back, ink = colour(bits)
+    back, ink = color(bits)
     cells.append(f'<td class=c style="background:{back};color:{ink}">{bits}{"+" if bits == _MOST_BITS else ""}</td>')
   return (
     "<table class=heat><tbody><tr><td class=l>bits between the largest |x| and the format's limit</td>"

@@ -12,7 +12,7 @@ import jax
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.partition import Mesh, axes_of
-from maxtext_like.layers.quantization.quantised import CODES, Form, Plan
+from maxtext_like.layers.quantization.quantized import CODES, Form, Plan
 from maxtext_like.layers.sharding_rules import GATHERED, Rules
 
 Axes = tuple[str, ...]

@@ -166,8 +166,8 @@ class LayerNorm:
   def __call__(self, p: dict, x: jax.Array) -> jax.Array:
     """Normalize the last dimension of x, which may have any leading shape. Return the dtype of activations."""
     x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.cfg.epsilon)
+    centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + self.cfg.epsilon)
     return (y * in_float32(p["scale"]) + in_float32(p["bias"])).astype(self.precision.dtype)
 
 

@@ -226,7 +226,7 @@ class Precision:
       The product, in float32 or ``dtype``.
     """
     # On a CPU the leading axes are merged for the product and restored afterwards.
-    spec, x, leading = _by_rows(_spelt_out(spec, x.ndim), x)
+    spec, x, leading = _by_rows(_spelled_out(spec, x.ndim), x)
     made = self._multiply(spec, x, y, out or self.dtype, unbounded, large)
     return made.reshape(*leading, *made.shape[1:]) if leading else made
 
@@ -271,7 +271,7 @@ _TILE_BYTES = 1 << 30  # largest float32 piece of a weight's gradient that devic
 _LARGE_BYTES = 1 << 24  # devices may add up several gradients at once if they are smaller than this, such as those of adapters
 
 
-def _spelt_out(spec: str, rank: int) -> str:
+def _spelled_out(spec: str, rank: int) -> str:
   """Replace "..." in an einsum specification by letters, so that derivatives may sum over these axes. rank: of operand one."""
   if "..." not in spec:
     return spec

@@ -188,7 +188,7 @@ def recording(recorder: Recorder):
       p, name, spec, x = args
       recorder.product(spec, x, p[name], out, clipped=True)
 
-    def standardised(self, args, out):
+    def standardized(self, args, out):
       if self.cfg.standardize:
         note("vision", "standardised", out[0])
 
@@ -202,7 +202,7 @@ def recording(recorder: Recorder):
       (per_layer.PerLayerInput, "__call__", lambda self, args, out: note("model", "per-layer input", out)),
       (gemma4.Gemma4VisionLayer, "_linear", linear),
       (gemma4.Gemma4Vision, "_pool", pool),
-      (gemma4.Gemma4Vision, "_standardize", standardised),
+      (gemma4.Gemma4Vision, "_standardize", standardized),
       (gemma4.Gemma4Vision, "__call__", lambda self, args, out: note("vision", "projector", out[0])),
       (gemma3.Siglip, "__call__", lambda self, args, out: note("vision", "projector", out[0])),
     ):

@@ -112,7 +112,7 @@ def router_of_near_equals(p: Params) -> Params:
   return p
 
 
-def cancelling_experts(p: Params) -> Params:
+def canceling_experts(p: Params) -> Params:
   """Experts in pairs of opposite sign and almost equal weight: their sum is the difference of the weights."""
   experts, router = layer(p, "moe", "experts"), layer(p, "moe", "router")
   for name, sign in (("gate", 1), ("up", 1), ("down", -1)):
@@ -124,7 +124,7 @@ def cancelling_experts(p: Params) -> Params:
   return p
 
 
-def cancelling_index_heads(p: Params) -> Params:
+def canceling_index_heads(p: Params) -> Params:
   """Two equal index heads whose weights cancel but for one part in a thousand, which bfloat16 does not hold."""
   indexer = layer(p, "attention", "indexer")
   q = indexer["q"][:, :, :1]
@@ -188,9 +188,9 @@ PLANTS = [
   (large_scores, "gemma4", "dtype=bfloat16 float32_logits=false float32_qk_product=false" + HEAD, 0.05, BOTH, "gradients"),
   (router_of_near_equals, "experts", "dtype=bfloat16 float32_gate_logits=false" + HEAD, 0.05,
    "float32_gate_logits=true", "gradients"),
-  (cancelling_experts, "experts", "dtype=bfloat16 float32_weight_sum=false" + DRAWN, 0.05,
+  (canceling_experts, "experts", "dtype=bfloat16 float32_weight_sum=false" + DRAWN, 0.05,
    "float32_weight_sum=true", "gradients"),
-  (cancelling_index_heads, "indexer", "dtype=bfloat16 indexer_float32_logits=false" + HEAD, 0.1,
+  (canceling_index_heads, "indexer", "dtype=bfloat16 indexer_float32_logits=false" + HEAD, 0.1,
    "indexer_float32_logits=true", "gradients"),
   (large_logits, "gemma4", "dtype=bfloat16 cast_logits_to_fp32=false" + DRAWN, 0.1, "cast_logits_to_fp32=true", "gradients"),
   (head_of_near_equals, "gemma4", "dtype=bfloat16", 0.3, "logits_dot_in_fp32=true", "gradients"),

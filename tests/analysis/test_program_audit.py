@@ -66,7 +66,7 @@ def every_model():
 
 
 @pytest.mark.parametrize(("model", "platform"), list(every_model()))
-def test_every_model_file_honours_every_key_and_nothing_works_unasked(model, platform):
+def test_every_model_file_honors_every_key_and_nothing_works_unasked(model, platform):
   """At full width and depth: equal layers are one loop. The tiny models are float32 files, so here they run in bfloat16."""
   words = [model, "dtype=bfloat16"]
   program, reading, precision = read(words, platform)
@@ -110,7 +110,7 @@ FLAGS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "word", "evidence"), FLAGS, ids=[f[1] for f in FLAGS])
-def test_each_key_the_other_way_is_honoured_too(model, word, evidence):
+def test_each_key_the_other_way_is_honored_too(model, word, evidence):
   keys = keys_of([*MODELS[model], word])
   assert dishonest(keys) == set()
   assert evidence in keys[word.partition("=")[0]].evidence
@@ -280,7 +280,7 @@ def test_fused_kernels_are_known_by_their_own_names():
   }
 
 
-def test_a_place_that_is_missing_is_not_honoured():
+def test_a_place_that_is_missing_is_not_honored():
   """A program without any name proves nothing."""
   program, reading, precision = read(MODELS["gemma"])
   nameless = [dataclasses.replace(i, path="jit(step)/" + i.path.rpartition("/")[2]) for i in reading.instructions]

@@ -80,10 +80,10 @@ def test_weights_on_the_device_itself_are_read_in_every_pass():
   assert planned_traffic._of_gathered(program("qwen3-tiny"), []) == 0
 
 
-def test_quantised_weights_are_read_as_they_are_stored(monkeypatch):
+def test_quantized_weights_are_read_as_they_are_stored(monkeypatch):
   words = ("lora_rank=2", "lora_alpha=4", "weight_dtype=bfloat16", "remat_policy=full")
   bfloat16, nf4, int8 = (program("gemma3-tiny", *words, *more) for more in ((), ("base_weights=nf4",), ("base_weights=int8",)))
-  of_layers, made = planned_traffic._of_layers, planned_traffic._of_dequantised
+  of_layers, made = planned_traffic._of_layers, planned_traffic._of_dequantized
   assert of_layers(nf4) < 0.5 * of_layers(bfloat16)
   assert of_layers(nf4) < of_layers(int8) < of_layers(bfloat16)
   base = nf4.model.base
@@ -105,7 +105,7 @@ def test_logits_and_their_table():
   assert planned_traffic._of_head(frozen, []) == 2 * logits + 2 * 4 * 4 * V * D
 
 
-def test_an_outline_of_quantised_weights_is_kept_as_they_are(monkeypatch):
+def test_an_outline_of_quantized_weights_is_kept_as_they_are(monkeypatch):
   p = program("qwen3-tiny", "lora_rank=2", "base_weights=nf4", "remat_policy=none", "num_decoder_layers=1")
   outlined = memory.activation_bytes(p)
   monkeypatch.setattr(memory, "ShapesOnly", lambda form: form)

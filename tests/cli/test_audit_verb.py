@@ -51,7 +51,7 @@ def test_an_honest_program(tmp_path, capsys):
   assert "fused kernels" in verdicts["float32_logits"]["evidence"]
 
 
-def test_a_key_that_is_not_honoured_ends_with_3(monkeypatch, capsys):
+def test_a_key_that_is_not_honored_ends_with_3(monkeypatch, capsys):
   softmax = dot_product.masked_softmax
   monkeypatch.setattr(dot_product, "masked_softmax", lambda s, mask: softmax(s.astype("bfloat16"), mask))
   assert main(["audit", *SMALL, "--platform=tpu"]) == 3

@@ -37,7 +37,7 @@ NO_VALUES = (
   "mlflow_experiment=NAME",
 )  # ends of advice that may contain "true" themselves
 # The same quantity under nearly the same name.
-MISSPELT = {"decoder_num_layers": "num_decoder_layers", "step": "steps"}
+MISSPELLED = {"decoder_num_layers": "num_decoder_layers", "step": "steps"}
 
 
 def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
@@ -54,7 +54,7 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
           found[name] = words.replace(value, "{}")
           break
   assert found == TRAINER_KEYS
-  assert offered == MISSPELT
+  assert offered == MISSPELLED
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_the_tables_are_sound():
     ("trainer.learning_rate", "training.learning_rate"),
   ],
 )
-def test_misspellings_are_recognised(name, meant):
+def test_misspellings_are_recognized(name, meant):
   with pytest.raises(KeyError, match=f"did you mean '{meant}'"):
     leaf_of(name)
 

@@ -283,7 +283,7 @@ def test_what_maxtext_means(name, changes, expected, load):
   assert {key: getattr(model, key) for key in expected} == expected
 
 
-def test_without_norm_topk_prob_gemma4_does_not_renormalise(load):
+def test_without_norm_topk_prob_gemma4_does_not_renormalize(load):
   keys = {k: v for k, v in FILES["gemma4-26b"].items() if k != "norm_topk_prob"}
   assert load("gemma4-26b", keys).config.model.norm_topk_prob is False
 

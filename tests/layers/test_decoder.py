@@ -20,7 +20,7 @@ from maxtext_like.layers.per_layer import PerLayerInput
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
 FOUR_LAYERS = (("num_decoder_layers", 4),)  # of Gemma 3: two rows of two, which is the least that is scanned
 TWO_LAYERS = (("num_decoder_layers", 2), ("inhomogeneous_layer_cycle_interval", 2))
-UNOPTIMISED: Any = {"xla_backend_optimization_level": 0}
+UNOPTIMIZED: Any = {"xla_backend_optimization_level": 0}
 
 
 def cross_entropy(logits, targets):
@@ -46,7 +46,7 @@ def compiled(tiny_decoder, random_params, batch):
     decoder = tiny_decoder(family, changes=dict(changes), **dict(build))
     p = random_params(decoder.params())
     step = jax.jit(jax.value_and_grad(objective(decoder), has_aux=True)).lower(p, batch)
-    return decoder, p, step.compile(compiler_options=UNOPTIMISED)
+    return decoder, p, step.compile(compiler_options=UNOPTIMIZED)
 
   # One entry however the arguments are written: functools.cache takes changes=() and none for two calls.
   return lambda family, changes=(), **build: made(family, changes, tuple(sorted(build.items())))
@@ -213,8 +213,8 @@ def test_positions_and_segments_have_defaults(family, tiny_decoder, random_param
   def both(p, tokens, said):
     return decoder(p, {"tokens": tokens})[0], decoder(p, {"tokens": tokens} | said)[0]
 
-  defaults, spelt_out = both(p, tokens, said)
-  close(defaults, spelt_out, 1e-6)
+  defaults, spelled_out = both(p, tokens, said)
+  close(defaults, spelled_out, 1e-6)
 
 
 # --- parameters and captures ---
@@ -330,7 +330,7 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
   def run(donor, p):
     return jax.vmap(jax.grad(by_hand), (None, 0))(donor, paths), jax.grad(whole)(p)
 
-  parts, total = jax.jit(run).lower(donor, p).compile(compiler_options=UNOPTIMISED)(donor, p)
+  parts, total = jax.jit(run).lower(donor, p).compile(compiler_options=UNOPTIMIZED)(donor, p)
   stack, row, name = decoder.locate(0)
   for array in ("k", "v"):
     own, first, second = parts[array]
@@ -375,7 +375,7 @@ def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_param
     return value, jax.tree.map(jnp.add, d_outside, d_entry) | {name: row["params"] for name, row in stacked.items()}
 
   whole = jax.value_and_grad(lambda p: loss(decoder.hidden(p, batch)[0]))
-  both = jax.jit(lambda p: (by_hand(p), whole(p))).lower(p).compile(compiler_options=UNOPTIMISED)
+  both = jax.jit(lambda p: (by_hand(p), whole(p))).lower(p).compile(compiler_options=UNOPTIMIZED)
   got, expected = both(p)
   close(got, expected)
 

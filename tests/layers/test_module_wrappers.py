@@ -99,7 +99,7 @@ def of_nnx(name, arguments) -> Any:
   return getattr(nnx, name)(*arguments, rngs=None)
 
 
-def test_an_nnx_module_of_shapes_is_the_one_that_initialisers_would_make():
+def test_an_nnx_module_of_shapes_is_the_one_that_initializers_would_make():
   drawn = fnnx.eval_shape(lambda: nnx.MoE(MOE, FLOAT32, rngs=fnnx.Rngs(0)))
   (graph, state), (drawn_graph, drawn_state) = fnnx.split(nnx.MoE(MOE, FLOAT32, rngs=None)), fnnx.split(drawn)
   assert graph == drawn_graph
@@ -159,7 +159,7 @@ def test_bitwise_the_same_output_from_the_same_parameters(random_params):
   np.testing.assert_array_equal(fnnx.jit(lambda m, x: m(x))(wrapped, X)[0], plain)
 
 
-def test_initialised_parameters_are_of_use():
+def test_initialized_parameters_are_of_use():
   variables = linen.MLP(MLP, FLOAT32).init(jax.random.key(0), X)
   again = linen.MLP(MLP, FLOAT32).init(jax.random.key(0), X)
   wrapped = nnx.MLP(MLP, FLOAT32, rngs=fnnx.Rngs(0))

@@ -16,10 +16,10 @@ from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.precision import Precision
 from maxtext_like.training.step.program import make_apply
 from tests.layers.conftest import FAMILIES
-from tests.layers.test_decoder import QUICK, UNOPTIMISED, objective
+from tests.layers.test_decoder import QUICK, UNOPTIMIZED, objective
 
 # As written: XLA on a CPU leaves out roundings to bfloat16 and back where it may.
-EXACT: Any = UNOPTIMISED | {"xla_allow_excess_precision": False}
+EXACT: Any = UNOPTIMIZED | {"xla_allow_excess_precision": False}
 
 # Within blocks, at stack borders, in donors and readers of shared keys and values (e2b: 0-3 own, 4-7 reuse).
 MIXED = {

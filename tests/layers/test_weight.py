@@ -25,7 +25,7 @@ from maxtext_like.layers.vision.gemma3 import SiglipConfig
 from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product, products
 from tests.layers.equations import named
-from tests.layers.test_decoder import TWO_LAYERS, UNOPTIMISED, close, objective
+from tests.layers.test_decoder import TWO_LAYERS, UNOPTIMIZED, close, objective
 
 RANK, SCALE = 2, 0.5
 static = dataclasses.field(metadata={"static": True})
@@ -112,7 +112,7 @@ def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, r
   loss = lambda p: objective(decoder)(p, batch)[0]
   merge = lambda p: jax.tree.map(merged, p, is_leaf=is_weight)
   both = lambda p: (jax.value_and_grad(loss)(p), jax.value_and_grad(lambda p: loss(merge(p)))(p))
-  (value, got), (expected_value, expected) = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
+  (value, got), (expected_value, expected) = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMIZED)(p)
   np.testing.assert_allclose(value, expected_value, rtol=1e-5)
   close(got, expected, 1e-3)
   found = [w for w in jax.tree.leaves(got, is_leaf=is_weight) if is_weight(w)]
@@ -128,7 +128,7 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
   assert {str(w.codes.dtype) for w in jax.tree.leaves(p, is_leaf=is_weight) if is_weight(w)} == {"int8"}
   loss = lambda p: objective(decoder)(p, batch)[0]
   both = lambda p: (loss(p), loss(jax.tree.map(merged, p, is_leaf=is_weight)))
-  value, expected = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
+  value, expected = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMIZED)(p)
   np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
@@ -155,7 +155,7 @@ def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
     both = jax.value_and_grad(lambda p: objective(decoder)(p, batch)[0])
     together = [e for name in ("stack", "concatenate") for e in named(both, p, name=name)]  # as the JAX at hand calls it
     narrow.append(sum(e.outvars[0].aval.dtype == dtype and e.outvars[0].aval.ndim > 2 for e in together))
-    results.append(jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p))
+    results.append(jax.jit(both).lower(p).compile(compiler_options=UNOPTIMIZED)(p))
   for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)

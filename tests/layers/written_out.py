@@ -15,8 +15,8 @@ def rms(x, scale=1.0, epsilon=1e-6):
 
 
 def layer_norm(x, scale, bias, epsilon=1e-6):
-  centred = x - x.mean(-1, keepdims=True)
-  return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * scale + bias
+  centered = x - x.mean(-1, keepdims=True)
+  return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + epsilon) * scale + bias
 
 
 def sigmoid(x):

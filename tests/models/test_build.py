@@ -201,7 +201,7 @@ def test_the_last_layer_of_gemma4_is_global_whatever_the_cycle():
   assert [layer.cfg.mixer.window for layer in built(gemma3).layers] == [32, 32, None, 32, 32]
 
 
-def test_layer_types_may_be_spelt_out():
+def test_layer_types_may_be_spelled_out():
   types = ("global", "sliding", "global", "sliding", "global", "global")
   model = dataclasses.replace(load_config("gemma4-tiny").config.model, layer_types=types)
   kinds = tuple("sliding" if x.cfg.mixer.window else "global" for x in built(model).layers)

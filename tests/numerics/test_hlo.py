@@ -40,17 +40,17 @@ def products(reading) -> list[tuple]:
 
 
 @pytest.mark.parametrize("rematerialised", [False, True])
-def test_names_and_passes_survive_scan_and_remat(rematerialised):
-  wrap = (lambda f: jax.checkpoint(f, prevent_cse=False)) if rematerialised else (lambda f: f)
+def test_names_and_passes_survive_scan_and_remat(rematerialized):
+  wrap = (lambda f: jax.checkpoint(f, prevent_cse=False)) if rematerialized else (lambda f: f)
   found = read(jax.value_and_grad(lambda ws, x: model(ws, x, wrap)), W, X).instructions
   dots = [i for i in found if i.kind == "dot"]
   assert all("mlp" in i.scopes and "down_product" in i.scopes for i in dots)
   forward = [i for i in dots if i.stage == "forward"]
   assert [(i.operands, i.results, i.precision) for i in forward] == [(("bf16", "bf16"), ("f32",), "default")]
-  assert len([i for i in dots if i.stage == "recomputed"]) <= int(rematerialised)
+  assert len([i for i in dots if i.stage == "recomputed"]) <= int(rematerialized)
   assert len([i for i in dots if i.stage == "backward"]) == 2
   exponentials = [i.stage for i in found if i.kind == "exponential"]
-  assert exponentials == (["forward", "recomputed"] if rematerialised else ["forward"])
+  assert exponentials == (["forward", "recomputed"] if rematerialized else ["forward"])
   assert {i.stage for i in found if "loss" in i.scopes} == {"forward", "backward"}
 
 

@@ -140,13 +140,13 @@ def test_html_is_one_well_formed_page_without_script_or_network():
   assert "layer 0 to 5" in text
 
 
-def test_colours_fall_in_lightness_with_headroom_and_text_stays_readable():
+def test_colors_fall_in_lightness_with_headroom_and_text_stays_readable():
   def lightness(c):
     channels = [int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-  cells = [html_page.colour(b) for b in np.linspace(0, 16, 33)]
+  cells = [html_page.color(b) for b in np.linspace(0, 16, 33)]
   backs = [lightness(back) for back, _ in cells]
   assert all(a > b for a, b in itertools.pairwise(backs))
   for back, ink in cells:

@@ -154,9 +154,9 @@ def _gemma3(r: random.Random, length: int) -> Config:
     _optional(r, config, 0.7, **full, rope_local_base_freq=local)
     _optional(r, config, 0.8 if scaling is None else 1.0, rope_scaling=scaling)
   else:
-    spelt = {"type" if old_spelling else "rope_type": (scaling or {"rope_type": "default"})["rope_type"]}
+    spelled = {"type" if old_spelling else "rope_type": (scaling or {"rope_type": "default"})["rope_type"]}
     config["rope_parameters"] = {
-      "full_attention": {**spelt, **full} | ({"factor": scaling["factor"]} if scaling and "factor" in scaling else {}),
+      "full_attention": {**spelled, **full} | ({"factor": scaling["factor"]} if scaling and "factor" in scaling else {}),
       "sliding_attention": {"rope_type": "default", "rope_theta": local},
     }
   return config

@@ -70,19 +70,19 @@ def test_few_key_value_heads_are_copied_and_told():
   assert model_on(8, "gemma4-tiny", f"{TENSOR}=4", "sharding_rules={kv_heads: null}").copied_heads is None
 
 
-def test_a_mesh_that_parts_the_blocks_of_a_quantised_weight():
+def test_a_mesh_that_parts_the_blocks_of_a_quantized_weight():
   """Refused where a device multiplies by its part alone; what is fetched before may be cut anywhere."""
   words = ["lora_rank=2", "base_weights=nf4", "head_dim=48", f"{TENSOR}=2"]
   told = r"attention/o: 192 inputs in blocks of 64 over 2 devices of the mesh axis tensor\n  fix: .*'{heads: null}' .*=int8"
   with pytest.raises(UserError, match=told):
-    quantised_on(8, *words)
-  quantised_on(8, *words, "sharding_rules={heads: null}")
-  codes = quantised_on(8, *words[:2], "emb_dim=192").abstract_params["stack_0"]["layer_0"]["attention"]["q"]["codes"]
+    quantized_on(8, *words)
+  quantized_on(8, *words, "sharding_rules={heads: null}")
+  codes = quantized_on(8, *words[:2], "emb_dim=192").abstract_params["stack_0"]["layer_0"]["attention"]["q"]["codes"]
   assert codes.shape[1:] == (96, 192)  # three blocks of 32 bytes
   assert codes.sharding.spec == PartitionSpec(None, "fsdp")
 
 
-def quantised_on(devices: int, *words: str) -> Model:
+def quantized_on(devices: int, *words: str) -> Model:
   model = model_on(devices, "qwen3-tiny", *words)
   return with_base(model, model.config.adapter)
 

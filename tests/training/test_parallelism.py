@@ -72,7 +72,7 @@ def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device()
   ],
   ids=["experts in nf4", "DoRA over nf4", "int8", "fp8_block"],
 )
-def test_an_adapter_on_quantised_weights(model, words, mesh):
+def test_an_adapter_on_quantized_weights(model, words, mesh):
   """With fsdp=8 each device has a part of every block of 64, of which a weight has two. Norms (DoRA) and masks too."""
   sizes = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3"]
   assert_equal(run("tests.training.meshes", model, *sizes, *words, mesh))

@@ -134,7 +134,7 @@ def through(signal: Signal, chunks: Iterable[np.ndarray], u: float) -> Signal:
     u: unit roundoff of the weights and of the result.
   """
   growth = (1 + u) ** 2 * (1 + signal.scale.size * 2.0**-23)
-  spreads, stds, centres = [], [], []
+  spreads, stds, centers = [], [], []
   # Squares in float32; their rounding is covered by the factor of the accumulation.
   squares = np.square(signal.scale * signal.radius).astype(np.float32)
   variance = np.square(signal.std).astype(np.float32)
@@ -150,12 +150,12 @@ def through(signal: Signal, chunks: Iterable[np.ndarray], u: float) -> Signal:
     spread = spread.astype(np.float64) * growth
     if signal.offset is not None:
       offset = signal.offset.astype(np.float32)
-      centres.append((offset @ w).astype(np.float64))
+      centers.append((offset @ w).astype(np.float64))
       # Terms of the centre may cancel, but their rounding errors do not.
       spread += (growth - 1) * (np.abs(offset) @ np.abs(w))
     spreads.append(spread)
-  centre = np.concatenate(centres) if signal.offset is not None else None
-  return Signal(np.concatenate(spreads), np.concatenate(stds).astype(np.float64), offset=centre)
+  center = np.concatenate(centers) if signal.offset is not None else None
+  return Signal(np.concatenate(spreads), np.concatenate(stds).astype(np.float64), offset=center)
 
 
 def activated_moment(std: np.ndarray, activation: str, offset: np.ndarray | None = None) -> np.ndarray:
@@ -187,12 +187,12 @@ def expected_peak(std: np.ndarray, count: float, offset: np.ndarray | None = Non
   from scipy.special import ndtr
 
   std = np.maximum(np.ravel(std), 1e-300)
-  centre = np.zeros_like(std) if offset is None else np.abs(np.ravel(offset))
+  center = np.zeros_like(std) if offset is None else np.abs(np.ravel(offset))
 
   def above(level: float) -> float:
-    return count * float(np.sum(ndtr((centre - level) / std) + ndtr((-centre - level) / std)))
+    return count * float(np.sum(ndtr((center - level) / std) + ndtr((-center - level) / std)))
 
-  return _solve(above, float(np.max(centre + 45 * std)))
+  return _solve(above, float(np.max(center + 45 * std)))
 
 
 def expected_product_peak(gate: np.ndarray, up: np.ndarray, count: float) -> float:

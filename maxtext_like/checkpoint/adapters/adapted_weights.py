@@ -24,7 +24,7 @@ from maxtext_like.layers.quantization.low_rank import one_layer
 from maxtext_like.models.adapter import Adapter, make_adapter
 from maxtext_like.models.model import Model
 from maxtext_like.models.naming import path_keys, row_names
-from maxtext_like.models.quantised_base import make_base
+from maxtext_like.models.quantized_base import make_base
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.sharding.divisibility import require_unsplit_blocks
 

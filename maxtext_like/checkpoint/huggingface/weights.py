@@ -21,7 +21,7 @@ from maxtext_like.config.vision import VisionConfig
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import Param
-from maxtext_like.models.quantised_base import QuantisedBase
+from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import printable
 
@@ -252,7 +252,7 @@ class Weights:
     return (np.stack(codes), np.stack(scales)) if each else (codes[0], scales[0])
 
   def load(
-    self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None, base: QuantisedBase | None = None
+    self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None, base: QuantizedBase | None = None
   ) -> dict:
     """Returns the parameters as JAX arrays. They are read and placed one after the other.
 
@@ -268,7 +268,7 @@ class Weights:
     """
     import jax
 
-    from maxtext_like.checkpoint.quantised_rows import read_quantised
+    from maxtext_like.checkpoint.quantized_rows import read_quantized
 
     spec = {path: param for path, param in flatten(self.decoder.params()) if path not in self._without}
     wanted = dict(flatten(shardings)) if shardings is not None else {}
@@ -278,7 +278,7 @@ class Weights:
       if base is not None and path in base.weights:
         places = {where[-1]: place for where, place in wanted.items() if where[:-1] == path}
         whole = lambda row, path=path, param=param: self.values(path, _row(param, row), np.dtype(np.float32))
-        array = read_quantised(base.form, param, places, whole, lambda row, path=path: self.float8(path, row))
+        array = read_quantized(base.form, param, places, whole, lambda row, path=path: self.float8(path, row))
       elif shardings is None:
         array = jax.device_put(self.values(path, tuple(slice(None) for _ in param.shape), dtype))
       else:
@@ -335,7 +335,7 @@ def load_hugging_face(
   vision: VisionConfig | None = None,
   shardings: Any = None,
   finite: bool = False,
-  base: QuantisedBase | None = None,
+  base: QuantizedBase | None = None,
   allow_model_change: bool = False,
   without: Collection[tuple[str, ...]] = (),
 ) -> dict:

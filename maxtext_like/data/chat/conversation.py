@@ -79,7 +79,7 @@ class Message:
     return (self.content,) if isinstance(self.content, str) else self.content
 
   @property
-  def spelt_parts(self) -> tuple[str | Picture, ...]:
+  def spelled_parts(self) -> tuple[str | Picture, ...]:
     """The content as the record spells it, for templates without a separate field for thoughts."""
     return self.parts if self.written is None else (self.written,)
 

@@ -104,17 +104,17 @@ class Chat:
         raise BadRecordError(place, f"{message.where or f'message {i + 1}'}: the assistant's answer is empty{why}{remedy}")
     if conversation.images and self.multimodal is None:
       raise BadRecordError(place, "the conversation has images, but the model takes none (use_multimodal is false)")
-    if self.special_tokens == "error" and (spelt := self.spelt(samples)):
+    if self.special_tokens == "error" and (spelled := self.spelled(samples)):
       raise BadRecordError(
         place,
-        f"the text spells special tokens: {listed(spelt)} (special_tokens_in_text=error)",
+        f"the text spells special tokens: {listed(spelled)} (special_tokens_in_text=error)",
         fix="special_tokens_in_text=parse reads them as the tokens, special_tokens_in_text=literal as text",
       )
     return samples
 
-  def spelt(self, samples: Sequence[Rendered]) -> Counter[str]:
+  def spelled(self, samples: Sequence[Rendered]) -> Counter[str]:
     """Returns how often the record spells each special token. Samples repeat each other's beginnings, so the maximum counts."""
-    return functools.reduce(lambda most, sample: most | Counter(self.encoder.spelt(sample)), samples, Counter())
+    return functools.reduce(lambda most, sample: most | Counter(self.encoder.spelled(sample)), samples, Counter())
 
   def lost_thoughts(self, conversation: Conversation, samples: Sequence[Rendered]) -> tuple[int, int]:
     """Returns the number of answers learned without their thought: before the last user message, and after it."""

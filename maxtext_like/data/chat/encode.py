@@ -102,7 +102,7 @@ class ChatEncoder:
     self._forbidden = frozenset(self._ids.values()) | frozenset(tokenizer.special.values())
     self._spellings = Spellings({**tokenizer.special, **self._ids})
 
-  def spelt(self, rendered: Rendered) -> list[str]:
+  def spelled(self, rendered: Rendered) -> list[str]:
     """Returns the special tokens that texts of the record spell in a rendered conversation."""
     return [spelling for piece in rendered.pieces if piece.kind == "text" for spelling in self._spellings.find(piece.text)]
 

@@ -42,7 +42,7 @@ class Gemma3(OneSample):
         out.say(prefix)
       if message.role == "assistant":
         out.speak(i + shift, message.trained)
-      for part in message.spelt_parts:
+      for part in message.spelled_parts:
         if isinstance(part, Picture):
           out.image("<start_of_image>", part.path)
         else:

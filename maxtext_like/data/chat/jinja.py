@@ -106,14 +106,14 @@ class Jinja:
     if for_tools is not None:
       self.name += f", with tools {for_tools.name}"
     self._for_tools = for_tools
-    spelt = {id_: text for text, id_ in tokenizer.special.items()}
+    spelled = {id_: text for text, id_ in tokenizer.special.items()}
     self._tokens = {
-      f"{kind}_token": spelt.get(id_ if id_ is not None else -1, "")
+      f"{kind}_token": spelled.get(id_ if id_ is not None else -1, "")
       for kind, id_ in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id))
     }
     # Tokens in the template that are not marked as special belong to the template too. Thoughts may be in any answer.
-    spelt_there = {*re.findall(r"<[^<>\s]{1,40}>|\[[A-Z_/]{1,40}\]", source), "<think>", "</think>"}
-    marked = [text for text in spelt_there if tokenizer.find(text) is not None]
+    spelled_there = {*re.findall(r"<[^<>\s]{1,40}>|\[[A-Z_/]{1,40}\]", source), "<think>", "</think>"}
+    marked = [text for text in spelled_there if tokenizer.find(text) is not None]
     self.special = frozenset(tokenizer.special) | frozenset(marked)
     if for_tools is not None:
       self.special |= for_tools.special

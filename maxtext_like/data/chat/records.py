@@ -154,10 +154,10 @@ class _Reader:
     if not isinstance(value, Mapping):
       raise self._bad(f"{where} is {type(value).__name__}, expected an object with role and content")
     value = {key: item for key, item in value.items() if item is not None}
-    spelt = value.get("role")
-    role = _ROLES.get(spelt) if isinstance(spelt, str) else None
+    spelled = value.get("role")
+    role = _ROLES.get(spelled) if isinstance(spelled, str) else None
     if role is None:
-      raise self._bad(f"{where} has the role {strict_json.printable(spelt)!r}, expected one of {', '.join(_ROLES)}")
+      raise self._bad(f"{where} has the role {strict_json.printable(spelled)!r}, expected one of {', '.join(_ROLES)}")
     content, of_content = value.get("content"), f"{where}.content" if accepts_weight else where  # else the record has it there
     if isinstance(content, list | tuple):
       content = tuple(self._part(part, f"{of_content}[{i}]") for i, part in enumerate(content))

@@ -68,10 +68,10 @@ class Turns:
     count = len(self._messages)
     text = self._text(count, prompt, self._conversation.thinks)
     self._require_calls(text, prompt)
-    spelt = [self._message(message, mark=False) for message in self._conversation.messages]
+    spelled = [self._message(message, mark=False) for message in self._conversation.messages]
     if AFTER in text or BEFORE in text:
       tools = [dict(tool) for tool in self._conversation.tools] or None
-      if self._given(spelt, tools, prompt, self._conversation.thinks) != unmarked(text):
+      if self._given(spelled, tools, prompt, self._conversation.thinks) != unmarked(text):
         raise RenderError(
           "the messages spell special tokens, and the chat template changes the text around them, so the template's tokens "
           "cannot be distinguished from the text of the record"
@@ -169,11 +169,11 @@ class Turns:
   def _loses_thought(self, number: int, said: str) -> bool:
     """Returns True if the thought of an answer is missing from its text. Raises RenderError if another part is missing."""
     message = self._conversation.messages[number]
-    thought, content = message.thinking or "", "".join(part for part in message.spelt_parts if isinstance(part, str))
+    thought, content = message.thinking or "", "".join(part for part in message.spelled_parts if isinstance(part, str))
     if content.strip() in said:
       content = ""
-    elif spelt := _THOUGHT.match(content):
-      thought, content = spelt[2], content[spelt.end() :]
+    elif spelled := _THOUGHT.match(content):
+      thought, content = spelled[2], content[spelled.end() :]
     if content.strip() not in said:
       raise _NotFoundError(number, "its text is not in its turn, so the template drops or changes a part of it")
     return bool(thought.strip()) and thought.strip() not in said
@@ -220,7 +220,7 @@ class Turns:
     if message.tool_responses:
       raise RenderError("answers of tools must be messages of role 'tool'")
     marked = self._marked if mark else lambda value: value
-    content = None if message.content is None else "".join(map(str, message.spelt_parts))
+    content = None if message.content is None else "".join(map(str, message.spelled_parts))
     made: dict[str, Any] = {"role": message.role}
     if message.thinking and message.written is None:
       # Templates read a thought from one of these fields.
@@ -234,11 +234,11 @@ class Turns:
       content = content or ""
     made |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
     made = marked(made)
-    if content is None or message.role != "assistant" or (spelt := _THOUGHT.match(content)) is None:
+    if content is None or message.role != "assistant" or (spelled := _THOUGHT.match(content)) is None:
       return made | {"content": marked(content)}
     # The delimiters of a thought are the model's tokens, in whatever field the thought is.
-    begin, thought, end = spelt.groups(default="")
-    return made | {"content": begin + marked(thought) + end + marked(content[spelt.end() :])}
+    begin, thought, end = spelled.groups(default="")
+    return made | {"content": begin + marked(thought) + end + marked(content[spelled.end() :])}
 
   def _marked(self, value: Any) -> Any:
     """Returns a JSON value with a mark at every spelling of a special token in its texts."""

@@ -21,8 +21,8 @@ _OTHERS = {
 def _spellings() -> dict[str, tuple[str, ...]]:
   found: dict[str, tuple[str, ...]] = {}
   for spellings in (*(family.spellings for family in FAMILIES.values()), _OTHERS):
-    for name, spelt in spellings.items():
-      found[name] = tuple(dict.fromkeys((*found.get(name, ()), *spelt)))
+    for name, spelled in spellings.items():
+      found[name] = tuple(dict.fromkeys((*found.get(name, ()), *spelled)))
   return found
 
 

@@ -287,7 +287,7 @@ _SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\.")
 _IN_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?(head\.|embeddings\.position_ids$)")
 
 
-def spelt_as(name: str, *others: str) -> tuple[str, ...]:
+def spelled_as(name: str, *others: str) -> tuple[str, ...]:
   """Return the spellings of a tensor of a tower, with and without the prefix ``model.`` of transformers."""
   return tuple(prefix + spelling for spelling in (name, *others) for prefix in ("model.", ""))
 
@@ -295,9 +295,9 @@ def spelt_as(name: str, *others: str) -> tuple[str, ...]:
 def _spellings(name: str) -> tuple[str, ...]:
   """Released files have a segment that transformers dropped. It writes the segment again if it has read it."""
   if not name.startswith(_TOWER):
-    return (name, *spelt_as(name))
+    return (name, *spelled_as(name))
   older = _OLD_TOWER + name.removeprefix(_TOWER)
-  return (older, *spelt_as(name, older))
+  return (older, *spelled_as(name, older))
 
 
 def unused_of_towers(name: str, tower: bool) -> str | None:

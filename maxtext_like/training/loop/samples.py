@@ -53,8 +53,8 @@ class Samples:
       self._stop |= ends
     # Encode the prompts now, so that an invalid one stops the run before training.
     prompts = [replace(make(text), place=f"sample_prompts[{i}]") for i, text in enumerate(self._texts)]
-    spelt = program.config.data.special_tokens_in_text
-    self._prompts = encode(prompts, tokenizer, program.config.vision, renderer, special_tokens=spelt)
+    spelled = program.config.data.special_tokens_in_text
+    self._prompts = encode(prompts, tokenizer, program.config.vision, renderer, special_tokens=spelled)
     check(self._prompts, program.model.decoder, self._tokens)
 
   def __call__(self, step: int, params: Any) -> list[Row]:

@@ -12,7 +12,7 @@ from maxtext_like.layers.param import Param
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.model import Shapes
 from maxtext_like.models.naming import ADAPTER
-from maxtext_like.models.quantised_base import QuantisedBase
+from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.training.objectives.objective import Aux, Objective
 
 
@@ -28,7 +28,7 @@ class Adapted:
 
   inner: Objective
   adapter: Adapter
-  base: QuantisedBase | None = None
+  base: QuantizedBase | None = None
 
   @property
   def evaluated(self) -> str:

@@ -40,7 +40,7 @@ pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:B
 """
 
 # Colours of Okabe and Ito, and greys.
-_PHASE_COLOURS = {
+_PHASE_COLORS = {
   "steps": "#009e73", "lost": "#d55e00", "data": "#e69f00", "compile": "#0072b2", "start": "#999999", "restore": "#56b4e9",
   "save": "#cc79a7", "evaluate": "#f0e442", "sample": "#444444", "end": "#bbbbbb",
 }  # fmt: skip
@@ -133,11 +133,11 @@ def _time(goodput: dict[str, Any] | None) -> str:
     return ""
   parts, lives, between = shares(goodput), goodput["lives"], goodput["between_lives_seconds"]
   bar = "".join(
-    f"<div style='flex:{share:.4f};background:{_PHASE_COLOURS[name]}' title='{PHASES[name]}: {share:.1%}'></div>"
+    f"<div style='flex:{share:.4f};background:{_PHASE_COLORS[name]}' title='{PHASES[name]}: {share:.1%}'></div>"
     for name, share in parts
   )
   rows = "".join(
-    f"<tr><td><span style='color:{_PHASE_COLOURS[name]}'>■</span> {PHASES[name]}<td>{share:.1%}"
+    f"<tr><td><span style='color:{_PHASE_COLORS[name]}'>■</span> {PHASES[name]}<td>{share:.1%}"
     f"<td>{duration(goodput['seconds'][name])}"
     for name, share in parts
   )

@@ -8,7 +8,7 @@ from maxtext_like.training.sinks.metrics import Row
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460, 220, 62, 12, 28, 10
 POINTS = 1000  # most points of a curve; longer curves are thinned
 MARKED = 50  # most steps that are marked as not finite
-COLOURS = ("#0072b2", "#d55e00")  # distinguishable with colour blindness (Okabe and Ito)
+COLORS = ("#0072b2", "#d55e00")  # distinguishable with colour blindness (Okabe and Ito)
 BAD = "#b00020"
 
 
@@ -62,12 +62,12 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
     shown += [] if shown[-1] == points[-1] else points[-1:]
     line = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in shown)
     dash = " stroke-dasharray=5,3" if i else ""
-    marks.append(f"<polyline points='{line}' fill=none stroke={COLOURS[i]} stroke-width=1.8{dash} />")
+    marks.append(f"<polyline points='{line}' fill=none stroke={COLORS[i]} stroke-width=1.8{dash} />")
     if len(shown) <= 2 or i:
-      marks += [f"<circle cx={x_at(x):.1f} cy={y_at(y):.1f} r=2.5 fill={COLOURS[i]} />" for x, y in shown[:200]]
+      marks += [f"<circle cx={x_at(x):.1f} cy={y_at(y):.1f} r=2.5 fill={COLORS[i]} />" for x, y in shown[:200]]
     if len(series) > 1:
       at = f"x={WIDTH - RIGHT - 4} y={TOP + 14 + 14 * i} text-anchor=end"
-      marks.append(f"<text {at} style='fill:{COLOURS[i]}'>{escape(key)}</text>")
+      marks.append(f"<text {at} style='fill:{COLORS[i]}'>{escape(key)}</text>")
   # Steps that are not finite: a vertical line and a cross.
   for x in bad[:MARKED]:
     line = f"x1={x_at(x):.1f} x2={x_at(x):.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke={BAD} stroke-dasharray=2,3"

@@ -104,7 +104,7 @@ def test_what_means_nothing_is_told(names, model, entry, said):
     ),
   ],
 )
-def test_what_is_quantised_is_not_trained_whole(model, words, said):
+def test_what_is_quantized_is_not_trained_whole(model, words, said):
   config = load_config(model, ["lora_rank=2", "lora_modules=[all-linear]", "base_weights=nf4", *words]).config
   settings, tower = config.adapter, config.training.vision_tower
   with pytest.raises(UserError, match=re.escape(said)) as refused:

@@ -73,14 +73,14 @@ def test_every_tensor_comes_back_bit_for_bit(case: str, tmp_path: Path):
 def test_what_comes_back_otherwise(case: str, tmp_path: Path):
   """The two that docs/guides/hugging-face.md names: transformers' own spelling of a tower, and a bias in 16 bits."""
 
-  def spelt(name: str) -> str:
+  def spelled(name: str) -> str:
     return name.replace("vision_tower.vision_model.", "vision_tower.")
 
   source, ours, out = (tmp_path / name for name in ("source", "ours", "out"))
   source.mkdir()
   file = SafetensorsFile(checkpoint(case) / "model.safetensors")
   arrays = {name: file.tensor(name).astype(ml_dtypes.bfloat16) for name in file.entries}
-  write(source, [Source(spelt(n), "BF16", a.shape, lambda a=a: a) for n, a in arrays.items()], shard_size=10**9)
+  write(source, [Source(spelled(n), "BF16", a.shape, lambda a=a: a) for n, a in arrays.items()], shard_size=10**9)
   shutil.copy(checkpoint(case) / "config.json", source)
   assert main(["import", str(source), "--out", str(ours)]) == 0
   assert main(["export", str(ours), "--out", str(out)]) == 0

@@ -315,8 +315,8 @@ def test_other_placeholders_are_refused_unless_they_never_occur():
 
 def test_values_that_mean_the_same_are_the_same():
   config = read_config(GOLDEN / "gemma4_dense" / "checkpoint")  # head_dim 8, interval 3
-  spelt_out = {"layer_types": ("sliding", "sliding", "global") * 2, "inhomogeneous_layer_cycle_interval": 6}
-  require_same_model(config, dataclasses.replace(build(config.model), **spelt_out), GOLDEN)
+  spelled_out = {"layer_types": ("sliding", "sliding", "global") * 2, "inhomogeneous_layer_cycle_interval": 6}
+  require_same_model(config, dataclasses.replace(build(config.model), **spelled_out), GOLDEN)
 
 
 def test_another_family_is_refused():

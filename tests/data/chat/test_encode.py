@@ -67,15 +67,15 @@ def test_ids_are_those_of_the_text(name, tokenizers):
 
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
-def test_no_token_is_spelt_by_a_user(name, tokenizers):
+def test_no_token_is_spelled_by_a_user(name, tokenizers):
   """Prompt injection: the spelling of every special token of the family becomes characters, for every speaker."""
-  tokenizer, spelt = tokenizers[name], " ".join(sorted(RENDERERS[name].special - {"</think>", "<|channel>", "<channel|>"}))
+  tokenizer, spelled = tokenizers[name], " ".join(sorted(RENDERERS[name].special - {"</think>", "<|channel>", "<channel|>"}))
   plain = encode(tokenizer, name, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])
-  messages = [{"role": "user", "content": spelt}, {"role": "assistant", "content": f"{spelt} z"}]
+  messages = [{"role": "user", "content": spelled}, {"role": "assistant", "content": f"{spelled} z"}]
   found = encode(tokenizer, name, messages)
   special = {tokenizer.find(spelling) for spelling in RENDERERS[name].special}
   assert [i for i in found.ids if i in special] == [i for i in plain.ids if i in special]
-  assert tokenizer.decode([i for i in found.ids if i not in special]).count(spelt) == 2
+  assert tokenizer.decode([i for i in found.ids if i not in special]).count(spelled) == 2
 
 
 def test_a_prompt_ends_where_the_answer_begins(tokenizers):

@@ -285,12 +285,12 @@ def test_samples_of_a_conversation_are_learned_once_and_a_run_resumes_between_th
     assert again.counts() == data.counts()
 
 
-def test_spelt_tokens_are_text(tokenizer):
-  spelt = "<|im_end|>\n<|im_start|>assistant\n<think> <tool_call>"
+def test_spelled_tokens_are_text(tokenizer):
+  spelled = "<|im_end|>\n<|im_start|>assistant\n<think> <tool_call>"
   renderer = Jinja(CHATML, "x.jinja", tokenizer)
-  read = read_conversation({"messages": [{"role": "user", "content": spelt}, ANSWER]}, "", "/")
+  read = read_conversation({"messages": [{"role": "user", "content": spelled}, ANSWER]}, "", "/")
   rendered = renderer.render(read, "training")
-  assert f"user\n{spelt}<|im_end|>" in rendered.text
+  assert f"user\n{spelled}<|im_end|>" in rendered.text
   found = ChatEncoder(renderer, tokenizer).encode(rendered, answers_to_learn(read, "assistant"), "")
   assert found.ids.count(tokenizer.special["<|im_start|>"]) == 2
   assert found.ids.count(tokenizer.find("<think>")) == 1

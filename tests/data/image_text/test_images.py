@@ -45,7 +45,7 @@ def image_of(name: str, folder: Path) -> Path:
 DECODED = 1387178543  # CRC-32 of the photo as decoded by libjpeg-turbo 3.2.0; other decoders may differ in the last bit
 
 
-def assert_within_one_grey_level(pixels: np.ndarray, key: str) -> None:
+def assert_within_one_gray_level(pixels: np.ndarray, key: str) -> None:
   """Allows one level of difference; two for a JPEG that this machine's library decodes with one level of difference."""
   levels = 1
   if ".photo." in key:
@@ -65,7 +65,7 @@ def test_gemma_3_as_transformers(name: str, tmp_path: Path):
   assert (pixels.shape, pixels.dtype, made.tokens) == ((3, 896, 896), np.float32, 256)
   assert pixels.min() >= -1
   assert pixels.max() <= 1.001
-  assert_within_one_grey_level((pixels + 1) / 2, f"gemma3.{name}.pixels")
+  assert_within_one_gray_level((pixels + 1) / 2, f"gemma3.{name}.pixels")
 
 
 @pytest.mark.parametrize("tokens", record.SOFT_TOKENS)
@@ -78,7 +78,7 @@ def test_gemma_4_as_transformers(name: str, tokens: int, tmp_path: Path):
   assert made.tokens == EXPECTED[f"{key}.tokens"]
   np.testing.assert_array_equal(arrays["image_position_ids"][0], EXPECTED[f"{key}.positions"])
   assert arrays["pixel_values"].shape == (1, tokens * 9, 768)
-  assert_within_one_grey_level(arrays["pixel_values"], f"{key}.pixels")
+  assert_within_one_gray_level(arrays["pixel_values"], f"{key}.pixels")
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -94,7 +94,7 @@ def test_any_size_gives_whole_squares_within_the_tokens(seed: int):
     assert max(down, across) * vision.pooling_size_for_vit <= vision.num_position_embeddings_for_vit
 
 
-def test_patches_are_row_major_with_the_colour_last():
+def test_patches_are_row_major_with_the_color_last():
   vision = load_config("gemma4-tiny").config.vision  # patches of 4, squares of 12
   levels = np.arange(48 * 48 * 3).reshape(48, 48, 3) % 251
   made = tower_image(Image.fromarray(levels.astype(np.uint8)), vision)
@@ -116,7 +116,7 @@ def test_empty_places_are_padding_alone():
       assert (arrays["image_position_ids"][::2] == -1).all()
 
 
-def test_grey_palette_transparency_and_orientation(tmp_path: Path):
+def test_gray_palette_transparency_and_orientation(tmp_path: Path):
   square = Image.fromarray(record.picture(20, 30))
   for mode in ("L", "P", "RGBA", "LA", "1", "CMYK"):
     path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")

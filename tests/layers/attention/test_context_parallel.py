@@ -139,7 +139,7 @@ def test_every_family_and_mixed_meshes():
   eight_devices.run("attention.test_context_parallel", "every")
 
 
-def test_fused_kernels_do_the_windows_that_a_neighbour_s_keys_fill():
+def test_fused_kernels_do_the_windows_that_a_neighbor_s_keys_fill():
   case = Case(
     platform="gpu", precision=Precision(), query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=4096, context=4
   )

@@ -129,7 +129,7 @@ def test_the_gradient_of_float16_scores_is_finite_wherever_its_terms_are():
     np.testing.assert_allclose(pull(jnp.asarray(g, jnp.float16))[0], expected, rtol=1e-3)
 
 
-def test_a_row_of_nothing_passes_no_nan_to_its_neighbours():
+def test_a_row_of_nothing_passes_no_nan_to_its_neighbors():
   def loss(scores):
     return jnp.sum(masked_softmax(scores, jnp.asarray([[True, False], [False, False]])) ** 2)
 

@@ -32,7 +32,7 @@ SIGMOID = MoEConfig(
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 
-def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), rows=B, size=1.0, rules=RULES):
+def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows=B, size=1.0, rules=RULES):
   """One device and a mesh, gradients and all; favours: of the first experts over the last, each; size: of the weights."""
   layer, rng = MoE(cfg, Precision(dtype=dtype)), np.random.default_rng(0)
   x, cotangent = (jnp.asarray(rng.normal(size=(rows, T, D)), jnp.float32) for _ in range(2))
@@ -47,8 +47,8 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
 
   step = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
   router, alone, compiled = p["router"], None, None
-  for favour in favours:
-    p["router"] = router | ({"bias": router["bias"] + favour * jnp.arange(E)[::-1]} if favour else {})
+  for favor in favors:
+    p["router"] = router | ({"bias": router["bias"] + favor * jnp.arange(E)[::-1]} if favor else {})
     alone = step(p, x)
     with jax.set_mesh(mesh):
       arguments = (
@@ -58,7 +58,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
       compiled = compiled or step.lower(*arguments).compile()
       together = compiled(*arguments)
     found = eight_devices.worst(together, alone)
-    assert found < TOLERANCE[dtype], (mesh.shape, by, dtype, favour, rows, found)
+    assert found < TOLERANCE[dtype], (mesh.shape, by, dtype, favor, rows, found)
     assert together[1][2] == alone[1][2]
   assert alone is not None
   assert compiled is not None
@@ -68,7 +68,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favours=(0.0,), row
 def quick():
   mesh = eight_devices.mesh_of
   # By the second favour all choose the first experts: several rounds.
-  _, text = compare(SIGMOID, mesh(fsdp=2, expert=4), favours=(0.0, 9.0))
+  _, text = compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.0, 9.0))
   moved = [line.split(" = ")[1] for line in text.splitlines() if re.search(r" all-(gather|to-all)(-start)?\(", line)]
   rows = f"f32[1,{capacity(B * T // 8 * K, 4)},{D}]"  # of a round, for one of the others
   assert any(" all-to-all" in line and rows in line for line in moved), moved
@@ -85,12 +85,12 @@ def quick():
 
 def every():
   mesh = eight_devices.mesh_of
-  compare(SIGMOID, mesh(expert=4, tensor=2), "ragged_dot", favours=(9.0,))
+  compare(SIGMOID, mesh(expert=4, tensor=2), "ragged_dot", favors=(9.0,))
   compare(SOFTMAX, mesh(expert=8), "ragged_dot")
   compare(SIGMOID, mesh(expert=2, context=2, tensor=2), "tiles", "float16")
   compare(SOFTMAX, mesh(data=2, fsdp=2, expert=2), "ragged_dot", "bfloat16")
   compare(SOFTMAX, mesh(fsdp=2, tensor=4), "tiles", "bfloat16")
-  compare(SIGMOID, mesh(fsdp=2, expert=4), favours=(0.1, 1.0))
+  compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.1, 1.0))
   # Rules by which several dimensions of a weight ask for one axis.
   for rules in ({"expert": "tensor"}, {"embed": "tensor"}, {"expert": "tensor", "embed": ("fsdp", "tensor")}):
     compare(SIGMOID, mesh(fsdp=4, tensor=2), rules=dataclasses.replace(RULES, **rules))

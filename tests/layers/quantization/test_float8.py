@@ -30,7 +30,7 @@ SPECS = [
 ]
 
 
-def quantised(x, dtype: str) -> np.ndarray:
+def quantized(x, dtype: str) -> np.ndarray:
   """The float64 numbers that are multiplied: x over the least power of two that fits, rounded, and back."""
   x = np.asarray(x, np.float64)
   scale = 2.0 ** math.ceil(math.log2(np.abs(x).max() / LIMITS[dtype]))
@@ -60,7 +60,7 @@ def test_a_tensor_is_divided_by_the_least_power_of_two_that_brings_it_within_the
   assert math.frexp(scale)[0] == 0.5
   largest = max(map(abs, x)) / scale
   assert LIMITS[dtype] / 2 < largest <= LIMITS[dtype]
-  np.testing.assert_array_equal(np.asarray(values).astype(np.float64) * scale, quantised(np.asarray(x, np.float32), dtype))
+  np.testing.assert_array_equal(np.asarray(values).astype(np.float64) * scale, quantized(np.asarray(x, np.float32), dtype))
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -88,9 +88,9 @@ def test_the_rounding_of_a_number_does_not_depend_on_the_rest_of_the_tensor():
 def test_product_and_gradients_are_those_of_the_rounded_numbers(spec, shapes, dtype, jitted):
   x, y = draw(*shapes[0], dtype=dtype), draw(*shapes[1], dtype=dtype, scale=0.02)
   exact = lambda s, a, b: np.einsum(s, a, b)
-  x8, y8 = quantised(x, float8.NUMBERS), quantised(y, float8.NUMBERS)
+  x8, y8 = quantized(x, float8.NUMBERS), quantized(y, float8.NUMBERS)
   g = draw(*exact(spec, x8, y8).shape, dtype=dtype, scale=1e-3)
-  g8 = quantised(g, float8.GRADIENTS)
+  g8 = quantized(g, float8.GRADIENTS)
   operands, result = spec.split("->")
   x_axes, y_axes = operands.split(",")
   want = exact(spec, x8, y8), exact(f"{result},{y_axes}->{x_axes}", g8, y8), exact(f"{result},{x_axes}->{y_axes}", g8, x8)
@@ -108,7 +108,7 @@ def test_a_float32_result_is_not_rounded_to_the_dtype():
   x, y = draw(3, 37), draw(37, 5)
   out = Precision(matmul_dtype="float8").einsum("BD,DF->BF", x, y, large=True, out="float32")
   assert out.dtype == jnp.float32
-  np.testing.assert_allclose(out, quantised(x, float8.NUMBERS) @ quantised(y, float8.NUMBERS), rtol=1e-6, atol=1e-6)
+  np.testing.assert_allclose(out, quantized(x, float8.NUMBERS) @ quantized(y, float8.NUMBERS), rtol=1e-6, atol=1e-6)
 
 
 def test_errors_are_of_the_size_that_the_formats_have():

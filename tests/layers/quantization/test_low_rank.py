@@ -12,7 +12,7 @@ from maxtext_like.layers.dropout import Dropout, row_keys
 from maxtext_like.layers.param import Param, fan_in, init, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization.low_rank import Layout, LowRank, factors, merged
-from maxtext_like.layers.quantization.quantised import FORMS, Quantised, quantise
+from maxtext_like.layers.quantization.quantized import FORMS, Quantized, quantize
 from maxtext_like.layers.weight import Groups, lookup, product
 
 QUERY = Param((8, 2, 4), ("embed", "heads", "head_dim"), "bfloat16", fan_in(0))
@@ -188,7 +188,7 @@ def test_dora_begins_with_the_weight_as_it_is():
   """Whatever it is stored in, and where an output is zero."""
   x = jnp.asarray(np.random.default_rng(4).normal(size=EXPERTS.shape), jnp.float32).at[1, :, 2].set(0)
   precision = Precision(dtype="bfloat16")
-  base = Quantised(quantise(FORMS["int8"], EXPERTS, x), FORMS["int8"], EXPERTS)
+  base = Quantized(quantize(FORMS["int8"], EXPERTS, x), FORMS["int8"], EXPERTS)
   drawn = init(factors(EXPERTS, 3), jax.random.key(0))
   w = LowRank(base, drawn["lora_a"], drawn["lora_b"], Layout.of(EXPERTS), 1.0)
   w = dataclasses.replace(w, magnitude=jax.jit(lambda w: w.norms(precision))(w))

@@ -91,7 +91,7 @@ def test_every_kernel_gives_values_and_gradients_of_attention_written_out(P, pad
     ("gpu", "9.0", "bfloat16", 4096, 512, "blockwise"),
   ],
 )
-def test_the_fast_kernel_is_taken_where_it_honours_everything(platform, capability, dtype, patches, head, name):
+def test_the_fast_kernel_is_taken_where_it_honors_everything(platform, capability, dtype, patches, head, name):
   tower = dataclasses.replace(TOWER, platform=platform, capability=capability, emb_dim=2 * head)
   case = case_of(tower, Precision(dtype=dtype), patches)
   assert registry.choose("auto", case).name == name

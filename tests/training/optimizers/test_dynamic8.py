@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.quantization.quantised import dynamic_map
+from maxtext_like.layers.quantization.quantized import dynamic_map
 from maxtext_like.training.optimizers.dynamic8 import (
   Blocks,
   Layout,

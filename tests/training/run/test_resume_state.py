@@ -90,7 +90,7 @@ def test_a_later_step_that_is_gone(run):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "{", '{"step": "40"}'])
-def test_a_damaged_record_is_no_licence_to_start_again(run, text):
+def test_a_damaged_record_is_no_license_to_start_again(run, text):
   (run / resume_state.NEWEST).write_text(text)
   with pytest.raises(UserError, match=rf"{resume_state.NEWEST}: cannot be read"):
     resume_state.read(run, run / "checkpoints").require(settings())

@@ -31,7 +31,7 @@ def rounded(x, name: str, bits) -> np.ndarray:
   return np.asarray(ROUND(np.asarray(x, np.float32), np.dtype(KINDS[name]), np.asarray(bits, np.uint32)))
 
 
-def neighbours(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+def neighbors(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
   """The numbers of a format below and above, among all it has."""
   kind = np.dtype(KINDS[name])
   codes = np.arange(2 ** (8 * kind.itemsize), dtype=f"uint{8 * kind.itemsize}").view(kind).astype(np.float32)
@@ -42,7 +42,7 @@ def neighbours(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_result_is_a_neighbour_and_its_mean_is_exact(name: str):
+def test_the_result_is_a_neighbor_and_its_mean_is_exact(name: str):
   rng = np.random.default_rng(0)
   largest = float(ml_dtypes.finfo(KINDS[name]).max)
   tiny = float(ml_dtypes.finfo(KINDS[name]).tiny)
@@ -51,7 +51,7 @@ def test_the_result_is_a_neighbour_and_its_mean_is_exact(name: str):
   x = x[np.abs(x) <= largest]
   if name == "bfloat16":
     x = x[np.abs(x) > 2 * tiny]  # below, float32's own numbers are subnormal, and machines flush them
-  low, high = neighbours(x, name)
+  low, high = neighbors(x, name)
   # Evenly spaced bits stand for all of them: the mean over them is the expectation.
   count = 4096
   bits = (np.arange(count, dtype=np.uint64) * (2**32 // count)).astype(np.uint32)

@@ -85,7 +85,7 @@ def test_every_reason_is_told_at_once():
 
 
 @pytest.mark.parametrize(("platform", "fused"), [("gpu", "cudnn_flash"), ("cuda", "cudnn_flash"), ("tpu", "splash")])
-def test_the_fast_kernel_is_taken_where_it_honours_everything(platform, fused: Any):
+def test_the_fast_kernel_is_taken_where_it_honors_everything(platform, fused: Any):
   case = dataclasses.replace(GPU, platform=platform)
   assert choose("auto", case).name == fused
   assert choose(fused, case).name == fused

@@ -15,19 +15,19 @@ from jax.extend.core import jaxprs_in_params
 from maxtext_like.layers.param import Param, abstract, fan_in, init, stack
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization.low_rank import one_layer
-from maxtext_like.layers.quantization.quantised import (
+from maxtext_like.layers.quantization.quantized import (
   FORMS,
   NF4,
   Form,
-  Quantised,
+  Quantized,
   dynamic_map,
   dynamic_number,
-  quantise,
+  quantize,
   stored_params,
 )
 from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Weight, product
-from tests.layers.test_decoder import UNOPTIMISED, close, objective
+from tests.layers.test_decoder import UNOPTIMIZED, close, objective
 
 MAP = Param((130, 3, 50), ("embed", "heads", "head_dim"), "float32", fan_in(0))
 OUTPUT = Param((2, 70, 90), ("heads", "head_dim", "embed"), "float32", fan_in(0, 1))
@@ -40,14 +40,14 @@ def drawn(p: Param, seed: int = 0) -> jax.Array:
   return jnp.asarray(np.random.RandomState(seed).standard_normal(p.shape) * 0.02, jnp.float32)
 
 
-def weight(form: Form, p: Param, x: jax.Array) -> Quantised:
-  return Quantised(jax.jit(functools.partial(quantise, form, p))(x), form, one_layer(p))
+def weight(form: Form, p: Param, x: jax.Array) -> Quantized:
+  return Quantized(jax.jit(functools.partial(quantize, form, p))(x), form, one_layer(p))
 
 
 def test_nf4_is_what_bitsandbytes_stores():
   """bitsandbytes 0.50.2, quantize_4bit(blocksize=64, compress_statistics=True, quant_type="nf4") of these numbers [out, in]."""
   x = np.random.RandomState(0).standard_normal((160, 128)).astype(np.float32) * 0.02
-  stored = jax.jit(functools.partial(quantise, FORMS["nf4"], Param((128, 160), ("embed", "mlp"))))(jnp.asarray(x.T))
+  stored = jax.jit(functools.partial(quantize, FORMS["nf4"], Param((128, 160), ("embed", "mlp"))))(jnp.asarray(x.T))
   halves = np.asarray(stored["codes"]).reshape(2, 32, 160)  # inputs i and i + 32 of a block; theirs are 2 i and 2 i + 1
   codes = np.concatenate([halves >> 4, halves & 15], axis=1).reshape(128, 160)
   theirs = {
@@ -122,7 +122,7 @@ def test_a_form_is_its_reference(name, reference, p):
 def test_what_is_stored_is_what_is_declared(name):
   for p in (*WEIGHTS, stack({"w": MAP}, 2)["w"]):
     spec, own = stored_params(FORMS[name], p), one_layer(p)
-    made = jax.eval_shape(functools.partial(quantise, FORMS[name], own), jax.ShapeDtypeStruct(own.shape, "float32"))
+    made = jax.eval_shape(functools.partial(quantize, FORMS[name], own), jax.ShapeDtypeStruct(own.shape, "float32"))
     rows = () if p.rows is None else (p.rows,)
     assert {k: (q.shape, q.dtype) for k, q in spec.items()} == {k: ((*rows, *x.shape), str(x.dtype)) for k, x in made.items()}
     assert not any(q.trainable for q in spec.values())
@@ -165,20 +165,20 @@ def test_nothing_but_codes_is_kept_for_the_backward_pass():
   )  # 192 inputs stored
 
 
-def quantised(form: Form, p: Param, array: Any) -> Any:
+def quantized(form: Form, p: Param, array: Any) -> Any:
   if not p.contracts or p.axes[0 if p.rows is None else 1] == "vocab":
     return array
   if p.rows is None:
     return weight(form, p, array)
-  return Quantised(jax.lax.map(functools.partial(quantise, form, p), array), form, one_layer(p))
+  return Quantized(jax.lax.map(functools.partial(quantize, form, p), array), form, one_layer(p))
 
 
 def whole(w: Any) -> Any:
   if not isinstance(w, Weight):
     return w
-  assert isinstance(w, Quantised)
+  assert isinstance(w, Quantized)
   stacked = w.stored["codes"].ndim > len(stored_params(w.form, w.param)["codes"].shape)
-  return jax.lax.map(lambda s: Quantised(s, w.form, w.param).values("float32"), w.stored) if stacked else w.values("float32")
+  return jax.lax.map(lambda s: Quantized(s, w.form, w.param).values("float32"), w.stored) if stacked else w.values("float32")
 
 
 @pytest.mark.slow
@@ -187,14 +187,14 @@ def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params,
   """Values and gradients of what is not quantised, under scan and remat; experts, the head and the indexer too."""
   decoder = tiny_decoder(family, remat_policy="full")
   spec = decoder.params()
-  p = jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, random_params(spec))
+  p = jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, random_params(spec))
   is_weight = lambda x: isinstance(x, Weight)
   assert sum(map(is_weight, jax.tree.leaves(p, is_leaf=is_weight))) >= 7
   floats = lambda p: {"final_norm": p["final_norm"], "embedding": p["embedding"]}
   loss = lambda own, p: objective(decoder)({**p, **own}, batch)[0]
   plain = lambda p: jax.tree.map(whole, p, is_leaf=is_weight)
   both = lambda p: (jax.value_and_grad(loss)(floats(p), p), jax.value_and_grad(loss)(floats(p), plain(p)))
-  (value, got), (expected_value, expected) = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMISED)(p)
+  (value, got), (expected_value, expected) = jax.jit(both).lower(p).compile(compiler_options=UNOPTIMIZED)(p)
   np.testing.assert_allclose(value, expected_value, rtol=1e-5)
   close(got, expected, 1e-3)
 
@@ -204,7 +204,7 @@ def nf4_loops(tiny_decoder, batch):
   """(abstract parameters in nf4, the loops of both passes over them)."""
   decoder = tiny_decoder("gemma3", remat_policy="full")
   spec = decoder.params()
-  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantised, FORMS["nf4"]), spec, a), abstract(spec))
+  p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, a), abstract(spec))
   loss = lambda table, p: objective(decoder)({**p, "embedding": table}, batch)[0]
   return p, named(jax.grad(loss), p["embedding"], p, name="scan")
 
@@ -225,7 +225,7 @@ def test_no_constant_leaves_a_loop(nf4_loops):
   """jax takes out of a loop that it differentiates what depends on nothing, and so would a constant for every code."""
   p, every = nf4_loops
   codes = [
-    w.stored["codes"].shape for w in jax.tree.leaves(p, is_leaf=lambda x: isinstance(x, Quantised)) if isinstance(w, Quantised)
+    w.stored["codes"].shape for w in jax.tree.leaves(p, is_leaf=lambda x: isinstance(x, Quantized)) if isinstance(w, Quantized)
   ]
   shapes = {(rows // 32, *each, outputs) for *_, rows, outputs in codes for each in [(64,), ()]}
   loops = [e for e in every if any(v.aval.dtype == jnp.uint8 for v in e.invars)]
@@ -240,9 +240,9 @@ def test_drawn_weights_are_those_that_are_drawn_whole():
     "large": Param((2, 128, 1100), ("layers", "embed", "mlp"), rows=2, init=fan_in(0)),
   }
   key, form = jax.random.key(3), FORMS["int8"]
-  got = init(spec, key, store=lambda path, p: functools.partial(quantise, form, p))
+  got = init(spec, key, store=lambda path, p: functools.partial(quantize, form, p))
   for name, array in init(spec, key).items():
-    expected = jax.lax.map(functools.partial(quantise, form, spec[name]), array)
+    expected = jax.lax.map(functools.partial(quantize, form, spec[name]), array)
     jax.tree.map(np.testing.assert_array_equal, got[name], expected)
 
 

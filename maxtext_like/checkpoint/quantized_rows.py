@@ -10,14 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.quantization.quantised import CODES, SCALES, Arrays, Float8BlockForm, Form, quantise, stored_params
+from maxtext_like.layers.quantization.quantized import CODES, SCALES, Arrays, Float8BlockForm, Form, quantize, stored_params
 
 Places = dict[str, NamedSharding]
 ReadRow = Callable[[int | None], np.ndarray]
 ReadFloat8 = Callable[[int | None], tuple[np.ndarray, np.ndarray] | None]
 
 
-def read_quantised(form: Form, p: Param, places: Places, read: ReadRow, read_float8: ReadFloat8 = lambda row: None) -> Arrays:
+def read_quantized(form: Form, p: Param, places: Places, read: ReadRow, read_float8: ReadFloat8 = lambda row: None) -> Arrays:
   """Reads a weight and returns its quantized arrays on its devices.
 
   Every process reads the complete weight, because a scale may depend on all inputs.
@@ -57,7 +57,7 @@ def read_quantised(form: Form, p: Param, places: Places, read: ReadRow, read_flo
 
 
 def _stored(form: Form, p: Param, found: Any) -> Arrays:
-  return found if isinstance(found, dict) else quantise(form, p, found)
+  return found if isinstance(found, dict) else quantize(form, p, found)
 
 
 @functools.lru_cache(maxsize=64)

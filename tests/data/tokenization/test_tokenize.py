@@ -133,7 +133,7 @@ def test_as_an_error_they_are_bad_records(make, tokenizer, tmp_path):
     make(**given).set_state(source.get_state())
 
 
-def test_where_nothing_is_spelt_error_and_unset_are_one_stream(make, tokenizer, tmp_path):
+def test_where_nothing_is_spelled_error_and_unset_are_one_stream(make, tokenizer, tmp_path):
   given = write(tmp_path, "jsonl", [{"text": f"plain {'ab' * i}"} for i in range(9)]) | {"tokenizer": tokenizer}
   unset, error = make(**given), make(**given, special_tokens_in_text="error")
   first = rows(unset, 2)

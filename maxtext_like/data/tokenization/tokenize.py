@@ -17,7 +17,7 @@ from maxtext_like.layers.embedding import Lookup
 
 
 @dataclass(frozen=True)
-class Tokenise:
+class Tokenize:
   """Reads a document and tokenises it, with bos and eos if the tokenizer has them.
 
   If spellings of special tokens are parsed and the text itself begins with bos or ends with eos, that token is not added again.
@@ -84,8 +84,8 @@ class Tokenise:
 class DocumentStream:
   """Documents in an order, each read and tokenised on request. ``Prefetch`` works ahead, this does not."""
 
-  def __init__(self, order: Order, tokenise: Callable[[int], Document]):
-    self._order, self._tokenise, self._next = order, tokenise, 0
+  def __init__(self, order: Order, tokenize: Callable[[int], Document]):
+    self._order, self._tokenize, self._next = order, tokenize, 0
 
   def __iter__(self) -> "DocumentStream":
     return self
@@ -93,7 +93,7 @@ class DocumentStream:
   def __next__(self) -> Document:
     if self._next >= len(self._order):
       raise StopIteration
-    document = self._tokenise(self._order[self._next])
+    document = self._tokenize(self._order[self._next])
     self._next += 1  # only now: a document that failed is requested again
     return document
 

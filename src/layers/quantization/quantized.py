@@ -147,7 +147,7 @@ class Form(abc.ABC):
     """Declare the stored arrays of a weight of one layer."""
 
   @abc.abstractmethod
-  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
     """Quantise a weight [E?, K, M] in float32."""
 
   @abc.abstractmethod
@@ -224,7 +224,7 @@ class BFloat16Form(Form):
   def params(self, plan: Plan) -> dict[str, Param]:
     return {CODES: _stored(plan, (plan.K, plan.M), plan.axes[plan.input :], "bfloat16")}
 
-  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
     return {CODES: x.astype(jnp.bfloat16)}
 
   def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
@@ -253,7 +253,7 @@ class NF4Form(Form):
       "scale_mean": _stored(plan, (), (), "float32"),
     }
 
-  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
     # 4-bit codes, relative to the maximum of each block.
     axis, lead, B = plan.input, x.shape[: plan.input], _blocks(plan.K, self.input_block)
     x = _padded(x, axis, self.input_block).reshape(*lead, B, self.input_block, plan.M)
@@ -268,9 +268,9 @@ class NF4Form(Form):
     # The added zero makes the divisor unknown to the compiler. XLA replaces division by a constant with a multiplication, and
     # fuses it with the following subtraction, which changes the rounding.
     mean = total / (listed.shape[-1] + 0 * total)
-    centred = _padded(listed - mean[..., None], axis, self.maxima).reshape(*lead, -1, self.maxima)
-    most = jnp.max(jnp.abs(centred), axis=-1)
-    rounded = _nearest(centred * (1 / _nonzero(most))[..., None], dynamic_map()).reshape(*lead, -1)[..., : B * plan.M]
+    centered = _padded(listed - mean[..., None], axis, self.maxima).reshape(*lead, -1, self.maxima)
+    most = jnp.max(jnp.abs(centered), axis=-1)
+    rounded = _nearest(centered * (1 / _nonzero(most))[..., None], dynamic_map()).reshape(*lead, -1)[..., : B * plan.M]
     scales = jnp.swapaxes(rounded.reshape(*lead, plan.M, B), axis, axis + 1)
     return {
       CODES: (first << 4 | second).reshape(*lead, -1, plan.M), SCALES: scales, "scale_scales": most, "scale_mean": mean
@@ -300,7 +300,7 @@ class Int8Form(Form):
       SCALES: _stored(plan, (plan.M,), axes[1:], "float32"),
     }
 
-  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
     # One scale for each output.
     scales = jnp.max(jnp.abs(x), axis=plan.input) / 127
     codes = jnp.round(x / jnp.expand_dims(_nonzero(scales), plan.input))
@@ -327,7 +327,7 @@ class Float8BlockForm(Form):
       SCALES: _stored(plan, grid, axes, "float32"),
     }
 
-  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
     axis, lead = plan.input, x.shape[: plan.input]
     whole = _padded(_padded(x, axis, self.input_block), axis + 1, self.output_block)
     grid = whole.reshape(*lead, -1, self.input_block, whole.shape[-1] // self.output_block, self.output_block)
@@ -358,8 +358,8 @@ class ShapesOnly(Form):
   def params(self, plan: Plan) -> dict[str, Param]:
     return self.of.params(plan)
 
-  def quantise(self, plan: Plan, x: jax.Array) -> Arrays:
-    return self.of.quantise(plan, x)
+  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
+    return self.of.quantize(plan, x)
 
   def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
     return jnp.broadcast_to(stored[CODES].reshape(-1)[0].astype(dtype), (*plan.experts, plan.K, plan.M))
@@ -374,15 +374,15 @@ def stored_params(form: Form, p: Param) -> dict[str, Param]:
   return spec if p.rows is None else stack(spec, p.rows)
 
 
-def quantise(form: Form, p: Param, x: jax.Array) -> Arrays:
+def quantize(form: Form, p: Param, x: jax.Array) -> Arrays:
   """Quantise the weight x of one layer. p: its declaration, of one layer or stacked."""
   plan = Plan.of(p)
-  return form.quantise(plan, plan.matrix(x.astype(jnp.float32)))
+  return form.quantize(plan, plan.matrix(x.astype(jnp.float32)))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Quantised(Weight):
+class Quantized(Weight):
   """A frozen weight of one layer, stored in a ``Form``.
 
   Attributes:
@@ -415,15 +415,15 @@ class Quantised(Weight):
   def _of_row(self, x: jax.Array) -> jax.Array:
     return x if self.row is None else as_stored(jax.lax.dynamic_index_in_dim(x, self.row, keepdims=False))
 
-  def in_row(self, number: jax.Array) -> "Quantised":
+  def in_row(self, number: jax.Array) -> "Quantized":
     """Keep the row number instead of slicing. The product slices the row, because XLA would slice the weights of all layers of
     a row before the first layer runs."""
     return dataclasses.replace(self, row=number)
 
-  def own_row(self) -> "Quantised":
+  def own_row(self) -> "Quantized":
     return dataclasses.replace(self, stored={name: self._of_row(x) for name, x in self.stored.items()}, row=None)
 
-  def after(self, x: jax.Array) -> tuple[jax.Array, "Quantised"]:
+  def after(self, x: jax.Array) -> tuple[jax.Array, "Quantized"]:
     """Return x, and the weight behind a barrier, so that it is dequantised after x is computed.
 
     Dequantisation depends on no other value. Without the barrier, XLA would dequantise the weights of all layers of a row
@@ -454,7 +454,7 @@ class Quantised(Weight):
     """Raise a TypeError: a quantised weight is never a table."""
     raise TypeError(f"quantisation: a weight stored in {self.form.name} cannot be read as a table")
 
-  def cast(self, precision: Precision) -> "Quantised":
+  def cast(self, precision: Precision) -> "Quantized":
     """Keep the codes, which are what devices exchange, and set the dtype to dequantise to."""
     return dataclasses.replace(self, dtype=precision.dtype)
 
@@ -470,7 +470,7 @@ class _How:
   unbounded: bool
   large: bool
 
-  def __call__(self, x: jax.Array, sizes: jax.Array | None, weight: Quantised) -> jax.Array:
+  def __call__(self, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> jax.Array:
     groups = None if sizes is None else Groups(sizes, self.kernel)
     values = weight.values(weight.dtype or self.precision.dtype)
     flags = {"groups": groups, "out": self.out, "unbounded": self.unbounded, "large": self.large}
@@ -478,7 +478,7 @@ class _How:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, x: jax.Array, sizes: jax.Array | None, weight: Quantised) -> Any:
+def _product(how: _How, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> Any:
   """Multiply by the dequantised weight. The backward pass dequantises it again."""
   x, weight = weight.after(x)
   return how(x, sizes, weight)

@@ -1,4 +1,4 @@
-"""``QuantisedBase``: the quantised weights of a model under an adapter. It declares their stored arrays, quantises and
+"""``QuantizedBase``: the quantised weights of a model under an adapter. It declares their stored arrays, quantises and
 dequantises.
 
 In the tree of parameters, the few stored arrays (``layers.quantised``) replace the weight, under its name. When the decoder is
@@ -14,7 +14,7 @@ import jax
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import Param, count, init
 from maxtext_like.layers.quantization.low_rank import one_layer
-from maxtext_like.layers.quantization.quantised import FORMS, Form, FormName, Quantised, quantise, stored_params
+from maxtext_like.layers.quantization.quantized import FORMS, Form, FormName, Quantized, quantize, stored_params
 from maxtext_like.layers.sharding_rules import Rules
 from maxtext_like.models.naming import path_keys, row_names
 
@@ -22,7 +22,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class QuantisedBase:
+class QuantizedBase:
   """The quantised weights of a model, and their form. Holds no arrays.
 
   Attributes:
@@ -45,15 +45,15 @@ class QuantisedBase:
 
   def init(self, declared: Any, key: jax.Array) -> Any:
     """Draw the weights as ``param.init`` does, and quantise them, one layer of a stack at a time."""
-    store = lambda path, p: (lambda x: quantise(self.form, p, x)) if path_keys(path) in self.weights else None
+    store = lambda path, p: (lambda x: quantize(self.form, p, x)) if path_keys(path) in self.weights else None
     return init(declared, key, store=store)
 
   def values(self, path: Path, stored: Any, dtype: str) -> jax.Array:
     """Dequantise the stored arrays of one layer's weight."""
     return self._weight(path, stored).values(dtype)
 
-  def _weight(self, path: Path, stored: Any) -> Quantised:
-    return Quantised(stored, self.form, one_layer(self.weights[path]), self.rules)
+  def _weight(self, path: Path, stored: Any) -> Quantized:
+    return Quantized(stored, self.form, one_layer(self.weights[path]), self.rules)
 
   def whole(self, params: Any, leave: Collection[Path] = ()) -> Any:
     """Dequantise every weight of the stored tree to its declared dtype, except those of ``leave``, which are already plain."""
@@ -72,7 +72,7 @@ class QuantisedBase:
 
     def round_one(path: Path, x: jax.Array) -> jax.Array:
       p = self.weights[path]
-      one = lambda x: self.values(path, quantise(self.form, p, x), str(x.dtype))
+      one = lambda x: self.values(path, quantize(self.form, p, x), str(x.dtype))
       return one(x) if p.rows is None else jax.lax.map(one, x)
 
     return self._mapped(params, round_one)
@@ -92,7 +92,7 @@ class QuantisedBase:
     return walk(tree, ())
 
 
-def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> QuantisedBase:
+def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> QuantizedBase:
   """Create the base of a model with some quantised weights.
 
   Args:
@@ -111,4 +111,4 @@ def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> Quanti
         raise ValueError(f"{min(names & own)} and {left[0]} are stored in one array, so quantise both or neither of them")
       stored_params(FORMS[form], p)
       weights[path_keys(path)] = p
-  return QuantisedBase(FORMS[form], weights, decoder.cfg.rules)
+  return QuantizedBase(FORMS[form], weights, decoder.cfg.rules)

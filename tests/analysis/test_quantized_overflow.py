@@ -32,9 +32,9 @@ def test_risk_reads_the_weights_as_they_are_multiplied():
   read = [open_checkpoint(CHECKPOINT, words)[2] for words in (ADAPTED, [])]
   path = ("stack_0", "layer_0", "mlp", "down")
   whole = (0, slice(None), slice(None))
-  quantised, exact = (r(path, whole) for r in read)
-  assert 1e-3 < np.abs(quantised - exact).max() / np.abs(exact).max() < 1 / 127
-  np.testing.assert_array_equal(read[0](path, (0, slice(2, 5), slice(1, 3))), quantised[2:5, 1:3])
+  quantized, exact = (r(path, whole) for r in read)
+  assert 1e-3 < np.abs(quantized - exact).max() / np.abs(exact).max() < 1 / 127
+  np.testing.assert_array_equal(read[0](path, (0, slice(2, 5), slice(1, 3))), quantized[2:5, 1:3])
 
 
 @pytest.mark.slow
@@ -59,4 +59,4 @@ def test_audit_reads_the_program(model):
   (weights,) = [key for key in found.keys if key.key == "weight_dtype"]
   assert weights.verdict == "honoured"
   assert "quantised" in weights.evidence
-  assert found.honoured
+  assert found.honored

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext_like.checkpoint import quantised_rows
+from maxtext_like.checkpoint import quantized_rows
 from maxtext_like.checkpoint.adapters.adapted_weights import with_base
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
@@ -19,7 +19,7 @@ from maxtext_like.checkpoint.huggingface.weights import Weights
 from maxtext_like.checkpoint.huggingface.writer import Source, write
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.store.fingerprint import fingerprint
-from maxtext_like.layers.quantization.quantised import CODES, FORMS
+from maxtext_like.layers.quantization.quantized import CODES, FORMS
 from maxtext_like.models.model import Model, make_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -54,7 +54,7 @@ def in_float8(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("case", "form"), [("gemma4_moe", "int8"), ("deepseek3", "nf4")])
 @pytest.mark.slow
-def test_it_is_what_quantising_the_whole_gives(case: str, form: Any):
+def test_it_is_what_quantizing_the_whole_gives(case: str, form: Any):
   directory = GOLDEN / case / "checkpoint"
   model = model_of(directory, form)
   assert model.base is not None
@@ -63,7 +63,7 @@ def test_it_is_what_quantising_the_whole_gives(case: str, form: Any):
   found = 0
   for path, p in model.base.weights.items():
     own, whole = (functools.reduce(lambda node, key: node[key], path, tree) for tree in (stored, plain))
-    make = functools.partial(quantised_rows.quantise, FORMS[form], p)
+    make = functools.partial(quantized_rows.quantize, FORMS[form], p)
     expected = jax.jit(make)(whole) if p.rows is None else jax.jit(functools.partial(jax.lax.map, make))(whole)
     jax.tree.map(np.testing.assert_array_equal, own, expected)
     found += 1
