@@ -3,7 +3,7 @@
   python benchmarks/fine_tuning.py [--only WORDS] [--out DIR] [--seed N]
 
 Pretrains a small Gemma 3 on the source text of this machine's Python library, with a tokenizer made of it, then teaches it to
-say what kind of statement a line of Python is, as JSON: with all weights, with an adapter, and with an adapter over quantised
+say what kind of statement a line of Python is, as JSON: with all weights, with an adapter, and with an adapter over quantized
 weights, in bfloat16 and in float16. Prints how often the answer to a held-out line, taken from other files than those that were
 learned, is exactly right, before and after. A run that is in --out already is not done again; --only takes the rows whose names
 hold the words, as "LoRA float16". The settings are the same for every seed and every kind of adapter.

@@ -1,12 +1,12 @@
-"""What quantised weights below an adapter cost and save: memory and speed of LoRA on each form of them, on one device.
+"""What quantized weights below an adapter cost and save: memory and speed of LoRA on each form of them, on one device.
 
 python benchmarks/lora.py gemma3-4b gemma4-31b:bfloat16,nf4 --out lora.json
 python benchmarks/lora.py gemma3-4b:bfloat16,nf4,int8 gemma4-31b:nf4 gemma4-26b:nf4 --against peft       beside transformers
 python benchmarks/lora.py gemma4-tiny --words max_target_length=128 --steps 3 --against peft --python TORCH/bin/python
 
 A model is a name or a file, with the forms behind a colon (default: all; the first is what the others are compared with).
-Weights are drawn, each layer quantised as it is drawn, and trained on random tokens: 1 row of 2048, rank 16 on all linear maps,
-AdamW, what is not quantised in bfloat16. Every form has a process of its own, so that its peak is its own: "drawn" is
+Weights are drawn, each layer quantized as it is drawn, and trained on random tokens: 1 row of 2048, rank 16 on all linear maps,
+AdamW, what is not quantized in bfloat16. Every form has a process of its own, so that its peak is its own: "drawn" is
 the peak when the weights were there, "peak" that of everything. A step is the median of --steps, in tokens a second.
 
 ``--against peft`` measures the same fine-tune in transformers, peft and bitsandbytes after each row, in the Python of --python
@@ -124,8 +124,8 @@ def cells(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return f" {'-':>9} {'-':>9} {'-':>6}  {theirs['failed'][:160]}"
   times = f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}" if "failed" not in ours else "-"
   notes = []
-  if theirs["unquantised"]:
-    notes.append(f"{', '.join(theirs['unquantised'])} in bfloat16")
+  if theirs["unquantized"]:
+    notes.append(f"{', '.join(theirs['unquantized'])} in bfloat16")
   if theirs["without"]:
     notes.append(f"{theirs['maps']} maps; nothing added to {', '.join(theirs['without'])}")
   return f" {theirs['tokens_per_second']:9.0f} {theirs['peak_gib']:9.2f} {times:>6}  {'; '.join(notes)}"

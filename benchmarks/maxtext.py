@@ -109,7 +109,7 @@ def apart(python: str, *words: str) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-  """Without this folder's ``profile.py`` in the place of the library's; our side finds its neighbours all the same."""
+  """Without this folder's ``profile.py`` in the place of the library's; our side finds its neighbors all the same."""
   here = Path(__file__).resolve().parent
   return os.environ | {
     "JAX_PLATFORMS": "cpu",

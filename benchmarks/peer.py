@@ -8,9 +8,9 @@ config.json.
 A step of an adapter is what ``Trainer`` does of ``get_peft_model`` with bf16 and gradient_checkpointing: autocast to bfloat16
 over weights of bfloat16, nf4 or int8 and additions of float32, SDPA, every layer computed again in the backward pass, gradients
 clipped, AdamW of the additions. Every ``nn.Linear`` but the head becomes bitsandbytes' as ``BitsAndBytesConfig`` has it: nf4 in
-blocks of 64 with double quantisation, computed in bfloat16; int8 with outliers above 6 apart. Of what
+blocks of 64 with double quantization, computed in bfloat16; int8 with outliers above 6 apart. Of what
 ``prepare_model_for_kbit_training`` does, the casts of norms and embeddings to float32 are left out: they would cost it memory.
-Modules are drawn one after the other, each quantised before the next, so that the whole is never there in 16 bits.
+Modules are drawn one after the other, each quantized before the next, so that the whole is never there in 16 bits.
 """
 
 import json
@@ -187,7 +187,7 @@ def adapter(
   return found | about | {
     "drawn_gib": drawn, "init_seconds": seconds, "maps": maps, "kernels": [*_kernels(model), "eager"],
     "trained": sum(p.numel() for p in trained), "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
-    "unquantised": wide if form != "bfloat16" else [],
+    "unquantized": wide if form != "bfloat16" else [],
   }  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def _quantized(linear: Any, form: str, device: str) -> Any:
     new.weight = nn.Params4bit(
       linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
     ).to(device)  # fmt: skip
-  else:  # which is quantised on its way from the host alone
+  else:  # which is quantized on its way from the host alone
     new.weight = nn.Int8Params(linear.weight.data.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
   if linear.bias is not None:
     new.bias = linear.bias

@@ -1,4 +1,4 @@
-"""For all tests, before anything imports JAX: compiled without the optimisation of LLVM, which takes most of a test's time.
+"""For all tests, before anything imports JAX: compiled without the optimization of LLVM, which takes most of a test's time.
 
 XLA's own passes (fusion, layouts, what is rounded where) are those of every run; on JAX 0.10 fusions become code through its
 older emitter. The first command of the README, the benchmarks and the device tables run as a user's do.

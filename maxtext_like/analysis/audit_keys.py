@@ -14,7 +14,7 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization import float8
 from maxtext_like.numerics.hlo import Instruction, Reading
 
-Verdict = Literal["honoured", "not honoured", "not shown"]
+Verdict = Literal["honored", "not honored", "not shown"]
 
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 _WIDTH = {"f8": 0, "f16": 1, "bf16": 1, "f32": 2, "f64": 3}
@@ -62,9 +62,7 @@ class _Program:
       return self.judge(found, "f32", what)
     if not narrow:
       evidence = f"{len(found)} {what} f32, none {low}"
-      return (
-        ("honoured", f"{evidence}: the compiler keeps the higher precision") if self.compiled else ("not honoured", evidence)
-      )
+      return ("honored", f"{evidence}: the compiler keeps the higher precision") if self.compiled else ("not honored", evidence)
     return self.judge(narrow, low, what)
 
   @property
@@ -76,13 +74,13 @@ class _Program:
     """Check that every dtype of ``found`` is the requested one."""
     wrong = [d for d in found if d != asked and not (self.compiled and _WIDTH.get(d, 0) > _WIDTH[asked])]
     if wrong:
-      return "not honoured", f"{len(wrong)} of {len(found)} {what} {_several(wrong)}, not {asked}"
+      return "not honored", f"{len(wrong)} of {len(found)} {what} {_several(wrong)}, not {asked}"
     if not found:
       if self.compiled:
         return "not shown", f"the compiler left no {what} with the name of their scope"
-      return "not honoured", f"the program has no {what}, so nothing shows that this key has an effect"
+      return "not honored", f"the program has no {what}, so nothing shows that this key has an effect"
     wider = [d for d in found if d != asked]
-    return "honoured", f"{len(found)} {what} {asked}" + (
+    return "honored", f"{len(found)} {what} {asked}" + (
       f", the compiler keeps {len(wider)} in {_several(wider)}" if wider else ""
     )
 
@@ -99,7 +97,7 @@ class _Program:
       return verdict, evidence  # in a compiled program the next instruction's operands show the rounding
     rounded = [i for i in self.forward(*sites, kinds=("convert",)) if i.operands == ("f32",) and _WIDTH.get(i.results[0]) == 1]
     if rounded:
-      return "not honoured", f"{evidence}, but {len(rounded)} roundings from f32 to {_several([r.results[0] for r in rounded])}"
+      return "not honored", f"{evidence}, but {len(rounded)} roundings from f32 to {_several([r.results[0] for r in rounded])}"
     return verdict, evidence
 
 
@@ -138,10 +136,10 @@ def judge_keys(
 
 def together(lowered: list[KeyVerdict], compiled: list[KeyVerdict]) -> list[KeyVerdict]:
   """Combine the verdicts of one program before and after compilation: both must hold, and either one can show that a key is
-  honoured."""
+  honored."""
   verdicts = []
   for before, after in zip(lowered, compiled, strict=True):
-    if before.verdict == "not honoured" or (after.verdict == "not shown" and before.verdict == "honoured"):
+    if before.verdict == "not honored" or (after.verdict == "not shown" and before.verdict == "honored"):
       after = replace(before, evidence=f"before compilation: {before.evidence}")
     verdicts.append(after)
   return verdicts
@@ -154,7 +152,7 @@ def asked_float32(precision: Precision) -> set[str]:
     if key.safe(vars(precision)):
       sites |= set(key.widens)
   if precision.dtype == "float16":
-    # A float16 cotangent would overflow, and so would a product that is not normalised: see layers.precision.
+    # A float16 cotangent would overflow, and so would a product that is not normalized: see layers.precision.
     sites |= {"backward", "per_layer_input", "experts"}
   return sites
 
@@ -195,7 +193,7 @@ def _dtype(p: _Program) -> tuple[Verdict, str]:
 def _in_float8(p: _Program, i: Instruction) -> bool:
   """Return True if ``matmul_dtype`` requests float8 for a product. It does not apply to adapters and experts."""
   asked = p.precision.matmul_dtype == "float8" and site_of(i) in _LARGE
-  return asked and {"lora", "dora", "experts", "vision", "dequantise"}.isdisjoint(i.scopes)
+  return asked and {"lora", "dora", "experts", "vision", "dequantize"}.isdisjoint(i.scopes)
 
 
 _NO_OTHER: tuple[Verdict, str] = ("not shown", "every product is in float8 or inside a fused kernel")
@@ -209,14 +207,14 @@ def _matmul_dtype(p: _Program) -> tuple[Verdict, str]:
   products = p.forward(*_LARGE)
   low = [d for i in products for d in i.operands[:2] if d.startswith("f8")]
   if p.precision.matmul_dtype == "dtype":
-    return ("not honoured" if low else "honoured"), f"{len(low)} operands of {len(products)} products float8"
+    return ("not honored" if low else "honored"), f"{len(low)} operands of {len(products)} products float8"
   asked = [i for i in products if _in_float8(p, i)]
   wide = [i for i in asked if not all(d.startswith("f8") for d in i.operands[:2])]
   if p.compiled and wide:
     return "not shown", "a compiler without float8 products multiplies the rounded values in a wider dtype"
   if wide or not asked:
-    return "not honoured", f"{len(wide)} of {len(asked)} products do not have float8 operands"
-  return "honoured", f"{len(asked)} products {_several(low)}"
+    return "not honored", f"{len(wide)} of {len(asked)} products do not have float8 operands"
+  return "honored", f"{len(asked)} products {_several(low)}"
 
 
 def _residual(p: _Program) -> tuple[Verdict, str]:
@@ -228,7 +226,7 @@ def _residual(p: _Program) -> tuple[Verdict, str]:
 def _with_fused(p: _Program, flag: bool, found: list[str], what: str) -> tuple[Verdict, str]:
   kernels = f"{p.fused} fused kernels, which compute in float32 internally"
   if not found and p.fused:
-    return "honoured", kernels
+    return "honored", kernels
   verdict, evidence = p.judge(found, _wide(p, flag), what)
   return verdict, f"{evidence}; {kernels}" if p.fused else evidence
 
@@ -243,11 +241,11 @@ def _clamp(p: _Program) -> tuple[Verdict, str]:
   counts = [len(p.forward(site, kinds=("is_finite",))) for site in ("gate_product", "down_product")]
   evidence = f"{counts[0]} finiteness tests in products of gate and up, {counts[1]} in outputs"
   if p.precision.dtype != "float16":
-    return ("not honoured" if any(counts) else "honoured"), f"only applies to float16: {evidence}"
+    return ("not honored" if any(counts) else "honored"), f"only applies to float16: {evidence}"
   if p.compiled and p.precision.float16_clamp:
     return "not shown", "a compiler can express the finiteness test in other ways"
   wanted = all(counts) if p.precision.float16_clamp else not any(counts)
-  return ("honoured" if wanted else "not honoured"), evidence
+  return ("honored" if wanted else "not honored"), evidence
 
 
 def _vision_pool(p: _Program) -> tuple[Verdict, str]:
@@ -281,8 +279,8 @@ def _matmul_precision(p: _Program) -> tuple[Verdict, str]:
   if p.compiled and (wrong or not found):
     return "not shown", "a compiler implements higher precision by several products"
   if wrong or not found:
-    return "not honoured", f"{len(wrong)} of {len(found)} products {_several(wrong)}, not {asked}"
-  return "honoured", f"{len(found)} products {asked}"
+    return "not honored", f"{len(wrong)} of {len(found)} products {_several(wrong)}, not {asked}"
+  return "honored", f"{len(found)} products {asked}"
 
 
 def _gradients(p: _Program) -> tuple[Verdict, str]:
@@ -292,17 +290,17 @@ def _gradients(p: _Program) -> tuple[Verdict, str]:
 
 
 def _weights(p: _Program, weights: dict[str, str]) -> tuple[Verdict, str]:
-  codes = sum(dtype not in SHORT for dtype in weights.values())  # of quantised weights, whose format base_weights says
+  codes = sum(dtype not in SHORT for dtype in weights.values())  # of quantized weights, whose format base_weights says
   found = {name: dtype for name, dtype in p.reading.arguments.items() if weights.get(name) in SHORT}
   if not found:
     return "not shown", "this text has no argument names"
   wrong = [name for name, dtype in found.items() if dtype != SHORT[weights[name]]]
   if wrong:
-    return "not honoured", f"{len(wrong)} of {len(found)} parameters: {wrong[0]} is {found[wrong[0]]}"
+    return "not honored", f"{len(wrong)} of {len(found)} parameters: {wrong[0]} is {found[wrong[0]]}"
   asked = SHORT[p.precision.weight_dtype]
   other = [name for name, dtype in found.items() if dtype != asked]
   kept = f"; {len(other)} are always float32, such as {other[0]}" if other else ""
-  return "honoured", f"{len(found) - len(other)} parameters {asked}{kept}" + (f"; {codes} are quantised" if codes else "")
+  return "honored", f"{len(found) - len(other)} parameters {asked}{kept}" + (f"; {codes} are quantized" if codes else "")
 
 
 def _reductions(p: _Program) -> tuple[Verdict, str]:

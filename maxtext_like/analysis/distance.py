@@ -106,7 +106,7 @@ def _change(new: Any, old: Any) -> Any:
 class Steps:
   """Compiled steps of configurations that differ only in precision. Share one instance: each step is compiled once.
 
-  On a CPU the program is measured as written, because XLA's CPU optimisations remove rounding that an accelerator performs, and
+  On a CPU the program is measured as written, because XLA's CPU optimizations remove rounding that an accelerator performs, and
   take longer than the step. Times are measured with steps that are compiled as in a run.
   """
 

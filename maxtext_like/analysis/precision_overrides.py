@@ -161,7 +161,7 @@ def _dtypes(config: Config) -> set[str]:
 
 
 def groups(layers: Sequence[int], most: int) -> list[tuple[int, ...]]:
-  """Split layers into at most ``most`` groups of neighbours of nearly equal size."""
+  """Split layers into at most ``most`` groups of neighbors of nearly equal size."""
   count = min(most, len(layers))
   edges = [len(layers) * i // count for i in range(count + 1)]
   return [tuple(layers[a:b]) for a, b in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""``audit``: reads dtypes from the program of a train step, and checks that it honours the precision keys."""
+"""``audit``: reads dtypes from the program of a train step, and checks that it honors the precision keys."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,8 @@ class Audit:
 
   @property
   def honored(self) -> bool:
-    """True if the program honours every key."""
-    return not any(key.verdict == "not honoured" for key in self.keys)
+    """True if the program honors every key."""
+    return not any(key.verdict == "not honored" for key in self.keys)
 
   def to_json(self) -> dict[str, Any]:
     """Return the tables as JSON data."""

@@ -82,7 +82,7 @@ class Compiled:
       rows.append((name, f"{size_words(step.peak_bytes)} of {size_words(hbm)} HBM a chip ({share})"))
     if step.quick_peak is not None:
       what = (
-        f"needed where libtpu optimises little: {step.quick_words}" if step.quick_words else "where libtpu optimises little"
+        f"needed where libtpu optimizes little: {step.quick_words}" if step.quick_words else "where libtpu optimizes little"
       )
       rows.append(("peak", f"{size_words(step.quick_peak)}, {what}"))
     if step.work is not None:
@@ -91,7 +91,7 @@ class Compiled:
       rows.append(("audit", audit_summary(self.keys)))
     packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {self.flags}"
     until = "" if step.machine_code is True or step.layout is None else ", stopped before machine code"
-    until += "; machine code made with little optimisation" if step.quick_peak is not None and not step.quick_words else ""
+    until += "; machine code made with little optimization" if step.quick_peak is not None and not step.quick_words else ""
     rows.append(("compiled", f"in {step.seconds:.0f} s with {packages}{until}"))
     if step.out_of_memory:
       rows.append(("compiler", step.out_of_memory))
@@ -183,7 +183,7 @@ def audit_summary(keys: "tuple[KeyVerdict, ...]") -> str:
   by: dict[str, list[str]] = {}
   for key in keys:
     by.setdefault(key.verdict, []).append(key.key)
-  names = lambda verdict: "" if verdict == "honoured" else f" ({', '.join(by[verdict])})"
+  names = lambda verdict: "" if verdict == "honored" else f" ({', '.join(by[verdict])})"
   return ", ".join(f"{len(found)} keys {verdict}{names(verdict)}" for verdict, found in by.items())
 
 

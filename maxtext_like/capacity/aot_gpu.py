@@ -134,7 +134,7 @@ _DESIGNS = {
 }
 
 
-# Above this share of the memory XLA rematerialises on its own. On a real card the limit is the memory that JAX may use; for a
+# Above this share of the memory XLA rematerializes on its own. On a real card the limit is the memory that JAX may use; for a
 # card that is not available it is this share of its total memory.
 _XLA_SHARE = 0.8
 

@@ -1,8 +1,8 @@
 """Compiles the train step for a TPU slice that is not available: libtpu compiles on any x86 machine and reports the memory.
 
 Nothing runs and no array is allocated, so a step of a 31B model compiles on a laptop. Generating machine code is nine tenths of
-the compiler's work, and most of that is optimisation. Therefore, unless complete compilation is requested, the compiler is
-stopped after it has laid out memory. Compiling the same step with little optimisation then shows whether the compilation
+the compiler's work, and most of that is optimization. Therefore, unless complete compilation is requested, the compiler is
+stopped after it has laid out memory. Compiling the same step with little optimization then shows whether the compilation
 succeeds.
 """
 
@@ -39,7 +39,7 @@ FLAG_GROUPS = {"base": ("base",), "all": ("base", "overlap")}
 
 MachineCode = bool | Literal["quick"]
 """Whether to generate machine code. "quick": lay out the memory of the run's program, and compile the same step with little
-optimisation."""
+optimization."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class CompiledStep:
     work: the work of a step; None without a program.
     seconds: time of tracing and compiling.
     machine_code: True if the compilation was complete; otherwise the compiler was stopped after laying out memory.
-    quick_peak: with "quick", the ``peak_bytes`` of the program with little optimisation; None if it was not compiled.
+    quick_peak: with "quick", the ``peak_bytes`` of the program with little optimization; None if it was not compiled.
     quick_words: the compiler's message if that program does not fit; otherwise "".
     kernels: the kernels of the attention layers.
     out_of_memory: the compiler's message; "" if it compiled.
@@ -204,7 +204,7 @@ def _work(program: Any, compiled: CompiledProgram, topology: Topology) -> Work:
 
 
 def _with_little_optimization(program: Any, flags: dict[str, Any]) -> tuple[int, str]:
-  """Compile the step completely with little optimisation, a sixth of the work. Return its peak and "", or, if it does not fit,
+  """Compile the step completely with little optimization, a sixth of the work. Return its peak and "", or, if it does not fit,
   the bytes that it needs and the compiler's message.
 
   Raises:
@@ -321,7 +321,7 @@ def prepare_environment() -> None:
 
 
 def tpu_mesh(topology: Topology, config: MeshConfig) -> Any:
-  """Return the mesh of a configuration on the chips of slices. Neighbours in the mesh are neighbours in the torus.
+  """Return the mesh of a configuration on the chips of slices. Neighbors in the mesh are neighbors in the torus.
 
   Raises:
     UserError: the axes do not multiply to the number of chips.

@@ -88,7 +88,7 @@ def _factors(decoder: Decoder, spec: Any, float8_alone: bool) -> Iterator[tuple[
     own = keys = path_keys(path)
     if keys in replaced:
       continue
-    if keys[:-1] in declared:  # a stored part of a quantised weight; only its codes multiply
+    if keys[:-1] in declared:  # a stored part of a quantized weight; only its codes multiply
       if keys[-1] != CODES:
         continue
       keys, p = keys[:-1], declared[keys[:-1]]

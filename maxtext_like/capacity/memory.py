@@ -58,7 +58,7 @@ class MemoryEstimate:
       ``optimizer_in_backward``, updated layers before they are written to their stacks.
     activations: kept from the forward pass for the backward pass, and working memory.
     logits: logits of a chunk, and their gradient.
-    dequantised: the largest quantised weight of a layer, dequantised for both passes at the same time.
+    dequantized: the largest quantized weight of a layer, dequantized for both passes at the same time.
     fetched: on GPUs that shard the weights, the gathered weights of the largest part of a layer, and their float32 gradient
       before it is scattered.
     host: bytes in host memory for the device (``remat_offload``, ``optimizer_memory_host_offload``), which are not part of the
@@ -179,7 +179,7 @@ def _leave_out(kept: list[Any], shape: tuple[int, ...], dtype: Any) -> None:
 def _scanned(program: TrainProgram) -> Objective:
   """Return the objective with layers in loops: unrolled layers keep slices of the stacked weights, which XLA reads in place.
 
-  A product with a quantised weight does not keep the dequantised weight, so it need not be materialised here.
+  A product with a quantized weight does not keep the dequantized weight, so it need not be materialized here.
   """
   decoder, objective = program.model.decoder, program.objective
   if isinstance(objective, Adapted) and objective.base is not None:
@@ -483,7 +483,7 @@ def remedies(program: TrainProgram, need: MemoryEstimate, limit: Limit | None) -
     usual = "" if t.mu_dtype is None and t.nu_dtype == "float32" else " mu_dtype=null nu_dtype=float32"
     lines.append(f"{smaller}{usual}: moments that take almost no memory")
   if precision.weight_dtype == "float32" and precision.dtype != "float16":
-    half = "parameters and gradients" if program.adapter is None else "weights that are not quantised"
+    half = "parameters and gradients" if program.adapter is None else "weights that are not quantized"
     lines.append(f"weight_dtype=bfloat16: half the memory of the {half}, with less precision")
   apart = t.gradient_accumulation_steps == 1 and program.adapter is None and not program.config.logging.numerics_every
   if not t.optimizer_in_backward and apart:

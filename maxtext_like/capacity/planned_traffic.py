@@ -31,10 +31,10 @@ other devices."""
 SCORES = 9
 """How often in each pass the float32 scores of tiles of queries go through memory, including the tiles' keys and values."""
 UNPACKED = {False: 2.5, True: 7.5}
-"""Bytes written and read to dequantise an element of which two are stored in a byte. True is for experts, whose block scales
+"""Bytes written and read to dequantize an element of which two are stored in a byte. True is for experts, whose block scales
 are expanded to all elements in float32."""
 ON_CHIP = 2**26
-"""A layer's dequantised weight of up to this many bytes, and its codes of one byte each, stay on a TPU's chip."""
+"""A layer's dequantized weight of up to this many bytes, and its codes of one byte each, stay on a TPU's chip."""
 _OUTPUTS = ("attention.o", "mlp.down", "shared.down")
 KEPT = {"save_outputs": _OUTPUTS, "save_mlp": (*_OUTPUTS, "mlp.gate", "mlp.up", "shared.gate", "shared.up")}
 """The weights whose products a remat policy keeps, by their names in the layers."""
@@ -73,7 +73,7 @@ def _of_layers(program: TrainProgram) -> float:
 
 
 def _of_dequantized(program: TrainProgram) -> float:
-  """Bytes written and read to dequantise weights of which a byte holds two elements. Other quantised weights are dequantised
+  """Bytes written and read to dequantize weights of which a byte holds two elements. Other quantized weights are dequantized
   while a product reads them."""
   if program.model.base is None:
     return 0.0

@@ -149,7 +149,7 @@ def find_gpus(name: str, memory: str | None = None) -> GpuHost | None:
     UserError: more GPUs than one host has; an invalid memory, or none for an unknown card; an invalid share of a card's memory
       in the environment.
   """
-  # Normalise the spelling, then split the name into card and number of cards.
+  # Normalize the spelling, then split the name into card and number of cards.
   written = name.lower()
   for pattern, spelling in _SPELLINGS:
     written = re.sub(pattern, spelling, written)

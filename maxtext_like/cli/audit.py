@@ -1,4 +1,4 @@
-"""``maxtext-like audit``: reads dtypes from the program of the train step, and checks that it honours the precision keys."""
+"""``maxtext-like audit``: reads dtypes from the program of the train step, and checks that it honors the precision keys."""
 
 import argparse
 import json
@@ -13,14 +13,14 @@ from maxtext_like.errors import NonFiniteError
 
 DESCRIPTION = f"""Lowers the train step for a platform, which this machine need not have, and reads the program. Prints the
 dtypes of operands, accumulators and results for every named part of the model, forward and backward, and for every precision
-key whether the program honours it.
+key whether the program honors it.
 
   --platform tpu|cuda|cpu  the platform
   --topology NAME          also compile for a TPU slice with libtpu, and read the compiled program:
                            {", ".join(TOPOLOGIES)}
   --json FILE              also write the tables as JSON
 
-exit codes: 0 every key is honoured; 2 wrong usage; 3 a key is not honoured"""
+exit codes: 0 every key is honored; 2 wrong usage; 3 a key is not honored"""
 EXAMPLES = """examples:
   maxtext-like audit gemma4-31b --platform cuda
   maxtext-like audit deepseek3.2-671b --platform tpu float32_logits=false

@@ -163,7 +163,7 @@ NAMES: tuple[Similar, ...] = (
   Similar("flash_attn use_flash_attention use_flash_attn use_flash_attention_2 flash_attention attn_implementation "
           "attention_kernel sdpa attention_backend eager_attention flex_attention sdp_attention xformers_attention "
           "sage_attention s2_attention",
-          "attention chooses the kernel; auto takes the fastest that honours mask and precision",
+          "attention chooses the kernel; auto takes the fastest that honors mask and precision",
           "write attention=auto"),
   # Data.
   Similar("dataset_dir dataset_name datasets train_dataset data train_data eval_dataset pretraining_dataset "

@@ -40,7 +40,7 @@ def layer_values(entries: Sequence[str], layers: int) -> list[Values]:
 
 
 def written(values: Sequence[Values]) -> tuple[str, ...]:
-  """Return the value of ``layer_precision`` for the values of each layer; equal neighbours become one range."""
+  """Return the value of ``layer_precision`` for the values of each layer; equal neighbors become one range."""
   out, first = [], 0
   for i in range(1, len(values) + 1):
     if i < len(values) and values[i] == values[first]:

@@ -64,7 +64,7 @@ VISION_POOLER = Part(
 
 @dataclass(frozen=True)
 class Sign:
-  """Instructions of a compiled program whose dtypes show the audit that a key is honoured.
+  """Instructions of a compiled program whose dtypes show the audit that a key is honored.
 
   Attributes:
     scope: ``jax.named_scope`` of the instructions.
@@ -100,7 +100,7 @@ class PrecisionKey:
     shown: name of these instructions in the audit's output.
     widens: scopes whose matrix products get float32 operands from this key.
     directions: "backward", "recomputed" or "update" if the key acts on all tensors of that direction of x-ray.
-    fused: True if fused attention kernels always honour the key.
+    fused: True if fused attention kernels always honor the key.
     idle_on: platforms on which the key has no effect, each with the dtypes for which that holds.
   """
 

@@ -109,7 +109,7 @@ def _edits(given: _Spelling, meant: _Spelling) -> int | None:
 
 
 def _one_edit(a: str, b: str) -> bool:
-  """Return True if one letter is missing, added or replaced, or two neighbouring letters are swapped."""
+  """Return True if one letter is missing, added or replaced, or two neighboring letters are swapped."""
   if abs(len(a) - len(b)) > 1:
     return False
   i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

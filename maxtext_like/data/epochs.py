@@ -1,6 +1,6 @@
 """Counts the rows that a number of passes over the documents fills, which a run by epochs has to know before its first step.
 
-The documents that share a row depend on the lengths and the order of all documents. Each document is therefore tokenised once,
+The documents that share a row depend on the lengths and the order of all documents. Each document is therefore tokenized once,
 its outline is kept (length, images, learned tokens), and the packer runs over these outlines for all passes. The result is
 stored by the identity of the data in ~/.cache/maxtext-like/data, where a resumed run finds it.
 """
@@ -28,12 +28,12 @@ LOG_SECONDS, ALIVE_SECONDS = 30.0, 1.0
 
 
 class Outlines:
-  """Tokenises each document once and returns outlines of documents, with ids that have no meaning.
+  """Tokenizes each document once and returns outlines of documents, with ids that have no meaning.
 
   An outline has the length of a document, its images, and whether a row learns anything from it.
 
   Args:
-    tokenise: returns the document with a number.
+    tokenize: returns the document with a number.
     length: tokens in a row.
     max_images: number of images that a row can hold.
     count: number of documents in a pass.
@@ -47,7 +47,7 @@ class Outlines:
     self._logged = self._called = time.monotonic()
 
   def __call__(self, number: int) -> Document:
-    """Returns the outline of document ``number``. Raises what ``tokenise`` raises."""
+    """Returns the outline of document ``number``. Raises what ``tokenize`` raises."""
     if (size := self._plain.get(number)) is not None:
       return _outline(number, abs(size), size > 0)
     if (known := self._others.get(number)) is not None:

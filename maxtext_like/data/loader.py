@@ -1,7 +1,7 @@
 """Builds the input pipeline of a run from its configuration. ``make_data`` returns an iterator of batches with exact state.
 
   files -> documents (jsonl, parquet, ...), every record validated once                            [sources.py, validate.py]
-        -> order (held-out split, shuffle) -> tokens, mixed from several sources      [order.py, tokenise.py, mixture.py]
+        -> order (held-out split, shuffle) -> tokens, mixed from several sources      [order.py, tokenize.py, mixture.py]
         -> packed rows -> rows shuffled in buffers -> batches                                                     [pack.py]
         -> a thread that prepares two batches ahead                                                           [prefetch.py]
 
@@ -138,7 +138,7 @@ def make_data(
     name: _open_part(data, split, name, documents, checks, shuffle, passes, alive)
     for name, documents in open_documents(data, vision, split, source, tokenizer.special if parse else ()).items()
   }
-  # Tokenise, and mix the sources by their share of the tokens.
+  # Tokenize, and mix the sources by their share of the tokens.
   streams = {
     name: DocumentStream(part.order, Tokenize(part.documents, tokenizer, lookup, checks)) for name, part in parts.items()
   }
@@ -308,7 +308,7 @@ class _LossLog:
 
 
 class DataSource:
-  """An iterator of batches (dict of numpy int32 [B, T]) with exact, JSON-serialisable state.
+  """An iterator of batches (dict of numpy int32 [B, T]) with exact, JSON-serializable state.
 
   ``get_state`` returns the state after the last batch that __next__ returned, however many batches were prepared ahead. Not
   safe for use from several threads at once.
@@ -436,7 +436,7 @@ class DataSource:
       return self._row_counter.rows_left(position["rows"], counted=not changed)
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the position after the last batch, and the identity of the stream. JSON-serialisable."""
+    """Returns the position after the last batch, and the identity of the stream. JSON-serializable."""
     return {"identity": self.identity, "state": self._state}
 
   def set_state(self, state: dict[str, Any], *, accept_changes: bool = False) -> None:

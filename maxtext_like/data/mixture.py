@@ -76,7 +76,7 @@ class Mixture:
     return documents | {f"tokens/{name}": tokens for name, tokens in self._tokens.items()}
 
   def get_state(self) -> dict[str, Any]:
-    """Returns the position in each source, its weight and the tokens read from it. The result is JSON-serialisable."""
+    """Returns the position in each source, its weight and the tokens read from it. The result is JSON-serializable."""
     return {
       "sources": {
         name: {

@@ -67,7 +67,7 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Document:
-  """A document as the tokenising stage passes it to the packer.
+  """A document as the tokenizing stage passes it to the packer.
 
   Attributes:
     number: number of the document.
@@ -100,7 +100,7 @@ class Document:
 
 
 class Rows(Protocol):
-  """An iterator over rows with exact, JSON-serialisable state."""
+  """An iterator over rows with exact, JSON-serializable state."""
 
   def __next__(self) -> Row: ...
 

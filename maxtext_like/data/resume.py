@@ -39,7 +39,7 @@ def position(
     raise UserError(f"the checkpoint's data state is damaged: it lacks 'identity' or 'state'{_FIX_DAMAGED}")
   saved = dict(state["identity"])
   if "special_tokens_in_text" in identity:
-    saved.setdefault("special_tokens_in_text", "literal")  # the only behaviour before the key existed
+    saved.setdefault("special_tokens_in_text", "literal")  # the only behavior before the key existed
   saved.pop("process", None)  # older checkpoints had a stream for each process, and a run had one process
   if "vision" in identity and "vision" in saved:  # older checkpoints stored the keys of every vision tower
     saved = saved | {"vision": {key: value for key, value in saved["vision"].items() if key in identity["vision"]}}

@@ -58,7 +58,7 @@ class Notes:
   """Counts over records.
 
   Attributes:
-    spelt: how often the text spells each special token.
+    spelled: how often the text spells each special token.
     spelled_documents: number of documents that spell any.
     spelled_first: the first such document; None if there is none.
     unread: for each field that is not read, the number of records with a value in it.

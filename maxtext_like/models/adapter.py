@@ -164,7 +164,7 @@ class Adapter:
     Args:
       params: the model's stored tree, and the adapter's arrays under ``ADAPTER``.
       dtype: dtype of the merged weights; None: their own.
-      base: storage of the weights. Quantized weights are dequantised. None: as declared.
+      base: storage of the weights. Quantized weights are dequantized. None: as declared.
     """
     sums: list[jax.Array] = []
 

@@ -1,7 +1,7 @@
-"""``QuantizedBase``: the quantised weights of a model under an adapter. It declares their stored arrays, quantises and
-dequantises.
+"""``QuantizedBase``: the quantized weights of a model under an adapter. It declares their stored arrays, quantizes and
+dequantizes.
 
-In the tree of parameters, the few stored arrays (``layers.quantised``) replace the weight, under its name. When the decoder is
+In the tree of parameters, the few stored arrays (``layers.quantized``) replace the weight, under its name. When the decoder is
 called, they are combined into one ``Weight``, as adapters are.
 """
 
@@ -23,7 +23,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class QuantizedBase:
-  """The quantised weights of a model, and their form. Holds no arrays.
+  """The quantized weights of a model, and their form. Holds no arrays.
 
   Attributes:
     form: form of all these weights.
@@ -44,19 +44,19 @@ class QuantizedBase:
     return self._mapped(params, self._weight)
 
   def init(self, declared: Any, key: jax.Array) -> Any:
-    """Draw the weights as ``param.init`` does, and quantise them, one layer of a stack at a time."""
+    """Draw the weights as ``param.init`` does, and quantize them, one layer of a stack at a time."""
     store = lambda path, p: (lambda x: quantize(self.form, p, x)) if path_keys(path) in self.weights else None
     return init(declared, key, store=store)
 
   def values(self, path: Path, stored: Any, dtype: str) -> jax.Array:
-    """Dequantise the stored arrays of one layer's weight."""
+    """Dequantize the stored arrays of one layer's weight."""
     return self._weight(path, stored).values(dtype)
 
   def _weight(self, path: Path, stored: Any) -> Quantized:
     return Quantized(stored, self.form, one_layer(self.weights[path]), self.rules)
 
   def whole(self, params: Any, leave: Collection[Path] = ()) -> Any:
-    """Dequantise every weight of the stored tree to its declared dtype, except those of ``leave``, which are already plain."""
+    """Dequantize every weight of the stored tree to its declared dtype, except those of ``leave``, which are already plain."""
 
     def make(path: Path, stored: Any) -> Any:
       if path in leave:
@@ -68,7 +68,7 @@ class QuantizedBase:
     return self._mapped(params, make)
 
   def rounded(self, params: Any) -> Any:
-    """Quantise and dequantise plain weights, in their own dtypes."""
+    """Quantize and dequantize plain weights, in their own dtypes."""
 
     def round_one(path: Path, x: jax.Array) -> jax.Array:
       p = self.weights[path]
@@ -78,7 +78,7 @@ class QuantizedBase:
     return self._mapped(params, round_one)
 
   def bytes_at_work(self, item: int) -> int:
-    """Return the bytes of the largest weight of one layer, dequantised, with ``item`` bytes per element."""
+    """Return the bytes of the largest weight of one layer, dequantized, with ``item`` bytes per element."""
     return max((count(one_layer(p)) * item for p in self.weights.values()), default=0)
 
   def _mapped(self, tree: Any, change: Callable[[Path, Any], Any]) -> Any:
@@ -93,7 +93,7 @@ class QuantizedBase:
 
 
 def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> QuantizedBase:
-  """Create the base of a model with some quantised weights.
+  """Create the base of a model with some quantized weights.
 
   Args:
     decoder: the model.
@@ -108,7 +108,7 @@ def make_base(decoder: Decoder, names: frozenset[str], form: FormName) -> Quanti
     own = set(row_names(decoder, path_keys(path)))
     if names & own:
       if left := sorted(own - names):
-        raise ValueError(f"{min(names & own)} and {left[0]} are stored in one array, so quantise both or neither of them")
+        raise ValueError(f"{min(names & own)} and {left[0]} are stored in one array, so quantize both or neither of them")
       stored_params(FORMS[form], p)
       weights[path_keys(path)] = p
   return QuantizedBase(FORMS[form], weights, decoder.cfg.rules)

@@ -198,7 +198,7 @@ def _joined(tree: Tree, of: Callable[[jax.Array, Axes], jax.Array], known: dict[
   parts = []
   for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     over = tuple(range(1, x.ndim)) if _in_stack(path) else None
-    if x.dtype.itemsize == 1:  # codes of a frozen quantised weight have no meaning as numbers; they are checked when loaded
+    if x.dtype.itemsize == 1:  # codes of a frozen quantized weight have no meaning as numbers; they are checked when loaded
       parts.append(jnp.zeros(1 if over is None else x.shape[0], jnp.float32))
     else:
       parts.append(jnp.atleast_1d(known[i] if i in known else of(x, over)))

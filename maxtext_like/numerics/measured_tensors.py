@@ -106,7 +106,7 @@ class MeasuredTensors:
       one_to_one = len(eqn.outvars) == len(operands)
       return operands if one_to_one else [_NONE.union(*operands)] * len(eqn.outvars)
     for i, sites in enumerate(operands):
-      # Rematerialised copies are not measured themselves.
+      # Rematerialized copies are not measured themselves.
       if node.direction != "recomputed" and propagates(eqn, i):
         self._propagated |= sites
     parents = _NONE.union(*operands)
@@ -129,7 +129,7 @@ class MeasuredTensors:
       rows: list[Site] = []
       for site in dict.fromkeys(frame.sites):
         scalar = np.prod(site.shape) == 1 and not site.rows
-        # The values of a rematerialised copy were measured in the forward pass.
+        # The values of a rematerialized copy were measured in the forward pass.
         seen = site in self._propagated or site.direction == "recomputed"
         if site.order in detail:
           kept = dataclasses.replace(site, row=len(rows), full=True)

@@ -1,6 +1,6 @@
 """Self-test of the kernel for gradients of norms: compared with the same sums in float64, on the device that will run it.
 
-R rows, D normalised dimension.
+R rows, D normalized dimension.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """X-ray's statistics: one integer reduction per tensor on the device, decoded to numbers on the host.
 
 A row of COLUMNS int32 numbers describes one tensor. The bits of |x| as float32 sort like the numbers, so every statistic except
-the sum of squares is an integer max, min or sum. A single variadic reduction then vectorises: 0.3 ns per element on one CPU
+the sum of squares is an integer max, min or sum. A single variadic reduction then vectorizes: 0.3 ns per element on one CPU
 core, compared with 16 ns for separate float reductions. Narrow floats convert to float32 exactly. float64 is clipped to
 float32's range first; its own overflow is still detected.
 """

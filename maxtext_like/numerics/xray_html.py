@@ -1,7 +1,7 @@
 """X-ray's report as one HTML file with heat maps of headroom (tensors x layers), without scripts or network access.
 
-The colours follow cividis, which has monotone lightness and suits colour-blind readers. Every cell also shows its number of
-bits, and faults have a symbol, so nothing depends on colour alone.
+The colors follow cividis, which has monotone lightness and suits color-blind readers. Every cell also shows its number of
+bits, and faults have a symbol, so nothing depends on color alone.
 """
 
 import html
@@ -16,7 +16,7 @@ from maxtext_like.numerics.tensor_statistics import FORMATS
 
 # Nine points of matplotlib's cividis (Nuñez, Anderton, Renslow 2018), dark to light.
 _CIVIDIS = ("00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "fee838")
-_MOST_BITS = 16.0  # headroom with the darkest colour
+_MOST_BITS = 16.0  # headroom with the darkest color
 _ROWS = 120
 
 _STYLE = """
@@ -54,7 +54,7 @@ def page(title: str, summary: str, faults: Sequence[Cause], tensors: Sequence[Te
 
 
 def color(bits: float) -> tuple[str, str]:
-  """Return (background, text colour) for a headroom in bits: light means little headroom, dark means much."""
+  """Return (background, text color) for a headroom in bits: light means little headroom, dark means much."""
   if math.isnan(bits):
     return "#ffffff", "#555555"
   where = (1 - min(max(bits / _MOST_BITS, 0.0), 1.0)) * (len(_CIVIDIS) - 1)

@@ -1,7 +1,7 @@
 """Builds the device mesh of a run from the ``mesh:`` section.
 
 With several TPU slices, every axis has a part across slices (``dcn_*``) and a part inside them (``ici_*``), with the slices
-outermost. Traffic between neighbours along an axis then rarely leaves a slice.
+outermost. Traffic between neighbors along an axis then rarely leaves a slice.
 """
 
 import math
@@ -67,7 +67,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> jax.s
 
 
 def _grid(devices: list[Any], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.ndarray:
-  """Returns the devices as an array of shape dcn * ici. On a torus network, neighbours in the array are network neighbours."""
+  """Returns the devices as an array of shape dcn * ici. On a torus network, neighbors in the array are network neighbors."""
   if devices[0].platform != "tpu" or set(devices) < set(jax.devices()):  # a subset of a slice is not a torus
     blocks = np.asarray(devices).reshape(*dcn, *ici)
     pairs = [axis + part for axis in range(len(ici)) for part in (0, len(ici))]

@@ -10,6 +10,6 @@ logits with a head (embedding.py). A block consists of
 Mixers and feed-forward layers have the signature ``part(p, x, ctx) -> out``. ``ctx`` is the ``Context`` (context.py). It holds
 positions, masks (attention/), caches, probes (probe.py) and sharding rules (sharding_rules.py). Each array is declared as a
 ``Param`` (param.py). Weights are multiplied through ``product`` (weight.py), in the dtypes that ``Precision`` (precision.py)
-selects. kernels/ has a registry for each kind of kernel, quantization/ quantised weights and adapters, vision/ the vision
+selects. kernels/ has a registry for each kind of kernel, quantization/ quantized weights and adapters, vision/ the vision
 towers. linen.py and nnx.py wrap every layer as a module of Flax Linen and Flax NNX.
 """

@@ -378,7 +378,7 @@ class Decoder:
   ) -> tuple[Carry, Aux]:
     """Run layer j of a row with its own precision. The other arguments are as in ``run_row``. Return the carry and aux.
 
-    ``isolated``: XLA has no neighbouring computation to merge with the recomputation of this layer (``remat``)."""
+    ``isolated``: XLA has no neighboring computation to merge with the recomputation of this layer (``remat``)."""
     # The part of the inputs that belongs to this layer.
     own = replace(
       ctx,

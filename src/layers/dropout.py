@@ -33,7 +33,7 @@ def row_keys(seed: int, step: jax.Array, count: int) -> jax.Array:
 def folded(keys: jax.Array, numbers: jax.Array) -> jax.Array:
   """Derive a key for each integer: uint32 [*numbers.shape, *keys.shape] from keys [..., 2]."""
   numbers = numbers.astype(jnp.uint32).reshape(numbers.shape + (1,) * keys.ndim)
-  # Mix the number before and after combining it with the keys, so that neighbouring numbers give unrelated keys.
+  # Mix the number before and after combining it with the keys, so that neighboring numbers give unrelated keys.
   both = _mixed(numbers + jnp.array([0x9E3779B9, 0x7F4A7C15], jnp.uint32))
   return _mixed(_mixed(keys ^ both) + jnp.flip(both, -1))
 

@@ -1,6 +1,6 @@
 """Norms: RMSNorm in the variants of Gemma and DeepSeek, and LayerNorm for DeepSeek's index keys and SigLIP.
 
-B batch, T position, D normalised dimension (the last one of any array).
+B batch, T position, D normalized dimension (the last one of any array).
 """
 
 import functools

@@ -101,7 +101,7 @@ class Param:
     init: maps random uint32 bits in the shape of the array (of one row, for a stack) to float32 numbers.
     trainable: False for arrays that gradients never change (buffers, the router bias of DeepSeek).
     rows: size of the leading axis of a stack, whose rows are drawn one by one; None for a single array.
-    contracts: axes (of one row) that a product with this array sums over. The scales of a quantised weight and the two factors
+    contracts: axes (of one row) that a product with this array sums over. The scales of a quantized weight and the two factors
       of an adapter follow from them. () if no product multiplies by the array. None: the axes of ``init`` if it is a
       ``FanIn``, else ().
   """

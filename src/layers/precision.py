@@ -67,7 +67,7 @@ class Precision:
     indexer_float32_logits: sparse indexer: q.k, relu and the weighted sum over heads in float32.
     float32_gate_product: MLP act(gate) * up in float32; "auto" is on when the gate's dtype is float16.
     float16_clamp: float16 only: saturate the MLP product at +-65280 and zero an MLP output that is still not finite.
-    float32_vision_pool: Gemma 4 vision pooler: scale and standardise in float32.
+    float32_vision_pool: Gemma 4 vision pooler: scale and standardize in float32.
     float32_gate_logits: router logits in float32.
     float32_weight_sum: the weighted sum over experts in float32.
     cast_logits_to_fp32: return logits in float32.
@@ -134,7 +134,7 @@ class Precision:
 
   @property
   def pool_dtype(self) -> str:
-    """The dtype in which the vision pooler of Gemma 4 scales and standardises."""
+    """The dtype in which the vision pooler of Gemma 4 scales and standardizes."""
     return "float32" if self.float32_vision_pool else self.dtype
 
   @property
@@ -218,7 +218,7 @@ class Precision:
       x: first operand, any dtype.
       y: second operand, any dtype.
       out: dtype of the result. "float32" returns the float32 accumulator; None rounds it to ``dtype``.
-      unbounded: an operand is not normalised (the residual stream) and may exceed the range of float16. With ``dtype``
+      unbounded: an operand is not normalized (the residual stream) and may exceed the range of float16. With ``dtype``
         float16 the operands and the result are then float32.
       large: the product multiplies by a weight of an attention or MLP layer, so ``matmul_dtype`` applies to it.
 
@@ -231,7 +231,7 @@ class Precision:
     return made.reshape(*leading, *made.shape[1:]) if leading else made
 
   def _multiply(self, spec: str, x: jax.Array, y: jax.Array, out: str, unbounded: bool, large: bool) -> jax.Array:
-    # An unnormalised operand does not fit float16: compute this product in float32.
+    # An unnormalized operand does not fit float16: compute this product in float32.
     if unbounded and self.dtype == "float16":
       x, y = x.astype(jnp.float32), y.astype(jnp.float32)
       return jnp.einsum(spec, x, y, precision=self.matmul_precision)

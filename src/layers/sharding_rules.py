@@ -16,7 +16,7 @@ if TYPE_CHECKING:
   from maxtext_like.layers.partition import Mesh
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
-"""Axes of every mesh, from the outermost to the innermost. Neighbours along the last axis communicate most, in every layer."""
+"""Axes of every mesh, from the outermost to the innermost. Neighbors along the last axis communicate most, in every layer."""
 
 MeshAxes = str | tuple[str, ...] | None
 

@@ -1,7 +1,7 @@
 """How a stored weight multiplies: the interface between layers and the representation of their weights.
 
 Layers multiply by parameters only through ``product`` and read rows of tables only through ``lookup``. A plain array multiplies
-as ``Precision`` says. Any other object in the tree of parameters (a quantised array, or an adapter on top of a weight) is a
+as ``Precision`` says. Any other object in the tree of parameters (a quantized array, or an adapter on top of a weight) is a
 ``Weight``: a registered pytree with its own product.
 
 The axes that a product sums over are declared in ``Param.contracts`` and follow from the equation of the product
@@ -116,7 +116,7 @@ def product(
     out, unbounded, large: as in ``Precision.einsum``. With ``groups`` only ``out`` applies, as in ``Precision.grouped``.
   """
   how = {"out": out, "unbounded": unbounded, "large": large}
-  # A quantised or adapted weight has its own product.
+  # A quantized or adapted weight has its own product.
   if isinstance(weight, Weight):
     return weight.product(precision, equation, x, groups=groups, **how)
   # Experts: one matrix per group of rows.
@@ -296,7 +296,7 @@ class Equation:
 
 
 def _by_matrix(precision: Precision, e: Equation, x: jax.Array, weight: jax.Array, **how: Any) -> jax.Array:
-  """Multiply by a weight of more than two axes as by a matrix: merge neighbouring axes that are summed, and those that are
+  """Multiply by a weight of more than two axes as by a matrix: merge neighboring axes that are summed, and those that are
   kept.
 
   The gradient of the weight is then also a matrix. A TPU adds a matrix over devices with a reduce-scatter, so that each device

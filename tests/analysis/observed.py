@@ -190,7 +190,7 @@ def recording(recorder: Recorder):
 
     def standardized(self, args, out):
       if self.cfg.standardize:
-        note("vision", "standardised", out[0])
+        note("vision", "standardized", out[0])
 
     for cls, method, after in (
       (norms.RMSNorm, "__call__", lambda self, args, out: recorder.norm(args[0], args[1], out)),

@@ -1,4 +1,4 @@
-"""Audits of whole train steps: every model and key is honoured as it stands, and each planted dishonesty is found."""
+"""Audits of whole train steps: every model and key is honored as it stands, and each planted dishonesty is found."""
 
 import dataclasses
 from typing import Any
@@ -49,7 +49,7 @@ def judged(program, reading, precision, compiled=False) -> list[audit_keys.KeyVe
 
 
 def dishonest(keys: dict[str, audit_keys.KeyVerdict]) -> set[str]:
-  return {name for name, k in keys.items() if k.verdict == "not honoured"}
+  return {name for name, k in keys.items() if k.verdict == "not honored"}
 
 
 # -- as it stands
@@ -120,7 +120,7 @@ def test_each_key_the_other_way_is_honored_too(model, word, evidence):
 def test_a_precision_of_products_is_shown_by_float32_operands_alone():
   assert keys_of([*MODELS["gemma"], "matmul_precision=highest"])["matmul_precision"].verdict == "not shown"
   found = keys_of([*MODELS["gemma"], "matmul_precision=highest", "dtype=float32"])["matmul_precision"]
-  assert found.verdict == "honoured"
+  assert found.verdict == "honored"
   assert found.evidence.endswith("products highest")
 
 
@@ -156,7 +156,7 @@ def _ignores_precision(self, spec, x, y, *, out=None, unbounded=False, large=Fal
 
 _softmax, _product, _call = dot_product.masked_softmax, mlp.float16_gated_product, TrainStep.__call__
 
-# (what is planted, model, words, the keys that are not honoured)
+# (what is planted, model, words, the keys that are not honored)
 PLANTED = {
   "einsum ignores float32": (
     lambda m: m.setattr(Precision, "einsum", _ignores_float32), "gemma", [], {"float32_qk_product", "cast_logits_to_fp32"},
@@ -285,18 +285,18 @@ def test_a_place_that_is_missing_is_not_honored():
   program, reading, precision = read(MODELS["gemma"])
   nameless = [dataclasses.replace(i, path="jit(step)/" + i.path.rpartition("/")[2]) for i in reading.instructions]
   lost = {k.key for k in judged(program, dataclasses.replace(reading, instructions=nameless), precision)
-          if k.verdict == "not honoured"}  # fmt: skip
+          if k.verdict == "not honored"}  # fmt: skip
   assert lost >= {"dtype", "residual_dtype", "float32_qk_product", "float32_logits", "float32_gate_product"}
   # A compiler may have taken a place away; then the program before compilation has to show it.
   after = judged(program, dataclasses.replace(reading, instructions=nameless), precision, compiled=True)
   whole = audit_keys.together(judged(program, reading, precision), after)
-  assert {k.verdict for k in whole if k.key in lost} == {"honoured"}
+  assert {k.verdict for k in whole if k.key in lost} == {"honored"}
   assert next(k for k in whole if k.key == "dtype").evidence.startswith("before compilation: ")
 
 
 def test_of_several_arrays_that_are_added_up_together_each_counts():
   program, reading, precision = read(MODELS["gemma"])
-  for results, verdict in ((("f32", "f32"), "honoured"), (("f32", "bf16", "s32"), "not honoured"), (("s32",), "not shown")):
+  for results, verdict in ((("f32", "f32"), "honored"), (("f32", "bf16", "s32"), "not honored"), (("s32",), "not shown")):
     added = hlo.Instruction(kind="all_reduce", path="", operands=results, results=results, reducer="add")
     # What is only gathered, each device's part put into zeros, counts for nothing.
     gathered = dataclasses.replace(added, operands=("bf16",), results=("bf16",), placed=(True,))
@@ -306,7 +306,7 @@ def test_of_several_arrays_that_are_added_up_together_each_counts():
 
 def test_an_operand_that_a_compiler_reads_before_it_is_widened_is_no_rounded_one():
   program, reading, precision = read(MODELS["deepseek"])
-  for operands, verdict in ((("f32", "bf16"), "honoured"), (("bf16", "bf16"), "not honoured")):
+  for operands, verdict in ((("f32", "bf16"), "honored"), (("bf16", "bf16"), "not honored")):
     router = [
       dataclasses.replace(i, operands=operands) if "router" in i.scopes and i.kind == "dot" else i for i in reading.instructions
     ]
@@ -316,11 +316,11 @@ def test_an_operand_that_a_compiler_reads_before_it_is_widened_is_no_rounded_one
 
 def test_a_compiler_may_keep_more_than_was_asked_and_never_less():
   program, reading, _ = read(MODELS["gemma"])
-  for flag, verdict in ((False, "honoured"), (True, "honoured")):
+  for flag, verdict in ((False, "honored"), (True, "honored")):
     keys = judged(program, reading, Precision(dtype="bfloat16", float32_qk_product=flag), compiled=True)
     assert next(k for k in keys if k.key == "float32_qk_product").verdict == verdict
   keys = judged(program, reading, Precision(dtype="bfloat16", float32_qk_product=False))
-  assert next(k for k in keys if k.key == "float32_qk_product").verdict == "not honoured"
+  assert next(k for k in keys if k.key == "float32_qk_product").verdict == "not honored"
   rounded = [dataclasses.replace(i, results=("bf16",)) if "qk_product" in i.scopes else i for i in reading.instructions]
   keys = judged(program, dataclasses.replace(reading, instructions=rounded), Precision(dtype="bfloat16"), compiled=True)
-  assert next(k for k in keys if k.key == "float32_qk_product").verdict == "not honoured"
+  assert next(k for k in keys if k.key == "float32_qk_product").verdict == "not honored"

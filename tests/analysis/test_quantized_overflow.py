@@ -1,4 +1,4 @@
-"""Float16 overflow in a model whose weights are quantised below an adapter: found, told and mended as in one whose are not."""
+"""Float16 overflow in a model whose weights are quantized below an adapter: found, told and mended as in one whose are not."""
 
 from pathlib import Path
 
@@ -57,6 +57,6 @@ def test_bisect_finds_the_key():
 def test_audit_reads_the_program(model):
   found = maxtext_like.audit(model, *ADAPTED, "dtype=bfloat16", "max_target_length=12", platform="cpu")
   (weights,) = [key for key in found.keys if key.key == "weight_dtype"]
-  assert weights.verdict == "honoured"
-  assert "quantised" in weights.evidence
+  assert weights.verdict == "honored"
+  assert "quantized" in weights.evidence
   assert found.honored

@@ -1,7 +1,7 @@
 """X-ray of the training step: planted faults are named by the model's layer, line, direction and key; tensors by layer.
 
 The quick tests look through a scanned toy; the slow ones through real models, in both faces, scanned, unrolled and
-rematerialised.
+rematerialized.
 """
 
 import contextlib

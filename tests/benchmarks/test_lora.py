@@ -17,11 +17,11 @@ TINY += ["max_target_length=24", "vocab_size=64", "lora_rank=3"]
 
 def test_a_row_says_what_the_other_side_did_not_do():
   ours = {"tokens_per_second": 30.0}
-  theirs = {"tokens_per_second": 20.0, "peak_gib": 1.5, "maps": 4, "unquantised": ["gate_up_proj"], "without": ["a", "b"]}
+  theirs = {"tokens_per_second": 20.0, "peak_gib": 1.5, "maps": 4, "unquantized": ["gate_up_proj"], "without": ["a", "b"]}
   said = cells(ours, theirs)
   assert said.split()[:3] == ["20", "1.50", "1.50"]
   assert said.endswith("  gate_up_proj in bfloat16; 4 maps; nothing added to a, b")
-  assert cells({"failed": "out of memory"}, theirs | {"unquantised": [], "without": []}).split() == ["20", "1.50", "-"]
+  assert cells({"failed": "out of memory"}, theirs | {"unquantized": [], "without": []}).split() == ["20", "1.50", "-"]
   assert cells(ours, {"failed": "no module"}).split() == ["-", "-", "-", "no", "module"]
 
 

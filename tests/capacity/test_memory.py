@@ -313,7 +313,7 @@ def test_a_remedy_is_not_refused_with_the_offload_that_is_there(words, tried):
     (["opt_type=lion"], ["  - mu_dtype=dynamic8: "], ["nu_dtype", "adafactor"]),
     (["opt_type=adafactor"], [], ["dynamic8"]),
     (["numerics_every=5"], [], ["optimizer_in_backward"]),
-    (["lora_rank=2"], ["weights that are not quantised"], ["mask=", "optimizer_in_backward"]),
+    (["lora_rank=2"], ["weights that are not quantized"], ["mask=", "optimizer_in_backward"]),
   ],
 )
 def test_remedies_are_those_that_this_run_can_have(words, tried, not_tried):

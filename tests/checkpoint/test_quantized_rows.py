@@ -1,4 +1,4 @@
-"""Weights that are quantised while they are read: the same as of the whole, one layer at a time, float8 as the file has it."""
+"""Weights that are quantized while they are read: the same as of the whole, one layer at a time, float8 as the file has it."""
 
 import functools
 import shutil

@@ -47,7 +47,7 @@ def test_an_honest_program(tmp_path, capsys):
   }  # fmt: skip
   assert all(r["operands"] == "bf16 x bf16 x bf16" and r["accumulation"] == "f32" for r in fused)
   verdicts = {k["key"]: k for k in found["keys"]}
-  assert verdicts["float32_logits"]["verdict"] == "honoured"
+  assert verdicts["float32_logits"]["verdict"] == "honored"
   assert "fused kernels" in verdicts["float32_logits"]["evidence"]
 
 
@@ -56,7 +56,7 @@ def test_a_key_that_is_not_honored_ends_with_3(monkeypatch, capsys):
   monkeypatch.setattr(dot_product, "masked_softmax", lambda s, mask: softmax(s.astype("bfloat16"), mask))
   assert main(["audit", *SMALL, "--platform=tpu"]) == 3
   (line,) = [row for row in capsys.readouterr().out.splitlines() if row.startswith("float32_logits")]
-  assert "not honoured" in line
+  assert "not honored" in line
   assert "of the softmax bf16, not f32" in line
 
 

@@ -253,14 +253,14 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
       [
         "laid out     25.00 GiB of 31.25",
         "peak         24.00 GiB, where libtpu",
-        "code; machine code made with little optimisation\n",
+        "code; machine code made with little optimization\n",
       ],
     ),
-    # The program of a run decides, not one that is optimised little.
+    # The program of a run decides, not one that is optimized little.
     (
       {"machine_code": "quick", "quick_peak": 40 * GIB, "quick_words": "Ran out"},
       0,
-      ["peak         40.00 GiB, needed where libtpu optimises little: Ran out", "before machine code\n", "verdict      fits"],
+      ["peak         40.00 GiB, needed where libtpu optimizes little: Ran out", "before machine code\n", "verdict      fits"],
     ),
     ({"peak_bytes": 40 * GIB, **FAILED}, 4, ["needed", "Ran out", "does not"]),
     ({"peak_bytes": None, **FAILED}, 4, ["3.00 GiB a chip", "does not fit"]),
@@ -367,7 +367,7 @@ def test_a_real_compilation_in_a_process_of_its_own(tmp_path):
   assert not any(t["between_slices"] for t in told["work"]["transfers"])
   # Nothing is computed again, so products are the model's and what a mask leaves out of them.
   assert 1 <= told["work"]["flops"] / told["work"]["model_flops"] < 1.2
-  assert any(key["verdict"] == "honoured" for key in told["audit"])
+  assert any(key["verdict"] == "honored" for key in told["audit"])
   assert told["peak_bytes"] == told["layout"]["bytes"]
   assert told["argument_bytes"] < told["quick_peak_bytes"] < told["peak_bytes"] + (128 << 20)  # with arrays in vector memory
 

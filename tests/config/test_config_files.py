@@ -1,4 +1,4 @@
-"""Finding a configuration: by name, by path, misspelt, missing, a folder (fault F56); in a checkout and in a wheel."""
+"""Finding a configuration: by name, by path, misspelled, missing, a folder (fault F56); in a checkout and in a wheel."""
 
 import shutil
 import subprocess

@@ -77,7 +77,7 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
     ("vision_config.hidden_size=1152", "write hidden_size_for_vit=1152"),
     ("text_config.hidden_size=2560", "write emb_dim=2560"),
     ("target_modules=q_proj,v_proj", "write lora_modules=[q_proj,v_proj]"),
-    # Values that are spelt otherwise here.
+    # Values that are spelled otherwise here.
     ("optim=adamw_torch", "write opt_type=adamw"),
     ("optim=adamw_torch_fused", "write opt_type=adamw"),
     ("lr_scheduler_type=cosine", "write lr_schedule_type=cosine learning_rate_final_fraction=0"),

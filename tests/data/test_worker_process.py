@@ -1,4 +1,4 @@
-"""The worker process: time and memory limits, and its behaviour with threads, forks, signals and at the end of the program."""
+"""The worker process: time and memory limits, and its behavior with threads, forks, signals and at the end of the program."""
 
 import json
 import os

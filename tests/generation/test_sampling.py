@@ -23,7 +23,7 @@ LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
     ({"top_p": 1e-6}, [1]),
     ({"min_p": 0.3}, [1, 2, 3]),
     ({"min_p": 1.0}, [1]),
-    # The first of the renormalised probabilities 4/7 and 3/7 alone reaches 0.5.
+    # The first of the renormalized probabilities 4/7 and 3/7 alone reaches 0.5.
     ({"top_k": 2, "top_p": 0.5}, [1]),
   ],
 )

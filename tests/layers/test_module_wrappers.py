@@ -95,7 +95,7 @@ def test_every_public_layer_is_tested_here():
 
 
 def of_nnx(name, arguments) -> Any:
-  """The NNX module without running its initialisers."""
+  """The NNX module without running its initializers."""
   return getattr(nnx, name)(*arguments, rngs=None)
 
 
@@ -277,7 +277,7 @@ WIDER = {"gate": jnp.ones((D, 8)), "up": jnp.ones((D, 8)), "down": jnp.ones((8, 
 WRONG = {
   "shape": (lambda p: WIDER, r"\['gate'\] has shape \(6, 8\), expected \(6, 7\)"),
   "transposed": (lambda p: p | {"down": p["down"].T}, r"\['down'\] has shape \(6, 7\), expected \(7, 6\)"),
-  "misspelt": (
+  "misspelled": (
     lambda p: {"gatee": p["gate"], "up": p["up"], "down": p["down"]},
     r"\['gate'\] is missing; \['gatee'\] is not a parameter",
   ),
@@ -299,7 +299,7 @@ def test_nnx_refuses_a_tree_that_does_not_fit(fault, random_params):
   wrapped = of_nnx("MLP", (MLP, FLOAT32))
   for name, value in change(random_params(wrapped.layer.params())).items():
     setattr(wrapped, name, fnnx.Param(value))
-  if fault == "misspelt":
+  if fault == "misspelled":
     del wrapped.gate
   with pytest.raises(ValueError, match=f"parameters .*layer: .*{message}"):
     wrapped(X)

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm against the formula written out in float64, and their behaviour at the edge of float16."""
+"""RMSNorm and LayerNorm against the formula written out in float64, and their behavior at the edge of float16."""
 
 import jax
 import jax.numpy as jnp

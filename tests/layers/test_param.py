@@ -1,4 +1,4 @@
-"""Declared arrays: initialisation, stacking, sharding specs."""
+"""Declared arrays: initialization, stacking, sharding specs."""
 
 import jax
 import jax.numpy as jnp

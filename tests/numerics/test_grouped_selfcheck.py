@@ -20,7 +20,7 @@ def faulty(x, w, sizes, precision, *, fault):
   if fault == "forgets the last row of a group":
     sizes = jnp.where(sizes > 1, sizes - 1, sizes)
   out = tiles.product(x, w, sizes, precision)
-  if fault == "no gradient of a group without neighbours":
+  if fault == "no gradient of a group without neighbors":
     alone = jnp.sum(sizes > 0) == 1
     return jnp.where(alone, jax.lax.stop_gradient(out), out)
   if fault == "NaN where there are no rows":
@@ -69,7 +69,7 @@ def test_every_row_of_sums_counts_however_small_it_is(rank):
   ("fault", "failed", "words"),
   [
     ("forgets the last row of a group", "borders inside tiles", "values: relative error"),
-    ("no gradient of a group without neighbours", "one group has all rows", "dw: relative error"),
+    ("no gradient of a group without neighbors", "one group has all rows", "dw: relative error"),
     ("NaN where there are no rows", "groups without rows", "numbers are not finite"),
     ("raises", "rows of no group", "NotImplementedError: no such tile"),
   ],

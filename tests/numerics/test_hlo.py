@@ -39,7 +39,7 @@ def products(reading) -> list[tuple]:
   return sorted((i.stage, i.scopes[-2:-1] + i.scopes[-1:], i.operands, i.results) for i in dots)
 
 
-@pytest.mark.parametrize("rematerialised", [False, True])
+@pytest.mark.parametrize("rematerialized", [False, True])
 def test_names_and_passes_survive_scan_and_remat(rematerialized):
   wrap = (lambda f: jax.checkpoint(f, prevent_cse=False)) if rematerialized else (lambda f: f)
   found = read(jax.value_and_grad(lambda ws, x: model(ws, x, wrap)), W, X).instructions

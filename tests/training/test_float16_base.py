@@ -1,4 +1,4 @@
-"""Float16 trains on quantised weights, of files in bfloat16, as bfloat16 does: attention, MLP and experts."""
+"""Float16 trains on quantized weights, of files in bfloat16, as bfloat16 does: attention, MLP and experts."""
 
 import json
 import os
@@ -30,7 +30,7 @@ LORA = ["lora_rank=8", "lora_alpha=8", "lora_modules=[attention, mlp, experts]"]
 
 @pytest.mark.slow
 def test_losses_are_those_of_bfloat16(tmp_path):
-  """Each step's loss within 1 % of bfloat16's on average (without quantisation 0.4 %, most of it bfloat16's own roundings)."""
+  """Each step's loss within 1 % of bfloat16's on average (without quantization 0.4 %, most of it bfloat16's own roundings)."""
 
   def run(name: str, *words: str) -> list[dict[str, float]]:
     place = [f"output_dir={tmp_path}", f"run_name={name}", f"compilation_cache_dir={tmp_path}/cache"]

@@ -1,4 +1,4 @@
-"""Bounds and expected sizes of values computed from normalised inputs, derived from the weights alone.
+"""Bounds and expected sizes of values computed from normalized inputs, derived from the weights alone.
 
 The bounds follow from one fact: RMSNorm's output is scale * u with ||u||_2 <= sqrt(D) for every input. Output f of a linear map
 W of it is at most sqrt(D) * ||scale * W[:, f]||_2 (Cauchy-Schwarz), and this bound is tight.
@@ -25,7 +25,7 @@ class Signal:
   """The set of all vectors offset + scale * u, where the channels of u form groups of equal size and each group has a 2-norm of
   at most ``radius``.
 
-  A normalised vector is one group; the normalised heads of a layer are one group each; groups of 1 bound every channel
+  A normalized vector is one group; the normalized heads of a layer are one group each; groups of 1 bound every channel
   separately.
 
   Attributes:
@@ -33,7 +33,7 @@ class Signal:
     std: float64 [C], expected standard deviation around the offset.
     group: channels per group.
     radius: largest 2-norm of a group.
-    offset: float64 [C], the centre of the vectors; None for 0.
+    offset: float64 [C], the center of the vectors; None for 0.
   """
 
   scale: np.ndarray
@@ -151,7 +151,7 @@ def through(signal: Signal, chunks: Iterable[np.ndarray], u: float) -> Signal:
     if signal.offset is not None:
       offset = signal.offset.astype(np.float32)
       centers.append((offset @ w).astype(np.float64))
-      # Terms of the centre may cancel, but their rounding errors do not.
+      # Terms of the center may cancel, but their rounding errors do not.
       spread += (growth - 1) * (np.abs(offset) @ np.abs(w))
     spreads.append(spread)
   center = np.concatenate(centers) if signal.offset is not None else None
@@ -226,7 +226,7 @@ def rotary_pairs(size: np.ndarray, *, interleave: bool = False) -> np.ndarray:
 def normed_scores(
   q: np.ndarray, k: np.ndarray, u: float, *, roundings: int = 1, pairs: np.ndarray | None = None
 ) -> tuple[float, float]:
-  """Return (bound, standard deviation) of |q . k| for normalised queries and keys, before any scale.
+  """Return (bound, standard deviation) of |q . k| for normalized queries and keys, before any scale.
 
   RoPE rotates q and k within pairs of channels, so |q . k| <= sum over pairs of |q_pair| |k_pair|, which is at most H * max
   over pairs of max|scale_q| * max|scale_k|.

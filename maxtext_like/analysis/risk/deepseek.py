@@ -21,7 +21,7 @@ def _attention(walk: Sizes, place: str, p: Parameters, c: MLAConfig, x: Signal) 
   def project(name: str, quantity: str) -> Signal:
     return _linear(walk, place, quantity, p, name, x, bias=c.bias)
 
-  # Queries and keys of each head are expanded from low-rank latents, which are normalised.
+  # Queries and keys of each head are expanded from low-rank latents, which are normalized.
   source, q_name = x, "q"
   if c.q_lora_rank:
     project("q_a", "q latent")

@@ -47,7 +47,7 @@ def _pooler(sizes: Sizes, p: Parameters, c: Gemma4VisionConfig, precision: Preci
   assert shifted.offset is not None
   size = np.abs(scale)
   out = Signal(shifted.scale * size, shifted.std * size, offset=shifted.offset * scale).grown((1 + sizes.u) ** 2)
-  sizes.put("vision", "standardised", out)
+  sizes.put("vision", "standardized", out)
 
 
 def _tower_layer(sizes: Sizes, place: str, p: Parameters, c: Gemma4VisionConfig, x: Signal) -> Signal:

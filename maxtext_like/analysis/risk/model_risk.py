@@ -81,7 +81,7 @@ def _columns_of(decoder: Decoder, number: int) -> slice:
 
 
 def _per_layer_inputs(sizes: Sizes, p: Parameters, decoder: Decoder) -> Signal:
-  """Return the inputs of all layers, [L * P] channels: a normalised projection of the embedding plus a row of a table."""
+  """Return the inputs of all layers, [L * P] channels: a normalized projection of the embedding plus a row of a table."""
   c = decoder.cfg.per_layer_input
   assert c is not None
   peak, rms = p.row_peaks("table")

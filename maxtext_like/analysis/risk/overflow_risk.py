@@ -90,7 +90,7 @@ QUANTITIES: dict[str, Quantity] = {
   "per-layer output": Quantity(always=_EVERY),
   "pooled": _POOL,
   "pooled * sqrt(D)": _POOL,
-  "standardised": _POOL,
+  "standardized": _POOL,
   "projector": Quantity(),
   "logits": _LOGITS,
   "capped logits": _LOGITS,

@@ -32,7 +32,7 @@ class Site:
     place: such as ``layers.3``, ``layers.3.moe.experts.17``, ``vision.layers.0``; ``model`` outside the layers.
     quantity: one of ``overflow_risk.QUANTITIES``.
     bound: largest possible magnitude, for any tokens.
-    expected: the median of the largest magnitude over the tokens, for random normalised inputs.
+    expected: the median of the largest magnitude over the tokens, for random normalized inputs.
   """
 
   place: str
@@ -150,7 +150,7 @@ class Sizes:
     return self.put(place, "residual", x.added(out, self.u_residual))
 
   def attention(self, place: str, p: Parameters, c: AttentionConfig, x: Signal) -> Signal:
-    """Record grouped-query attention with normalised queries and keys."""
+    """Record grouped-query attention with normalized queries and keys."""
     self.put(place, "q", bounds.through(x, p.columns("q"), self.u))
     assert c.norm is not None, "the bound of the scores is that of normed queries and keys"
     q_scale = p.scale("q_norm", plus_one=c.norm.scale_plus_one)

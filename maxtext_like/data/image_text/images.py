@@ -4,7 +4,7 @@ Gemma 3: each image is resized to a square (bilinear), with values in [-1, 1]. G
 gets as many complete squares of patches as the number of tokens allows (bicubic), with values in [0, 1] and a position for each
 patch. Both filters are antialiased. Needs Pillow: the extra ``vision``.
 
-C colours, I images, P patches.
+C colors, I images, P patches.
 """
 
 import contextlib

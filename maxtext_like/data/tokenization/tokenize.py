@@ -18,7 +18,7 @@ from maxtext_like.layers.embedding import Lookup
 
 @dataclass(frozen=True)
 class Tokenize:
-  """Reads a document and tokenises it, with bos and eos if the tokenizer has them.
+  """Reads a document and tokenizes it, with bos and eos if the tokenizer has them.
 
   If spellings of special tokens are parsed and the text itself begins with bos or ends with eos, that token is not added again.
   """
@@ -82,7 +82,7 @@ class Tokenize:
 
 
 class DocumentStream:
-  """Documents in an order, each read and tokenised on request. ``Prefetch`` works ahead, this does not."""
+  """Documents in an order, each read and tokenized on request. ``Prefetch`` works ahead, this does not."""
 
   def __init__(self, order: Order, tokenize: Callable[[int], Document]):
     self._order, self._tokenize, self._next = order, tokenize, 0

@@ -162,7 +162,7 @@ def _read_tower(top: Fields) -> dict[str, Any]:
   vision = top.section("vision_config")
   vision.only("model_type", "siglip_vision_model", "the tower of Gemma 3")
   vision.only("hidden_act", "gelu_pytorch_tanh", "no other activation is trained here")
-  vision.only("num_channels", 3, "images have three colours")
+  vision.only("num_channels", 3, "images have three colors")
   return {
     "image_size_for_vit": vision.integer("image_size", 224),
     "patch_size_for_vit": vision.integer("patch_size", 16),

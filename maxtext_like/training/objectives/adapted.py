@@ -21,9 +21,9 @@ class Adapted:
   """An ``Objective`` over the frozen parameters of another objective and a trained adapter.
 
   Attributes:
-    inner: the objective that is minimised.
+    inner: the objective that is minimized.
     adapter: the trained adapter.
-    base: the quantised form in which the model's weights are stored; None if they are stored as declared.
+    base: the quantized form in which the model's weights are stored; None if they are stored as declared.
   """
 
   inner: Objective
@@ -39,7 +39,7 @@ class Adapted:
     return self.inner.decoder
 
   def params(self) -> Any:
-    # All arrays of the model are frozen, whether quantised or not.
+    # All arrays of the model are frozen, whether quantized or not.
     below = self.inner.params() if self.base is None else self.base.spec(self.inner.params())
     return jax.tree.map(_frozen, below) | {ADAPTER: self.adapter.params()}
 

@@ -1,4 +1,4 @@
-"""Language modelling: the cross entropy of the next token, computed in chunks of the sequence.
+"""Language modeling: the cross entropy of the next token, computed in chunks of the sequence.
 
 Open this file to see how logits become a loss, or to change how much memory the logits take.
 

@@ -16,7 +16,7 @@ Aux = dict[str, Any]
 
 
 class Objective(Protocol):
-  """A layer (parameters and a pure call) that training minimises. A frozen dataclass."""
+  """A layer (parameters and a pure call) that training minimizes. A frozen dataclass."""
 
   @property
   def evaluated(self) -> str:

@@ -9,7 +9,7 @@ differ from bitsandbytes:
   is not 0, the step is ``1 / adam_eps`` times the first moment, which makes 8-bit Adam diverge.
 - Blocks run along one axis of an array, so the state is sharded as the parameters are. The block layout does not depend on the
   mesh: a checkpoint resumes bit for bit on another mesh. Blocks never run across the tokens of an embedding table: gradients of
-  rare tokens are thousands of times smaller than those of their neighbours, and would be rounded to 0 in the same block.
+  rare tokens are thousands of times smaller than those of their neighbors, and would be rounded to 0 in the same block.
 
 Vectors (norms, biases) and arrays with fewer than 4096 numbers in a layer stay in float32.
 """

@@ -39,7 +39,7 @@ pre{background:#f5f5f5;padding:.8rem;overflow:auto;font-size:12.5px}.bad{color:B
 .bar{display:flex;height:22px;margin:.5rem 0}.bar div{min-width:1px}
 """
 
-# Colours of Okabe and Ito, and greys.
+# Colors of Okabe and Ito, and grays.
 _PHASE_COLORS = {
   "steps": "#009e73", "lost": "#d55e00", "data": "#e69f00", "compile": "#0072b2", "start": "#999999", "restore": "#56b4e9",
   "save": "#cc79a7", "evaluate": "#f0e442", "sample": "#444444", "end": "#bbbbbb",

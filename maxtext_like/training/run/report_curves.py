@@ -8,7 +8,7 @@ from maxtext_like.training.sinks.metrics import Row
 WIDTH, HEIGHT, LEFT, RIGHT, BOTTOM, TOP = 460, 220, 62, 12, 28, 10
 POINTS = 1000  # most points of a curve; longer curves are thinned
 MARKED = 50  # most steps that are marked as not finite
-COLORS = ("#0072b2", "#d55e00")  # distinguishable with colour blindness (Okabe and Ito)
+COLORS = ("#0072b2", "#d55e00")  # distinguishable with color blindness (Okabe and Ito)
 BAD = "#b00020"
 
 
@@ -17,7 +17,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
 
   Args:
     title: above the figure.
-    keys: metrics that are drawn together, at most as many as ``COLOURS``.
+    keys: metrics that are drawn together, at most as many as ``COLORS``.
     log: use a logarithmic axis if the values span more than a factor of 20.
     rows: of metrics.jsonl.
   """

@@ -1,7 +1,7 @@
 """Context parallelism: attention with the positions of a row split over devices.
 
 Each device keeps the queries of its part and fetches the keys and values that they need. A global layer gathers those of the
-complete row. A layer with a window fetches only those of the positions before its part, from the neighbouring devices. Document
+complete row. A layer with a window fetches only those of the positions before its part, from the neighboring devices. Document
 and image numbers of the keys are fetched in the same way. The parts are contiguous, so the last device of a causal row
 has most visible keys; all devices compute as much as the last one.
 
@@ -42,7 +42,7 @@ class Part:
     # A window of one key needs no other positions.
     if not self.past:
       return x_Bt
-    # The nearest neighbour has the positions just before this part. Continue with farther ones until all are fetched.
+    # The nearest neighbor has the positions just before this part. Continue with farther ones until all are fetched.
     size, devices = x_Bt.shape[1], jax.lax.axis_size(self.axes)
     found, missing, distance = [x_Bt], self.past, 1
     while missing > 0:

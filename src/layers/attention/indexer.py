@@ -207,7 +207,7 @@ def divergence(scores_BTS: jax.Array, probs_BTS: jax.Array, mask: jax.Array) -> 
     probs_BTS: probabilities of the main attention, summed over heads, with any positive scale.
     mask: bool [B or 1, T, S]: all visible keys in the dense warm-up, the selected keys in sparse training.
   """
-  # The target distribution: the attention probabilities over the masked keys, normalised.
+  # The target distribution: the attention probabilities over the masked keys, normalized.
   target = jax.lax.stop_gradient(probs_BTS).astype(jnp.float32)
   target = jnp.where(mask, target, 0)
   total = jnp.sum(target, axis=-1, keepdims=True)

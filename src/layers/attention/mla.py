@@ -204,7 +204,7 @@ class MLA:
   def may_gather(self, kv_b: Any, length: int) -> bool:
     """True if queries of rows of ``length`` positions may gather the selected keys. ``MLAConfig.gathers`` makes the choice.
 
-    Short rows never gather, and neither do quantised or adapted weights. float16 does not, because ``risk`` has no bounds for
+    Short rows never gather, and neither do quantized or adapted weights. float16 does not, because ``risk`` has no bounds for
     the numbers in the absorbed form."""
     plain = isinstance(kv_b, Rounded) or not isinstance(kv_b, Weight)
     return length > sparse_attention_tiles.TILE and plain and self.precision.dtype != "float16"
@@ -444,7 +444,7 @@ class MLA:
     rows = PartitionSpec(*place[:2])
     tokens_on = tuple(a for entry in rows for a in axes_of(entry))
     heads_on = axes_of(place[2]) if len(place) > 2 else ()
-    # A quantised or adapted weight is replicated. A plain one stays split over heads, and is gathered over other axes.
+    # A quantized or adapted weight is replicated. A plain one stays split over heads, and is gathered over other axes.
     held = ShardedWeight(PartitionSpec())
     if plain:
       own = ("heads",) if heads_on else ()

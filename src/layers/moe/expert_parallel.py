@@ -223,7 +223,7 @@ def _later_forward(one, mesh_axes, plan, rounds, p, x_ND):
 
 
 def _later_backward(one, mesh_axes, saved, cotangents):
-  # Differentiate floating-point leaves only: a quantised weight has integers.
+  # Differentiate floating-point leaves only: a quantized weight has integers.
   plan, rounds, p, x_ND = saved
   leaves, tree = jax.tree.flatten(p)
   trained = [i for i, w in enumerate(leaves) if jnp.issubdtype(w.dtype, jnp.floating)]

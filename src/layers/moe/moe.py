@@ -100,7 +100,7 @@ class MoEConfig:
 class Router:
   """Chooses the experts of each token and their weights.
 
-  "softmax": probabilities over all experts; the k largest are chosen, and renormalised with ``norm_topk_prob``. "sigmoid":
+  "softmax": probabilities over all experts; the k largest are chosen, and renormalized with ``norm_topk_prob``. "sigmoid":
   scores in (0, 1). A bias, which gradients never change, is added to choose experts but not to weight them (Wang et al. 2024).
   Experts are chosen from the groups with the highest sum of their two best biased scores (DeepSeek-V3, 2.1.2).
   """

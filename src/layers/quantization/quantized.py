@@ -1,7 +1,7 @@
-"""Frozen weights stored in 4, 8 or 16 bits: the stored arrays, quantisation and dequantisation.
+"""Frozen weights stored in 4, 8 or 16 bits: the stored arrays, quantization and dequantization.
 
-The stored arrays follow from the ``Param`` of the weight. Every expert and every layer of a stack is quantised separately, as
-in checkpoint files. A product dequantises the weight to ``dtype``. Its backward pass dequantises again, so only the codes are
+The stored arrays follow from the ``Param`` of the weight. Every expert and every layer of a stack is quantized separately, as
+in checkpoint files. A product dequantizes the weight to ``dtype``. Its backward pass dequantizes again, so only the codes are
 kept in memory between the two.
 
 K all inputs (axes that products sum over) as one axis, M all outputs, E experts, B blocks along K.
@@ -47,7 +47,7 @@ NF4 = np.array(
 def dynamic_map() -> np.ndarray:
   """Return float32 [256]: the values that block maxima are rounded to (the signed dynamic type of Dettmers 2016, as in QLoRA).
 
-  For each power of ten down to 1e-6, [0.1, 1] is divided into 2^n equal parts, where n bits remain. The values are the centres
+  For each power of ten down to 1e-6, [0.1, 1] is divided into 2^n equal parts, where n bits remain. The values are the centers
   of these parts with both signs, and 0 and 1.
   """
   low, high, positive = np.float32(0.1), np.float32(1), []
@@ -101,8 +101,8 @@ class Plan:
     by_rows = own.axes[0] == "vocab"  # an embedding table, whichever axis an adapter for it sums over
     if by_rows or layout.summed != tuple(range(lead, lead + len(layout.summed))) or not layout.kept:
       raise ValueError(
-        f"quantisation: an array with the axes {own.axes} is a table, which maps no inputs to outputs, so it cannot be "
-        "quantised"
+        f"quantization: an array with the axes {own.axes} is a table, which maps no inputs to outputs, so it cannot be "
+        "quantized"
       )
     pick = lambda axes: tuple(own.shape[i] for i in axes)
     names = tuple(own.axes[i] for i in (*layout.group, layout.summed[0], layout.kept[0]))
@@ -148,11 +148,11 @@ class Form(abc.ABC):
 
   @abc.abstractmethod
   def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
-    """Quantise a weight [E?, K, M] in float32."""
+    """Quantize a weight [E?, K, M] in float32."""
 
   @abc.abstractmethod
   def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    """Dequantise to [E?, K, M] in a dtype, rounded once."""
+    """Dequantize to [E?, K, M] in a dtype, rounded once."""
 
 
 def _stored(plan: Plan, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str) -> Param:
@@ -235,7 +235,7 @@ class BFloat16Form(Form):
 class NF4Form(Form):
   """4 bits per weight: one of 16 values times the maximum of a block of 64 inputs (QLoRA, Dettmers et al. 2023).
 
-  The block maxima are quantised too, as in bitsandbytes: their mean is subtracted, and the differences are stored in 8 bits
+  The block maxima are quantized too, as in bitsandbytes: their mean is subtracted, and the differences are stored in 8 bits
   (``dynamic_map``) relative to the maximum of 256 of them. The maxima are ordered by output, then by block. 4.127 bits per
   weight in total.
   """
@@ -262,7 +262,7 @@ class NF4Form(Form):
     # A byte holds inputs i and i + 32 of a block. The two halves of a block are then contiguous, as in the tiles of a TPU, and
     # need not be interleaved.
     first, second = jnp.split(codes, 2, axis=axis + 1)
-    # Quantise the block maxima: subtract their mean, and encode groups of 256.
+    # Quantize the block maxima: subtract their mean, and encode groups of 256.
     listed = jnp.swapaxes(largest, axis, axis + 1).reshape(*lead, -1)
     total = _sum(listed)
     # The added zero makes the divisor unknown to the compiler. XLA replaces division by a constant with a multiplication, and
@@ -347,7 +347,7 @@ class Float8BlockForm(Form):
 @dataclass(frozen=True)
 class ShapesOnly(Form):
   """A form with the stored arrays of another form but without its computation. Use it if only shapes are needed, because
-  tracing the dequantisation takes most of the time.
+  tracing the dequantization takes most of the time.
 
   Attributes:
     of: the other form.
@@ -375,7 +375,7 @@ def stored_params(form: Form, p: Param) -> dict[str, Param]:
 
 
 def quantize(form: Form, p: Param, x: jax.Array) -> Arrays:
-  """Quantise the weight x of one layer. p: its declaration, of one layer or stacked."""
+  """Quantize the weight x of one layer. p: its declaration, of one layer or stacked."""
   plan = Plan.of(p)
   return form.quantize(plan, plan.matrix(x.astype(jnp.float32)))
 
@@ -390,9 +390,9 @@ class Quantized(Weight):
     row: index of the layer in the stack, int32; None if ``stored`` holds one layer.
     form: the form.
     param: declaration of the weight.
-    rules: sharding on the current mesh. The stored arrays are gathered before they are dequantised. This sends the fewest
+    rules: sharding on the current mesh. The stored arrays are gathered before they are dequantized. This sends the fewest
       bytes, and blocks may be split over devices.
-    dtype: dtype of the dequantised weight; None: ``dtype`` of the layer.
+    dtype: dtype of the dequantized weight; None: ``dtype`` of the layer.
   """
 
   cuts_rows: ClassVar[bool] = True
@@ -404,9 +404,9 @@ class Quantized(Weight):
   rules: Rules = dataclasses.field(default=RULES, metadata={"static": True})
   dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
 
-  @jax.named_scope("dequantise")
+  @jax.named_scope("dequantize")
   def values(self, dtype: str) -> jax.Array:
-    """Dequantise to the declared shape."""
+    """Dequantize to the declared shape."""
     plan = Plan.of(self.param)
     axes = {name: p.axes for name, p in self.form.params(plan).items()}
     stored = {name: self.rules.whole(self._of_row(x), *axes[name]) for name, x in self.stored.items()}
@@ -424,9 +424,9 @@ class Quantized(Weight):
     return dataclasses.replace(self, stored={name: self._of_row(x) for name, x in self.stored.items()}, row=None)
 
   def after(self, x: jax.Array) -> tuple[jax.Array, "Quantized"]:
-    """Return x, and the weight behind a barrier, so that it is dequantised after x is computed.
+    """Return x, and the weight behind a barrier, so that it is dequantized after x is computed.
 
-    Dequantisation depends on no other value. Without the barrier, XLA would dequantise the weights of all layers of a row
+    Dequantization depends on no other value. Without the barrier, XLA would dequantize the weights of all layers of a row
     before the first layer runs."""
     if self.row is None:
       return jax.lax.optimization_barrier((x, self))
@@ -444,18 +444,18 @@ class Quantized(Weight):
     unbounded: bool = False,
     large: bool = False,
   ) -> jax.Array:
-    """Multiply x by the dequantised weight."""
+    """Multiply x by the dequantized weight."""
     sizes = None if groups is None else groups.sizes
     how = _How(precision, equation, None if groups is None else groups.kernel, out, unbounded, large)
     made: Any = _product(how, x, sizes, self)
     return checkpoint_name(made, PRODUCT) if groups is None else made
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
-    """Raise a TypeError: a quantised weight is never a table."""
-    raise TypeError(f"quantisation: a weight stored in {self.form.name} cannot be read as a table")
+    """Raise a TypeError: a quantized weight is never a table."""
+    raise TypeError(f"quantization: a weight stored in {self.form.name} cannot be read as a table")
 
   def cast(self, precision: Precision) -> "Quantized":
-    """Keep the codes, which are what devices exchange, and set the dtype to dequantise to."""
+    """Keep the codes, which are what devices exchange, and set the dtype to dequantize to."""
     return dataclasses.replace(self, dtype=precision.dtype)
 
 
@@ -479,7 +479,7 @@ class _How:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> Any:
-  """Multiply by the dequantised weight. The backward pass dequantises it again."""
+  """Multiply by the dequantized weight. The backward pass dequantizes it again."""
   x, weight = weight.after(x)
   return how(x, sizes, weight)
 

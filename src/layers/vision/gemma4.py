@@ -180,7 +180,7 @@ class Gemma4VisionLayer:
 
 @dataclass(frozen=True)
 class Gemma4Vision:
-  """Patches with positions, a stack of layers, pooling by position, standardisation, a norm and a projection."""
+  """Patches with positions, a stack of layers, pooling by position, standardization, a norm and a projection."""
 
   pixel_rank: ClassVar[int] = 3  # rank of "pixel_values"
 
@@ -212,7 +212,7 @@ class Gemma4Vision:
       p: parameters.
       pixels: [I, P, 3 * patch_size ** 2] in [0, 1], padding 0.
       positions: int32 [I, P, 2], (column, row) of each patch, padding (-1, -1).
-      ctx: reports "clamped", and captures "vision.pooled" (before standardisation), "vision.tower_out" and "vision.projected",
+      ctx: reports "clamped", and captures "vision.pooled" (before standardization), "vision.tower_out" and "vision.projected",
         all [I, S, ...].
       wrap: applied to the call of a layer, such as ``jax.checkpoint``.
 
@@ -232,7 +232,7 @@ class Gemma4Vision:
     tables = (rope_table(rope, positions[..., 0]), rope_table(rope, positions[..., 1]))
     layer, patches = wrap(Gemma4VisionLayer(c, precision, ctx.rules)), real.astype(jnp.int32)
     x, clamped = jax.lax.scan(lambda x, row: layer(row, x, tables, patches), x, p["layers"])
-    # Pool, standardise, norm, and project to the width of the decoder.
+    # Pool, standardize, norm, and project to the width of the decoder.
     pooled, valid = self._pool(x, positions, real)
     features, clipped = self._standardize(p, pooled)
     normed = RMSNorm(NormConfig(dim=c.emb_dim, epsilon=c.epsilon, with_scale=False), precision)({}, features)

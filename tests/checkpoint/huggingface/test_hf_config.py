@@ -71,7 +71,7 @@ def test_gemma4_defaults_that_surprise():
   assert model["global_rope_proportion"] == 0.25
   assert model["layer_types"] == (*("sliding",) * 5, "global", "sliding", "global")  # the last layer is forced
   config = {"model_type": "gemma4_text", "num_global_key_value_heads": 2}
-  assert values(config)["global_num_kv_heads"] is None  # honoured only with attention_k_eq_v
+  assert values(config)["global_num_kv_heads"] is None  # honored only with attention_k_eq_v
   assert values(config | {"attention_k_eq_v": True})["global_num_kv_heads"] == 2
 
 

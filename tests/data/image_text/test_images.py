@@ -1,4 +1,4 @@
-"""Image files for the towers: equal to transformers' processors within one grey level, for any aspect ratio."""
+"""Image files for the towers: equal to transformers' processors within one gray level, for any aspect ratio."""
 
 import dataclasses
 import importlib.util

@@ -33,7 +33,7 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2
 
 
 def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows=B, size=1.0, rules=RULES):
-  """One device and a mesh, gradients and all; favours: of the first experts over the last, each; size: of the weights."""
+  """One device and a mesh, gradients and all; favors: of the first experts over the last, each; size: of the weights."""
   layer, rng = MoE(cfg, Precision(dtype=dtype)), np.random.default_rng(0)
   x, cotangent = (jnp.asarray(rng.normal(size=(rows, T, D)), jnp.float32) for _ in range(2))
   p = _random_params(layer.params())
@@ -67,7 +67,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows
 
 def quick():
   mesh = eight_devices.mesh_of
-  # By the second favour all choose the first experts: several rounds.
+  # By the second favor all choose the first experts: several rounds.
   _, text = compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.0, 9.0))
   moved = [line.split(" = ")[1] for line in text.splitlines() if re.search(r" all-(gather|to-all)(-start)?\(", line)]
   rows = f"f32[1,{capacity(B * T // 8 * K, 4)},{D}]"  # of a round, for one of the others

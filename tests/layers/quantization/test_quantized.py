@@ -184,7 +184,7 @@ def whole(w: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3"])
 def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params, batch):
-  """Values and gradients of what is not quantised, under scan and remat; experts, the head and the indexer too."""
+  """Values and gradients of what is not quantized, under scan and remat; experts, the head and the indexer too."""
   decoder = tiny_decoder(family, remat_policy="full")
   spec = decoder.params()
   p = jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, random_params(spec))
@@ -234,7 +234,7 @@ def test_no_constant_leaves_a_loop(nf4_loops):
 
 
 def test_drawn_weights_are_those_that_are_drawn_whole():
-  """Small leaves are drawn together, large ones row by row; both as they are without quantisation."""
+  """Small leaves are drawn together, large ones row by row; both as they are without quantization."""
   spec = {
     "small": stack({"w": MAP}, 2)["w"],
     "large": Param((2, 128, 1100), ("layers", "embed", "mlp"), rows=2, init=fan_in(0)),

@@ -1,4 +1,4 @@
-"""The train step with another objective than language modelling: one with two rows a sample and a model to compare with."""
+"""The train step with another objective than language modeling: one with two rows a sample and a model to compare with."""
 
 import dataclasses
 from dataclasses import dataclass

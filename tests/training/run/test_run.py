@@ -309,11 +309,11 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
   end_of_step = loop._wait_for_end
   monkeypatch.setattr(run, "Watchdog", Recorded)
   monkeypatch.setattr(loop, "_wait_for_end", end_of)
-  assert train(workplace, "signalled", "steps=100") == 42
+  assert train(workplace, "signaled", "steps=100") == 42
   assert events.count("end") >= 2
   assert "end" not in events[events.index("shutdown") :]
   events[:] = ["end", "end"]
-  assert train(workplace, "signalled", "steps=4") == 0
+  assert train(workplace, "signaled", "steps=4") == 0
   assert ("the restore", "read", threading.get_ident()) in events
 
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding: neighbours only, the exact mean, the same bits wherever and whenever, and in the train step."""
+"""Stochastic rounding: neighbors only, the exact mean, the same bits wherever and whenever, and in the train step."""
 
 import subprocess
 import sys

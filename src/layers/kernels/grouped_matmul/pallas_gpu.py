@@ -10,7 +10,7 @@ is written. Only if a group is smaller than its single tile, its last rows are w
 array are read as zeros and never written, as TMA does.
 
 Sums are float32. JAX's own kernels (``jax.experimental.pallas.ops.gpu``: ragged_dot_mgpu and its transposed form) multiply
-complete tiles on both sides of every border, search all groups for each tile, leave rows after the last group uninitialised,
+complete tiles on both sides of every border, search all groups for each tile, leave rows after the last group uninitialized,
 and let a NaN in the rows of one group reach the gradient of the next group's matrix.
 
 M rows, S summed, C columns, G groups, R maximum rows of a tile, V visits (tiles of rows).

@@ -2,7 +2,7 @@
 
 Each program computes one tile of a result and reads only the data of its group. The first tile of a group begins at its first
 row, and the last one ends with the group. It may repeat rows of the previous tile, with the same result. The gradient of the
-matrices sums over rows, so steps are masked at the borders instead, and a NaN cannot cross a border. Neighbouring programs
+matrices sums over rows, so steps are masked at the borders instead, and a NaN cannot cross a border. Neighboring programs
 share rows and a matrix, which stay in the second-level cache. Sums are float32, in an order that depends only on shapes and
 sizes: equal arguments give equal bits.
 
@@ -193,7 +193,7 @@ def _rows_times_groups(x, w, sizes, interpret, *, transposed, dtype=None):
   visits, number = row_tiles(jnp.append(sizes, M - jnp.sum(sizes)), M, (R,))
 
   def kernel(visits, number, x, w, out):
-    # Tiles with the same rows are neighbours, so that they share the rows in the cache.
+    # Tiles with the same rows are neighbors, so that they share the rows in the cache.
     visit, column = _split(pl.program_id(0), across)
     column = column * width
 

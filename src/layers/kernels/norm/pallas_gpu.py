@@ -5,7 +5,7 @@ again, and one more adds the gradient of the residual stream. This kernel keeps 
 the next one is loaded, so it reads each input and writes each output once. Intermediate values are float32. Equal arguments
 give equal bits.
 
-R rows, D normalised dimension, P programs (warpgroups).
+R rows, D normalized dimension, P programs (warpgroups).
 """
 
 import functools
@@ -36,7 +36,7 @@ def _mosaic() -> Any:
 
 
 def _read(row: Any) -> jax.Array:
-  """Load a row [D] from device memory. Each thread gets several groups of neighbouring elements."""
+  """Load a row [D] from device memory. Each thread gets several groups of neighboring elements."""
   plgpu = _mosaic()
   dim = row.shape[0]
   layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=math.gcd(dim // THREADS, 8))

@@ -1,6 +1,6 @@
 """The gradients of norms of the residual stream: the choice between the kernel ``pallas_gpu`` and XLA.
 
-XLA supports all platforms. It always computes the forward pass, because it fuses it with the neighbouring operations. This
+XLA supports all platforms. It always computes the forward pass, because it fuses it with the neighboring operations. This
 module imports no JAX, so that the configuration can read it too.
 """
 
