@@ -19,8 +19,8 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import init
-from maxtext_like.training.objectives import language_modelling
-from maxtext_like.training.objectives.language_modelling import LanguageModelling, head_of, token_losses
+from maxtext_like.training.objectives import language_modeling
+from maxtext_like.training.objectives.language_modeling import LanguageModeling, head_of, token_losses
 from maxtext_like.training.step.program import make_program
 
 
@@ -60,7 +60,7 @@ def main() -> None:
   parser.add_argument("--cpu-time", action="store_true")
   args = parser.parse_args()
   program = make_program(load_config(args.model, args.words).config)
-  decoder, chunks, t = program.model.decoder, language_modelling.build(program.model).chunks, program.config.training
+  decoder, chunks, t = program.model.decoder, language_modeling.build(program.model).chunks, program.config.training
   rows, length = int(t.per_device_batch_size), t.max_target_length
   if length % chunks:
     parser.error(f"max_target_length={length} is not divided by {chunks} chunks; choose num_vocab_tiling")
@@ -73,8 +73,8 @@ def main() -> None:
   head_only: Any = Head(decoder)
   forms = {
     f"{chunks} chunks, logits twice (remat)": rematerialized(decoder, chunks),
-    f"{chunks} chunks, logits once (ours)": lambda p, batch: LanguageModelling(head_only, 0.0, chunks)(p, batch)[0],
-    "whole": lambda p, batch: LanguageModelling(head_only, 0.0, 1)(p, batch)[0],
+    f"{chunks} chunks, logits once (ours)": lambda p, batch: LanguageModeling(head_only, 0.0, chunks)(p, batch)[0],
+    "whole": lambda p, batch: LanguageModeling(head_only, 0.0, 1)(p, batch)[0],
   }
   compiled = {name: jax.jit(jax.value_and_grad(f)).lower(p, batch).compile() for name, f in forms.items()}
   clock = time.process_time if args.cpu_time else time.perf_counter

@@ -16,7 +16,7 @@ from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.xray import xray
-from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from maxtext_like.training.optimizers.adamw import AdamW
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.step.train_step import UNKNOWN, TrainStep
@@ -66,7 +66,7 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
   decoder: Any = SimpleNamespace(router_losses=(RouterLosses(), 0))  # all that a step needs from a decoder except ``apply``
   step = TrainStep(
     apply=apply,
-    objective=LanguageModelling(decoder),
+    objective=LanguageModeling(decoder),
     selection=Selection({"w": True}, (None,)),
     optimizer=optimizer,
     schedule=lambda _: jnp.float32(0.1),

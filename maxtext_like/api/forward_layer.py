@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from maxtext_like.layers.context import CAPTURES
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.targets import IGNORED
-from maxtext_like.training.objectives.language_modelling import token_losses
+from maxtext_like.training.objectives.language_modeling import token_losses
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 FAMILIES = ("gemma3", "gemma4", "deepseek", "qwen3")
 """Model families, the values of ``decoder_block``. Folder: ``models/<name>/``."""
 
-OBJECTIVES = ("language_modelling",)
+OBJECTIVES = ("language_modeling",)
 """Values of ``objective``. File: ``training/objectives/<name>.py``."""
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {

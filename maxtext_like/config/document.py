@@ -147,7 +147,9 @@ def _family_page() -> list[str]:
 
 def _former_page() -> list[str]:
   lines = ["", "## Former names", "", "They work until the next release, and a note says what to write.", ""]
-  rows = (f"| `{former}` | `{present}` |" for former, present in former_names.RENAMED.items())
+  rows = [f"| `{former}` | `{present}` |" for former, present in former_names.RENAMED.items()]
+  for key, values in former_names.RENAMED_VALUES.items():
+    rows += [f"| `{key}: {former}` | `{key}: {present}` |" for former, present in values.items()]
   return [*lines, "| former name | present name |", "|---|---|", *rows]
 
 

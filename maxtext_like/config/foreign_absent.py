@@ -5,7 +5,7 @@
 
 _RL = (
   "this project has no preference or reinforcement learning (DPO, GRPO, PPO, KTO, ORPO, reward models); "
-  "objective=language_modelling, the cross-entropy of the next token, is the only objective"
+  "objective=language_modeling, the cross-entropy of the next token, is the only objective"
 )
 _DISTILLATION = "this project has no distillation from a teacher model"
 _MTP = (

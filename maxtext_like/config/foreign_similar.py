@@ -370,7 +370,7 @@ NAMES: tuple[Similar, ...] = (
           "the context axis of the mesh shares the positions of a row among devices",
           "write ici_context_parallelism=N"),
   Similar("objective_function training_objective loss_type loss_fn",
-          "objective is language_modelling, the cross-entropy of the next token",
-          "write objective=language_modelling"),
+          "objective is language_modeling, the cross-entropy of the next token",
+          "write objective=language_modeling"),
 )  # fmt: skip
 """One row for each difference."""

@@ -171,6 +171,9 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
       ours = Entry(present(entry.key), entry.node, entry.origin)
       if ours.key == "layer_precision":
         ours = _present_in_layers(ours, notes)
+      if isinstance(ours.node, Scalar) and (now := former_names.RENAMED_VALUES.get(ours.key, {}).get(ours.node.text)):
+        notes.append(f"{ours.origin}: {former_names.note_of_value(ours.key, ours.node.text)}")
+        ours = Entry(ours.key, replace(ours.node, text=now), ours.origin)
       try:
         converted = convert(ours) if (convert := _CONVERTERS.get(ours.key)) else _by_value(ours, notes)
         done.append(converted)

@@ -15,7 +15,7 @@ from maxtext_like.errors import DoesNotFitError
 from maxtext_like.layers.attention.mla import MLA
 from maxtext_like.layers.param import abstract, count
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from maxtext_like.training.step.program import make_program
 
 
@@ -203,7 +203,7 @@ def test_the_gradient_of_a_head_in_chunks_is_counted_once(monkeypatch):
   """The loss keeps it for the backward pass, but it is the gradient already."""
   program = make_program(load_config("gemma4-tiny", ["num_vocab_tiling=4", "remat_policy=none"]).config)
   once = memory.estimate(program).activations
-  monkeypatch.setattr(LanguageModelling, "made_in_forward", lambda *_: None)
+  monkeypatch.setattr(LanguageModeling, "made_in_forward", lambda *_: None)
   assert memory.estimate(program).activations == once + 4 * math.prod(program.spec["embedding"]["table"].shape)
 
 
@@ -211,7 +211,7 @@ def test_so_is_that_of_a_table_that_is_trained_whole_beside_an_adapter(monkeypat
   words = ["lora_rank=2", "lora_modules=[q_proj]", "modules_to_save=[embed_tokens]", "num_vocab_tiling=4", "remat_policy=none"]
   program = make_program(load_config("gemma4-tiny", words).config)
   once = memory.estimate(program).activations
-  monkeypatch.setattr(LanguageModelling, "made_in_forward", lambda *_: None)
+  monkeypatch.setattr(LanguageModeling, "made_in_forward", lambda *_: None)
   assert memory.estimate(program).activations == once + 4 * math.prod(program.spec["embedding"]["table"].shape)
 
 
@@ -222,7 +222,7 @@ def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
   config = load_config("deepseek3-tiny", words).config
   program = make_program(config, mesh=abstract_mesh(config.mesh, 2), platform="cpu")
   once = memory.activation_bytes(program)[0]
-  monkeypatch.setattr(LanguageModelling, "made_in_forward", lambda *_: None)
+  monkeypatch.setattr(LanguageModeling, "made_in_forward", lambda *_: None)
   kept = memory.activation_bytes(program)[0]
   assert kept - once == 4 * math.prod(program.spec["head"]["kernel"].shape) // 2
 
@@ -242,14 +242,14 @@ def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other
     return need.gradients + need.copies + need.activations - kept
 
   raw = 1 << 30
-  monkeypatch.setattr(LanguageModelling, "logit_bytes", lambda *_: raw)
+  monkeypatch.setattr(LanguageModeling, "logit_bytes", lambda *_: raw)
   need = on_a_gpu()
   assert need.logits == raw - later(need)
   table = ["modules_to_save=[embed_tokens]", "lora_modules=[q_proj]"]
   need = on_a_gpu(*table)
   program = make_program(load_config("gemma4-tiny", [*words, *table]).config)
   assert need.logits == raw - later(need, *table) + 4 * math.prod(program.spec["embedding"]["table"].shape)
-  monkeypatch.setattr(LanguageModelling, "logit_bytes", lambda *_: 1000)
+  monkeypatch.setattr(LanguageModeling, "logit_bytes", lambda *_: 1000)
   assert on_a_gpu().logits == 0
 
 

@@ -5,6 +5,7 @@ import pytest
 from maxtext_like.api.keys import list_keys
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.config import former_names
+from maxtext_like.config.choices import OBJECTIVES
 from maxtext_like.config.layer_precision import layer_values
 from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import LEAVES
@@ -14,6 +15,15 @@ from maxtext_like.errors import UserError
 def test_the_table_leads_from_names_that_are_gone_to_keys():
   assert set(former_names.RENAMED.values()) <= set(LEAVES)
   assert not set(former_names.RENAMED) & set(LEAVES)
+
+
+def test_a_former_value():
+  assert {key: set(values.values()) for key, values in former_names.RENAMED_VALUES.items()} == {"objective": set(OBJECTIVES)}
+  loaded = load_config("gemma4-tiny", ["objective=language_modelling"])
+  assert loaded.config.training.objective == "language_modeling"
+  assert any("language_modelling" in note and "language_modeling" in note for note in loaded.notes)
+  stored = {"training": {"objective": "language_modelling", "steps": 3, "milestones": [1, 2]}}
+  assert former_names.renamed(stored) == {"training": stored["training"] | {"objective": "language_modeling"}}
 
 
 def test_a_word_with_the_former_name():

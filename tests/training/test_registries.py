@@ -20,7 +20,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels import names
 from maxtext_like.models import registry
 from maxtext_like.training import objectives, optimizers
-from maxtext_like.training.objectives import language_modelling
+from maxtext_like.training.objectives import language_modeling
 from maxtext_like.training.run.banner import banner, shares
 from maxtext_like.training.step.program import make_program
 
@@ -75,16 +75,16 @@ def test_every_data_set_opens():
 
 def test_the_key_chooses_the_objective_and_the_start_line_tells_it(monkeypatch):
   @dataclasses.dataclass(frozen=True)
-  class Other(language_modelling.LanguageModelling):
+  class Other(language_modeling.LanguageModeling):
     pass
 
   module: Any = ModuleType("other")
-  module.build = lambda model: Other(**vars(language_modelling.build(model)))
+  module.build = lambda model: Other(**vars(language_modeling.build(model)))
   monkeypatch.setitem(sys.modules, "maxtext_like.training.objectives.other", module)
   config = load_config("gemma4-tiny", SMALL).config
   other = dataclasses.replace(config, training=dataclasses.replace(config.training, objective="other"))
   told = []
-  for c, kind in ((config, language_modelling.LanguageModelling), (other, Other)):
+  for c, kind in ((config, language_modeling.LanguageModeling), (other, Other)):
     program = make_program(c)
     assert type(program.objective) is kind
     lines = banner(program, "run", memory.estimate(program), None).splitlines()

@@ -15,7 +15,7 @@ from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.layers.sharding_rules import RULES
 from maxtext_like.models.row_norms import row_peaks, state_peaks
-from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from maxtext_like.training.optimizers.optimizer import make_optimizer
 from maxtext_like.training.step import loss_scale
 from maxtext_like.training.step.rounding import StochasticRounding
@@ -81,7 +81,7 @@ def toy_step(config: Config, chunks: int = 1, decoder: Any = None) -> tuple[Any,
   t = config.training
   selection = select(decoder, spec, config.model, t.trainable_parameters_mask)
   optimizer = make_optimizer(t, selection.split(spec)[0], config.precision.weight_dtype)
-  objective = LanguageModelling(decoder, t.z_loss_multiplier, chunks)
+  objective = LanguageModeling(decoder, t.z_loss_multiplier, chunks)
   step = TrainStep(
     apply=objective,
     objective=objective,

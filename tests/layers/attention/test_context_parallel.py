@@ -15,7 +15,7 @@ from maxtext_like.layers.kernels.attention.registry import Case, attend, choose
 from maxtext_like.layers.param import init
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.sharding_rules import RULES
-from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from tests.layers import eight_devices
 from tests.layers.conftest import _tiny_decoder
 
@@ -65,7 +65,7 @@ def agree(function, mesh, p, spec, batch, tolerance) -> str:
 def compare(family, batch, changes=None, tolerance=2e-5, chunks=1, **sizes) -> str:
   """A whole decoder and its loss."""
   decoder = _tiny_decoder(family, changes=changes)
-  objective, spec = LanguageModelling(decoder, chunks=chunks), decoder.params()
+  objective, spec = LanguageModeling(decoder, chunks=chunks), decoder.params()
   # Drawn as for training: rough weights would enlarge the rounding of every order of adding up a hundredfold.
   p = init(spec, jax.random.key(0))
 

@@ -11,7 +11,7 @@ import pytest
 
 from maxtext_like.layers.param import Param, init
 from maxtext_like.targets import IGNORED
-from maxtext_like.training.objectives.language_modelling import token_losses
+from maxtext_like.training.objectives.language_modeling import token_losses
 from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.step.train_step import UNKNOWN, TrainStep
 from maxtext_like.training.step.trainable import select

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.models.row_norms import clip, row_labels, row_squares, split_squares, state_labels
-from maxtext_like.training.objectives.language_modelling import LanguageModelling
+from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.step.train_step import NO_UPDATE, UNKNOWN
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
@@ -25,7 +25,7 @@ def reference(params, batch):
   """Mean loss over the real targets and its gradients, written out."""
 
   def mean(p):
-    return LanguageModelling(toy_decoder())(p, batch)[0] / np.sum(batch["targets"] != -100)
+    return LanguageModeling(toy_decoder())(p, batch)[0] / np.sum(batch["targets"] != -100)
 
   return jax.value_and_grad(mean)(params)
 

@@ -104,7 +104,7 @@ looked_up.defvjp(
 )
 
 
-def build(model: Model) -> "LanguageModelling":
+def build(model: Model) -> "LanguageModeling":
   """Build the objective of a configuration.
 
   Raises:
@@ -124,11 +124,11 @@ def build(model: Model) -> "LanguageModelling":
       f"num_vocab_tiling = {chunks} is larger than max_target_length = {t.max_target_length}: the loss is split into chunks of "
       f"the sequence, of at least one position each\n  fix: num_vocab_tiling={t.max_target_length} or less"
     )
-  return LanguageModelling(model.decoder, t.z_loss_multiplier, chunks)
+  return LanguageModeling(model.decoder, t.z_loss_multiplier, chunks)
 
 
 @dataclass(frozen=True)
-class LanguageModelling:
+class LanguageModeling:
   """An ``Objective``: a decoder and the loss of its next token.
 
   Attributes:
@@ -195,7 +195,7 @@ class LanguageModelling:
     means = {name: aux.pop(name) for name in (LOSS, Z_LOSS, "indexer_loss") if name in aux}
     return loss, self.weight(batch), aux | {"terms": terms, "means": means}
 
-  def with_decoder(self, decoder: Decoder) -> "LanguageModelling":
+  def with_decoder(self, decoder: Decoder) -> "LanguageModeling":
     return dataclasses.replace(self, decoder=decoder)
 
   def logit_bytes(self, rows: int, length: int) -> int:

@@ -11,9 +11,9 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import init
 from maxtext_like.models.model import make_model
 from maxtext_like.sharding.mesh import abstract_mesh
-from maxtext_like.training.objectives import language_modelling
-from maxtext_like.training.objectives.language_modelling import (
-  LanguageModelling,
+from maxtext_like.training.objectives import language_modeling
+from maxtext_like.training.objectives.language_modeling import (
+  LanguageModeling,
   automatic_chunks,
   log_sum_exp,
   looked_up,
@@ -51,7 +51,7 @@ def test_one_gpu_reads_once_and_looks_up_what_others_read_twice_and_add_up(dtype
   targets = jnp.asarray([[0, 6, -100], [3, -100, 5]])
   both = []
   for alone in (False, True):
-    monkeypatch.setattr(language_modelling, "on_one_gpu", lambda alone=alone: alone)
+    monkeypatch.setattr(language_modeling, "on_one_gpu", lambda alone=alone: alone)
     both.append(jax.value_and_grad(lambda x: jnp.sum(token_losses(x, targets, 0.1)[0]))(logits))
   for summed, found in zip(*both, strict=True):
     assert found.dtype == summed.dtype
@@ -75,14 +75,14 @@ def test_chunks_equal_the_whole_with_gradients(chunks):
 
   def total(chunks, expected=1.0):
     def loss(p):
-      value, _, aux = LanguageModelling(decoder, 0.01, chunks)(p, batch, jnp.float32(expected))
+      value, _, aux = LanguageModeling(decoder, 0.01, chunks)(p, batch, jnp.float32(expected))
       return 3 * value, aux["terms"]
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
   ((whole, whole_terms), whole_grads), ((cut, cut_terms), cut_grads) = total(1), total(chunks, 3.0)
   np.testing.assert_allclose(cut, whole, rtol=1e-6)
-  alone, weight, _ = LanguageModelling(decoder, 0.01, chunks)(params, batch)  # without gradients
+  alone, weight, _ = LanguageModeling(decoder, 0.01, chunks)(params, batch)  # without gradients
   np.testing.assert_allclose(3 * alone, whole, rtol=1e-6)
   assert weight == B * T - 9
   assert cut_terms.keys() == whole_terms.keys() == {"cross_entropy", "z_loss"}
@@ -97,7 +97,7 @@ def test_gradients_of_chunks_add_up_in_float32_under_16_bit_weights():
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
   batch = toy_batch()
   whole, cut = (
-    jax.grad(lambda p, n=n: LanguageModelling(toy_decoder(), 0.0, n)(p, batch)[0])(params)["head"]["kernel"] for n in (1, 7)
+    jax.grad(lambda p, n=n: LanguageModeling(toy_decoder(), 0.0, n)(p, batch)[0])(params)["head"]["kernel"] for n in (1, 7)
   )
   assert cut.dtype == jnp.bfloat16
   # A last place of difference where float32 sums fell on the other side of a rounding; piecewise rounding spoils half of them.
@@ -108,7 +108,7 @@ def test_gradients_of_chunks_add_up_in_float32_under_16_bit_weights():
 def test_small_pieces_are_for_a_frozen_head(model, head):
   def chunks(*words):
     config = load_config(model, [*words, "max_target_length=4096", "per_device_batch_size=1"]).config
-    return language_modelling.build(make_model(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")).chunks
+    return language_modeling.build(make_model(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")).chunks
 
   lora = ("lora_rank=2", "lora_modules=[o_proj]")
   assert chunks() == chunks(*lora, f"modules_to_save=[{head}]") < chunks(*lora)
@@ -117,7 +117,7 @@ def test_small_pieces_are_for_a_frozen_head(model, head):
 def test_a_16_bit_head_has_no_copy_in_float32():
   """Only the sum of its gradients is: a copy before the loop would be as large, for the whole step."""
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
-  loss = lambda p: LanguageModelling(toy_decoder(), 0.0, 7)(p, toy_batch())[0]
+  loss = lambda p: LanguageModeling(toy_decoder(), 0.0, 7)(p, toy_batch())[0]
   before = itertools.takewhile(lambda e: e.primitive.name != "scan", jax.make_jaxpr(jax.grad(loss))(params).eqns)
   wide = [e.primitive.name for e in before for v in e.outvars if (v.aval.shape, v.aval.dtype) == ((D, V), jnp.float32)]
   assert wide == ["broadcast_in_dim"], wide
@@ -129,7 +129,7 @@ def test_chunks_compute_logits_once_and_no_gradient_of_a_frozen_head():
 
   def products(*trained):
     def loss(some):
-      return LanguageModelling(decoder, 0.0, 7)(params | some, batch)[0]
+      return LanguageModeling(decoder, 0.0, 7)(params | some, batch)[0]
 
     found = named(jax.grad(loss), {name: params[name] for name in trained}, name="dot_general")
     shapes = [e.outvars[0].aval.shape for e in found]
@@ -145,7 +145,7 @@ def test_chunks_keep_the_logits_of_one_piece_only():
   params, batch = init(decoder.params(), jax.random.key(1)), toy_batch()
 
   def sizes(chunks):
-    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LanguageModelling(decoder, 0.0, chunks)(p, batch)[0]))(params)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda p: LanguageModeling(decoder, 0.0, chunks)(p, batch)[0]))(params)
     return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
 
   assert (B, T, V) in sizes(1)
@@ -164,4 +164,4 @@ def test_automatic_chunks():
 def test_gpus_that_share_a_head_read_it_in_fewer_chunks(platform, devices, chunks):
   config = load_config("gemma4-31b", ["max_target_length=4096", "per_device_batch_size=2"]).config
   model = make_model(config, mesh=abstract_mesh(config.mesh, devices), platform=platform)
-  assert language_modelling.build(model).chunks == chunks
+  assert language_modeling.build(model).chunks == chunks
