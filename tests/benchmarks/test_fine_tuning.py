@@ -14,7 +14,7 @@ def test_held_out_lines_are_of_other_files_and_kinds_are_even(tmp_path):
   assert max(count.values()) <= fine_tuning.EACH
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_in_float16_learns_the_format(tmp_path, monkeypatch):
   monkeypatch.setitem(fine_tuning.PRETRAINING, "steps", 60)
   monkeypatch.setattr(fine_tuning, "EACH", 200)

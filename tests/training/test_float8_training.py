@@ -19,6 +19,7 @@ from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.run.run import train
 from maxtext_like.training.sinks.metrics import METRICS, read
 from maxtext_like.training.step.program import make_program
+from tests.tiers import tiers
 from tests.training.small import losses, small_config
 from tests.training.step.test_program import run_small
 from tests.training.test_parallelism import FEWER
@@ -31,28 +32,29 @@ def decoder(model: str, *words: str):
   return build_decoder(config.model, precision_of(config.precision), layer_precision=config.precision.layer_precision)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny"])  # every kind of layer
+KINDS = ("gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny")
+"""Every kind of layer."""
+
+
+@pytest.mark.parametrize("model", tiers(KINDS, slow=("gemma4-moe-tiny",)))
 def test_every_family_trains_beside_bfloat16(model):
   low, plain = (losses(small_config(model, *FEWER[model], *words)) for words in (FLOAT8, FLOAT8[:1]))
   assert np.isfinite(low).all()
   np.testing.assert_allclose(low[0::2], plain[0::2], rtol=0.03)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "words",
-  [
-    ["dtype=float16", "module_api=nnx"],
-    ["scan_layers=false", "remat_policy=full"],
-    ["optimizer_in_backward=true", "clip=layer", "remat_policy=full"],
-    ["lora_rank=4", "base_weights=nf4"],
-    ["weight_dtype=bfloat16", "gradient_accumulation_steps=2"],
-  ],
-  ids=" ".join,
+OTHER_WAYS = (
+  "dtype=float16 module_api=nnx",
+  "scan_layers=false remat_policy=full",
+  "optimizer_in_backward=true clip=layer remat_policy=full",
+  "lora_rank=4 base_weights=nf4",
+  "weight_dtype=bfloat16 gradient_accumulation_steps=2",
 )
+
+
+@pytest.mark.parametrize("words", tiers(OTHER_WAYS, slow=OTHER_WAYS[2:4]))
 def test_it_goes_with_the_other_ways_to_train(words):
-  assert np.isfinite(losses(small_config("gemma4-tiny", *FEWER["gemma4-tiny"], *FLOAT8, *words))).all()
+  assert np.isfinite(losses(small_config("gemma4-tiny", *FEWER["gemma4-tiny"], *FLOAT8, *words.split()))).all()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.processes import ROOT, environment
+from tests.tiers import tiers
 from tests.training.meshes import MESHES
 
 EXPERTS = ("gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")
@@ -78,13 +79,12 @@ def test_an_adapter_on_quantized_weights(model, words, mesh):
   assert_equal(run("tests.training.meshes", model, *sizes, *words, mesh))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", tiers(MODELS, slow=("gemma3-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny")))
 def test_every_family_on_every_kind_of_mesh(model):
   meshes = EXPERT_AXES if model in EXPERTS else MODEL_AXES
   if model == "gemma3-tiny":
     meshes = [mesh for mesh in MESHES if mesh != "expert"]  # without experts it is data by another name
-  if model == "deepseek3-tiny":
+  if model == "deepseek3.2-tiny":
     meshes = [*meshes, "expert", "fsdp-expert-context"]
   assert_equal(run("tests.training.meshes", model, *ON_MESHES[model], *meshes))
 

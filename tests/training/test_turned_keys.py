@@ -10,6 +10,7 @@ from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import UserError
 from maxtext_like.training.step.program import make_program
 from tests.processes import ROOT
+from tests.tiers import tiers
 
 SMALL = ("num_decoder_layers=2", "vocab_size=300", "max_target_length=16", "dtype=float32", "per_device_batch_size=2")
 
@@ -80,8 +81,7 @@ def test_every_key_of_training_is_turned_or_of_a_run():
     assert key in (ROOT / "maxtext_like" / file).read_text(encoding="utf-8"), (key, file)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", tiers(CONTEXTS, slow=("adamw", "float16")))
 def test_a_key_changes_the_program_or_is_answered(context):
   words = CONTEXTS[context]
   set_already = {word.partition("=")[0] for word in words if f"={TURNED.get(word.partition('=')[0])}" in word}

@@ -215,13 +215,15 @@ def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
     make_program(load_config("gemma3-tiny", [*SMALL, "dataset_path=x", *LORA, *words]).config)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("model", "name"),
   [
-    *(("gemma3-tiny", name) for name in ("trained", "projector", "frozen below an adapter", "projector beside an adapter")),
-    ("gemma3-tiny", "adapted over nf4"),
-    ("gemma4-e2b-tiny", "adapted"),
+    pytest.param("gemma3-tiny", "trained", marks=pytest.mark.slow),
+    pytest.param("gemma3-tiny", "projector", marks=pytest.mark.nightly),
+    pytest.param("gemma3-tiny", "frozen below an adapter", marks=pytest.mark.nightly),
+    pytest.param("gemma3-tiny", "projector beside an adapter", marks=pytest.mark.slow),
+    pytest.param("gemma3-tiny", "adapted over nf4", marks=pytest.mark.slow),
+    pytest.param("gemma4-e2b-tiny", "adapted", marks=pytest.mark.nightly),
   ],
 )
 def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, name: str, pictures: Path):
@@ -270,8 +272,13 @@ def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
   np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "tower"), [("gemma3_vision", "projector"), ("gemma4_vision_small", "trained")])
+@pytest.mark.parametrize(
+  ("case", "tower"),
+  [
+    pytest.param("gemma3_vision", "projector", marks=pytest.mark.nightly),
+    pytest.param("gemma4_vision_small", "trained", marks=pytest.mark.slow),
+  ],
+)
 def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, tower: str, pictures: Path, tmp_path: Path):
   """Resumed to the bit; merged, and added from the run and from peft's file, the same model; a run begins with either."""
   shutil.copytree(GOLDEN / case / "checkpoint", tmp_path / "hf")

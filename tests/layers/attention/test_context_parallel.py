@@ -134,7 +134,7 @@ def test_queries_stay_keys_travel_and_nothing_changes():
   eight_devices.run("attention.test_context_parallel", "quick")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_family_and_mixed_meshes():
   eight_devices.run("attention.test_context_parallel", "every")
 

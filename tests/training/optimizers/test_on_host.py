@@ -18,6 +18,7 @@ from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.sharding.host_memory import KIND
 from maxtext_like.sharding.mesh import abstract_mesh, use_mesh
 from maxtext_like.training.step.program import TrainProgram, make_program
+from tests.tiers import tiers
 from tests.training.step.in_backward.test_step import EIGHT_BITS, LAYERED, THREE, assert_bits, compiled, descend
 from tests.training.test_parallelism import MODELS, run
 
@@ -41,23 +42,18 @@ def test_steps_are_those_of_moments_on_the_device():
     assert (x.sharding.memory_kind == KIND) == ("opt_state" in name and "stack_" in name and x.ndim > 0), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "words",
-  [
-    (
-      "gemma4-tiny",
-      *MODELS["gemma4-tiny"],
-      "clip=exact",
-      "mu_dtype=bfloat16",
-      "nu_dtype=dynamic8",
-    ),  # two passes; rows of several layers
-    ("deepseek3-tiny", "opt_type=lion", "mu_dtype=float32"),  # two stacks
-    ("qwen3-tiny", "num_decoder_layers=3", "opt_type=adafactor", "emb_dim=128", "mlp_dim=136"),
-    (*THREE, "dtype=float16"),
-  ],
-)
-def test_so_are_those_of_other_rules(words):
+OTHER_RULES = {
+  "two passes, rows of several layers": ("gemma4-tiny", *MODELS["gemma4-tiny"], "clip=exact", "mu_dtype=bfloat16",
+                                         "nu_dtype=dynamic8"),
+  "two stacks": ("deepseek3-tiny", "opt_type=lion", "mu_dtype=float32"),
+  "adafactor": ("qwen3-tiny", "num_decoder_layers=3", "opt_type=adafactor", "emb_dim=128", "mlp_dim=136"),
+  "float16": (*THREE, "dtype=float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", tiers(OTHER_RULES, slow=("two passes, rows of several layers",)))
+def test_so_are_those_of_other_rules(case):
+  words = OTHER_RULES[case]
   (here, ordinary), (there, metrics) = descend(*words, LAYERED), descend(*words, LAYERED, AWAY)
   assert_bits(there, here)
   assert_bits(metrics, ordinary)

@@ -16,6 +16,7 @@ from maxtext_like.training.step.in_backward import step as step_in_backward
 from maxtext_like.training.step.program import TrainProgram, make_program
 from maxtext_like.training.step.train_step import NO_UPDATE, UNKNOWN
 from tests.layers.equations import equations
+from tests.tiers import tiers
 from tests.training.meshes import batch_of
 from tests.training.test_parallelism import FEWER, MODELS, run
 
@@ -131,13 +132,12 @@ its products in one way in the whole program and in another in a layer by itself
 differ by the rounding of sums; with two heads they have the bits."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", tiers(FAMILIES, slow=("gemma3-tiny", "gemma4-moe-tiny", "qwen3-moe-tiny")))
 def test_every_family_and_rule_descends_by_the_bits_of_the_ordinary_step(model):
   assert_the_same_steps(model, *FAMILIES[model], UNCLIPPED)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_head_of_keys_descends_alike_to_the_rounding_of_sums():
   words = ("gemma4-tiny", *MODELS["gemma4-tiny"], UNCLIPPED, SGD)
   (whole, _), (layered, _) = descend(*words), descend(*words, LAYERED)
@@ -181,14 +181,14 @@ def test_what_a_layer_keeps_changes_no_number(policy):
 
 
 @pytest.mark.parametrize(("policy", "offload"), [("full", "layer_inputs"), ("save_mlp", "all")])
-@pytest.mark.slow  # tests/layers/test_decoder.py has the same of the ordinary backward pass
+@pytest.mark.nightly  # tests/layers/test_decoder.py has the same of the ordinary backward pass
 def test_where_things_wait_changes_no_bit(policy, offload):
   words = (*THREE, UNCLIPPED, LAYERED, f"remat_policy={policy}")
   (here, _), (there, _) = descend(*words), descend(*words, f"remat_offload={offload}")
   assert_bits(there, here)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["gemma4-e2b-tiny", "gemma4-moe-tiny"])
 def test_keys_that_are_lent_and_experts_keep_too(model):
   words = (model, *FAMILIES[model], UNCLIPPED, LAYERED)
@@ -276,7 +276,6 @@ USUAL = {
 }
 """Where updates of clipped gradients are proved finite, by a rule for small gradients only too; and what else stays as it was
 where a step does nothing: a loss scale, the biases of a router, shares of the norm."""
-QUICK_ONES = ("sgd",)
 
 
 @functools.cache
@@ -287,7 +286,7 @@ def usual_form(name: str) -> Any:
     return program.lower_step().compile()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK_ONES else pytest.mark.slow) for n in USUAL])
+@pytest.mark.parametrize("name", tiers(USUAL, quick=("sgd",), slow=("adafactor", "8 bits", "float16")))
 def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
   words = USUAL[name]
   program, looking, first, batch = compiled(*words)
