@@ -56,13 +56,20 @@ def dishonest(keys: dict[str, audit_keys.KeyVerdict]) -> set[str]:
 
 
 def every_model():
-  """Each model on TPUs; on GPUs one of each kind, where attention kernels and what goes around them differ."""
+  """Each model on TPUs; on GPUs one of each kind, where attention kernels and what goes around them differ.
+
+  Models of one family differ in sizes alone, so all but one or two of each are nightly.
+  """
   quick = {("gemma4-tiny", "cuda"), ("deepseek3.2-tiny", "tpu")}
+  slow = {("gemma3-4b", "tpu"), ("gemma4-31b", "tpu"), ("gemma4-26b", "cuda"), ("gemma4-e2b", "cuda"),
+          ("deepseek3-671b", "tpu"), ("deepseek3.2-671b", "cuda"), ("qwen3-8b", "tpu"), ("qwen3-30b-a3b", "tpu")}  # fmt: skip
   cuda = {"gemma3-4b", "gemma4-tiny", "gemma4-26b", "gemma4-31b", "gemma4-e2b", "deepseek3.2-671b", "qwen3-30b-a3b"}
   assert cuda < {*model_names()}
   for model in model_names():
     for platform in ("tpu", "cuda") if model in cuda else ("tpu",):
-      yield pytest.param(model, platform, marks=[] if (model, platform) in quick else pytest.mark.slow)
+      case = (model, platform)
+      marks = [] if case in quick else pytest.mark.slow if case in slow else pytest.mark.nightly
+      yield pytest.param(*case, marks=marks)
 
 
 @pytest.mark.parametrize(("model", "platform"), list(every_model()))
