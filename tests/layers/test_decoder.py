@@ -16,6 +16,7 @@ import pytest
 from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import CAPTURES, Context
 from maxtext_like.layers.per_layer import PerLayerInput
+from tests.tiers import tiers
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
 FOUR_LAYERS = (("num_decoder_layers", 4),)  # of Gemma 3: two rows of two, which is the least that is scanned
@@ -69,7 +70,10 @@ def slow(*values):
   return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
 
 
-@pytest.mark.parametrize("family", slow("gemma4-moe", "gemma4-e2b", "gemma3", "gemma4", "deepseek3", "deepseek3.2"))
+EVERY = ("gemma4-moe", "gemma4-e2b", "gemma3", "gemma4", "deepseek3", "deepseek3.2")
+
+
+@pytest.mark.parametrize("family", tiers(EVERY, slow=("gemma4-moe", "gemma4-e2b", "deepseek3.2")))
 def test_scan_is_the_loop(family, compiled, batch):
   decoder, p, scanned = compiled(family)
   _, _, looped = compiled(family, scan_layers=False)
@@ -102,16 +106,18 @@ def test_remat_changes_no_number(family, policy, compiled, batch):
 
 
 WAITS = (
-  ("gemma4-e2b", "full", "layer_inputs"),
-  ("gemma4-moe", "minimal", "all"),
-  ("gemma4-moe", "save_mlp", "layer_inputs"),
-  ("deepseek3.2", "save_outputs", "kept"),
+  "gemma3 full layer_inputs",
+  "gemma4-e2b full layer_inputs",
+  "gemma4-moe minimal all",
+  "gemma4-moe save_mlp layer_inputs",
+  "deepseek3.2 save_outputs kept",
 )
 
 
-@pytest.mark.parametrize(("family", "policy", "offload"), [("gemma3", "full", "layer_inputs"), *slow(*WAITS)])
-def test_where_things_wait_for_the_backward_pass_changes_no_bit(family, policy, offload, compiled, batch):
+@pytest.mark.parametrize("case", tiers(WAITS, quick=WAITS[:1], slow=(WAITS[2], WAITS[4])))
+def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, batch):
   """A CPU has both memories in one, so that the program runs: E2B's layers read keys and values of others too."""
+  family, policy, offload = case.split()
   layers = FOUR_LAYERS if family == "gemma3" else ()
   _, p, here = compiled(family, changes=layers, remat_policy=policy)
   _, _, there = compiled(family, changes=layers, remat_policy=policy, remat_offload=offload)

@@ -17,6 +17,7 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.training.step.program import make_apply
 from tests.layers.conftest import FAMILIES
 from tests.layers.test_decoder import QUICK, UNOPTIMIZED, objective
+from tests.tiers import tiers
 
 # As written: XLA on a CPU leaves out roundings to bfloat16 and back where it may.
 EXACT: Any = UNOPTIMIZED | {"xla_allow_excess_precision": False}
@@ -68,8 +69,9 @@ def relative(a, b) -> float:
   return max(np.abs(x - y).max(initial=0) / max(np.abs(y).max(initial=0), 1e-3) for x, y in pairs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4-e2b", "deepseek3.2"])  # shared keys and values; two stacks and an indexer
+@pytest.mark.parametrize(
+  "family", tiers(("gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",))
+)  # shared keys and values; two stacks and an indexer
 def test_scan_is_the_loop(family, mixed, random_params, batch):
   """Bit for bit, as the program rounds: in bfloat16 anything else would show."""
   scanned, looped = mixed(family), mixed(family, scan_layers=False)
@@ -119,8 +121,9 @@ def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batc
   assert differs == sum(layer.precision != decoder.precision for layer in decoder.layers)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4-e2b", "deepseek3.2"])  # caches of keys and values, shared ones, and of latents
+@pytest.mark.parametrize(
+  "family", tiers(("gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",))
+)  # caches of keys and values, shared ones, and of latents
 def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_params):
   """Two calls with caches: 4 tokens, then 3, as one row of 7. A cache holds all that its float32 layers store."""
   decoder = mixed(family)

@@ -26,6 +26,7 @@ from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product, products
 from tests.layers.equations import named
 from tests.layers.test_decoder import TWO_LAYERS, UNOPTIMIZED, close, objective
+from tests.tiers import tiers
 
 RANK, SCALE = 2, 0.5
 static = dataclasses.field(metadata={"static": True})
@@ -102,8 +103,7 @@ QUICK = ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "de
 """Between them every kind of layer."""
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2"])
-@pytest.mark.slow
+@pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2"), slow=("gemma4-moe", "deepseek3.2")))
 def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, random_params, batch):
   """Loss and gradients of the factors are those of the merged arrays; experts, tables and the indexer too."""
   decoder = tiny_decoder(family, changes=dict(TWO_LAYERS) if family == "gemma4-moe" else {})
