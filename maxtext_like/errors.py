@@ -14,6 +14,15 @@ class UserError(ExitError):
 
   exit_code = 2
 
+  def __init__(self, what: str, *, fix: str = ""):
+    """Joins the parts of the message.
+
+    Args:
+      what: what is wrong, with place and value, and why.
+      fix: what to type; "" if ``what`` has a line ``fix:`` already.
+    """
+    super().__init__(f"{what}\n  fix: {fix}" if fix else what)
+
 
 class NonFiniteError(ExitError):
   """Training failed because of non-finite numbers. Repeating the command fails again.

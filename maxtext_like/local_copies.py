@@ -75,7 +75,7 @@ def copy_file(url: str) -> Path:
   except OSError as error:
     raise failed(error) from error
   if entry is None:
-    raise UserError(f"{place}: no such object")
+    raise UserError(f"{place}: no such object", fix="name an object that exists; gcloud storage ls or aws s3 ls lists them")
   return copy([entry])[0]
 
 
@@ -98,7 +98,10 @@ def copy_folder(place: Place, wanted: Callable[[Entry], bool], below: Sequence[s
   except OSError as error:
     raise failed(error) from error
   if not entries:
-    raise UserError(f"{place}: no such object, and none directly below")
+    raise UserError(
+      f"{place}: no such object, and none directly below",
+      fix="name a folder that exists; gcloud storage ls or aws s3 ls lists them",
+    )
   path, names = path_of(place), {entry.place.name for entry in entries}
   for note in path.glob(".*.copied"):
     if (name := note.name[1:].removesuffix(".copied")) not in names:

@@ -72,7 +72,7 @@ def parse(raw: bytes, where: str) -> Any:
   try:
     return loads(raw)
   except NotJsonError as error:
-    raise UserError(f"{where}: {error}") from None
+    raise UserError(f"{where}: {error}", fix="correct the file, or write it again") from None
 
 
 def parse_file(path: Path, *, limit: int) -> Any:
@@ -81,8 +81,11 @@ def parse_file(path: Path, *, limit: int) -> Any:
   try:
     size = path.stat().st_size
     if size > limit:
-      raise UserError(f"{shown}: the file has {size} bytes, more than the limit of {limit}")
+      raise UserError(
+        f"{shown}: the file has {size} bytes, more than the limit of {limit}",
+        fix="name the right file; a file of this kind is small",
+      )
     raw = path.read_bytes()
   except OSError as error:
-    raise UserError(f"{shown}: cannot be read: {error.strerror}") from None
+    raise UserError(f"{shown}: cannot be read: {error.strerror}", fix="name a file that exists and can be read") from None
   return parse(raw, shown)

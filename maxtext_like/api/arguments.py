@@ -51,7 +51,9 @@ def words(overrides: tuple[Any, ...], keys: dict[str, Any], of: Callable[..., An
     own = [name for name, p in inspect.signature(of).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for name in keys:
       if not is_key(name) and (near := did_you_misspell(name, own)):
-        raise UserError(f"{of.__name__}: unknown argument {name!r}{near}")
+        raise UserError(
+          f"{of.__name__}: unknown argument {name!r}{near}", fix=f"write one of {', '.join(own)}, or a key of the configuration"
+        )
   given = [word if isinstance(word, str) else str(word) for word in overrides]
   return [*given, *(f"{name}={to_text(_plain(value))}" for name, value in keys.items())]
 
@@ -77,7 +79,10 @@ def dtype_name(value: Any) -> Any:
 def require_number(of: Callable[..., Any], name: str, value: Any, *, whole: bool = False) -> None:
   """Raise UserError if an argument is not a number, or with ``whole`` not a whole number."""
   if not isinstance(value, numbers.Integral if whole else numbers.Real) or isinstance(value, bool):
-    raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a {'whole ' if whole else ''}number")
+    raise UserError(
+      f"{of.__name__}: {name}={value!r:.60}: not a {'whole ' if whole else ''}number",
+      fix=f"pass {name} as a {'whole ' if whole else ''}number",
+    )
 
 
 def require_numbers(
@@ -93,7 +98,7 @@ def require_numbers(
 def require_function(of: Callable[..., Any], name: str, value: Any) -> None:
   """Raise UserError if an argument is not callable."""
   if not callable(value):
-    raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a function")
+    raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a function", fix=f"pass a function as {name}")
 
 
 def place_of(given: "str | os.PathLike[str] | Saved", what: str) -> Path:

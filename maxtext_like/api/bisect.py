@@ -81,7 +81,10 @@ def bisect(
   if checkpoint is not None:
     place = place_or_url(checkpoint, "checkpoint")
     if isinstance(place, Path) and not place.is_dir():
-      raise UserError(f"checkpoint {place}: not a directory{hub.advice(str(place))}")
+      raise UserError(
+        f"checkpoint {place}: not a directory{hub.advice(str(place))}",
+        fix=hub.fix(str(place)),
+      )
   loaded = _configuration_of(place, given) if config is None else load_config(config, *given)
   for note in loaded.notes:
     say("note: " + note.replace("\n", "\n  "))

@@ -185,7 +185,7 @@ def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:
   try:
     return step, manifest.read(step)
   except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
 
 
 def _on_one_device(step: Path, stored: "Manifest") -> "Model":

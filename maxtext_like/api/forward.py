@@ -151,7 +151,7 @@ def _open_step(step: Path, given: list[str]) -> "tuple[Loaded, StepWeights]":
   try:
     loaded = load_stored(manifest.read(step).config, str(step), given)
   except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
   model = make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
   # The stored configuration has every key, so only an override has another origin.
   chosen = not loaded.origins["precision.weight_dtype"].startswith(("configs/base.yml", str(loaded.path)))

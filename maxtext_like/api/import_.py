@@ -106,7 +106,8 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   if below is None or not below.is_dir():
     raise UserError(
       f"{place / peft.CONFIG}: the weights below are {base or 'not named'}"
-      f"{', which is not a directory' + hub.advice(str(base)) if base else ''}\n  fix: name them with init_from=DIR"
+      f"{', which is not a directory' + hub.advice(str(base)) if base else ''}",
+      fix=hub.fix(str(base), "name them with init_from=DIR"),
     )
   loaded = load(below, *(word for word in given if not word.startswith("init_from=")))
   settings = peft_settings(place, loaded.model)

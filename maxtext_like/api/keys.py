@@ -40,7 +40,9 @@ def list_keys(pattern: str = "") -> Keys:
   try:
     matches = re.compile(pattern, re.IGNORECASE).search
   except re.error as error:
-    raise UserError(f"{pattern!r}: not a regular expression: {error}") from error
+    raise UserError(
+      f"{pattern!r}: not a regular expression: {error}", fix="write a part of a name, such as learning_rate"
+    ) from error
   found = tuple(k for k in documented() if matches(f"{k.section}.{k.name}") or matches(k.meaning))
   elsewhere = [f"{theirs}: MaxText's name of {ours}" for theirs, ours in maxtext.RENAMED.items() if pattern and matches(theirs)]
   elsewhere += [former_names.note(former) for former in former_names.RENAMED if pattern and matches(former)]
@@ -49,5 +51,8 @@ def list_keys(pattern: str = "") -> Keys:
     foreign = {pattern: said}
   elsewhere += [f"{theirs}: no key here: {said.says}\n  fix: {said.fix('VALUE')}" for theirs, said in foreign.items()]
   if not found and not elsewhere:
-    raise UserError(f"{pattern!r}: no such key{did_you_misspell(pattern, [k.name for k in documented()])}")
+    near = did_you_misspell(pattern, [k.name for k in documented()])
+    raise UserError(
+      f"{pattern!r}: no such key{near}", fix="search for a part of a name, or list all keys: maxtext-like train --help-keys"
+    )
   return Keys(found, tuple(elsewhere))

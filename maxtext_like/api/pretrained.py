@@ -162,7 +162,10 @@ class Pretrained:
         f"tokens: {ids.dtype} {list(ids.shape)} is not a batch of ids\n  fix: pass [rows, positions], as [[5, 6, 7]]"
       )
     if (low := ids.min()) < 0 or (high := ids.max()) >= size:
-      raise UserError(f"tokens: {low if low < 0 else high}: the vocabulary has ids 0 to {size - 1}")
+      raise UserError(
+        f"tokens: {low if low < 0 else high}: the vocabulary has ids 0 to {size - 1}",
+        fix="pass ids of this model's tokenizer: model.tokenizer.encode(TEXT)",
+      )
     return self._logits(self.params, ids.astype(np.int32))
 
   @functools.cached_property
@@ -268,7 +271,10 @@ def load(
 
   given, place = words(overrides, keys, load), place_of(directory, "checkpoint")
   if not place.is_dir():
-    raise UserError(f"{place}: no such directory{hub.advice(str(place))}")
+    raise UserError(
+      f"{place}: no such directory{hub.advice(str(place))}",
+      fix=hub.fix(str(place)),
+    )
   trained, unusable = None, None
   if (place / "config.json").is_file():
     loaded, files = _hugging_face(place, given, images), place
@@ -277,10 +283,16 @@ def load(
   else:
     step = find_step(place)
     if step is None:
-      raise UserError(f"{place}: neither a run with a checkpoint nor a Hugging Face checkpoint (config.json)")
+      raise UserError(
+        f"{place}: neither a run with a checkpoint nor a Hugging Face checkpoint (config.json)",
+        fix="pass a run, one of its checkpoints/N, or a directory with config.json and safetensors",
+      )
     loaded, files = _ours(step, given), manifest.home(step, manifest.read(step)) / sidecar_files.FOLDER
     if images and not loaded.config.vision.use_multimodal:
-      raise UserError(f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)")
+      raise UserError(
+        f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)",
+        fix="load it without images, or train with use_multimodal=true",
+      )
     own, trained = of_step(step), fingerprint_of(step)
   named = own if loaded.config.data.tokenizer == AUTO else loaded.config.data.tokenizer
   tokenizer = None
@@ -304,7 +316,10 @@ def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 
   if images and not read_config(directory).has_tower:
-    raise UserError(f"{directory}: images: the model has no vision tower (its config.json has no vision_config)")
+    raise UserError(
+      f"{directory}: images: the model has no vision tower (its config.json has no vision_config)",
+      fix="load it without images, or use a checkpoint with a vision tower",
+    )
   _, loaded = load_checkpoint_config(directory, [*(["use_multimodal=true"] if images else []), *overrides], length=2048)
   return loaded
 
@@ -316,7 +331,7 @@ def _ours(step: Path, overrides: list[str]) -> Loaded:
   try:
     return load_stored(manifest.read(step).config, str(step), overrides)
   except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
 
 
 def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt]":
@@ -338,7 +353,10 @@ def _require_ids(ids: Iterable[int], vocabulary: int) -> set[int]:
   given = list(ids) if isinstance(ids, Iterable) else [ids]
   for token in given:
     if not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
-      raise UserError(f"generate: stop_ids: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}")
+      raise UserError(
+        f"generate: stop_ids: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}",
+        fix=f"pass ids from 0 to {vocabulary - 1}",
+      )
   return {int(token) for token in given}
 
 

@@ -115,7 +115,10 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     UserError: there is no checkpoint or a damaged one, or an override is invalid.
   """
   if not directory.is_dir():
-    raise UserError(f"{directory}: no such directory{hub.advice(str(directory))}")
+    raise UserError(
+      f"{directory}: no such directory{hub.advice(str(directory))}",
+      fix=hub.fix(str(directory)),
+    )
   if (directory / "config.json").is_file():
     from maxtext_like.api.forward import open_weights
     from maxtext_like.checkpoint.huggingface.config import read_config
@@ -134,7 +137,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
       read_part = EffectiveWeights(read_part, model.base)
     return loaded.config.model, weights.decoder, read_part, notes
   from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
-  from maxtext_like.checkpoint.store.manifest import DamageError, read
+  from maxtext_like.checkpoint.store.manifest import ANOTHER, DamageError, read
   from maxtext_like.checkpoint.store.partial_read import StoredArrays
   from maxtext_like.checkpoint.store.stored_config import load_stored
   from maxtext_like.checkpoint.weight_sources import find_step
@@ -154,7 +157,7 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     stored = read(step)
     config = (load_file(ran, overrides) if ran.is_file() else load_stored(stored.config, str(step), overrides)).config
   except DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=ANOTHER) from None
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
   reader = _adapted(step, stored, config) if holds_adapter_alone(stored) else StoredArrays(step).parameter
   return config.model, decoder, reader, [f"step {step.name} of {home}"]

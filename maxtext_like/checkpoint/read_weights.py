@@ -183,7 +183,7 @@ def _manifest(step: Path | Place) -> manifest.Manifest:
   try:
     return manifest.read(step)
   except manifest.DamageError as error:
-    raise UserError(f"{step} is not a complete checkpoint: {error}") from error
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from error
 
 
 def _finite(found: Any, step: Path | Place, model: Model) -> Any:

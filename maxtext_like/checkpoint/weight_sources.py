@@ -132,7 +132,7 @@ def local_step(step: Place) -> Path:
     wanted = {step / manifest.FILE_NAME, *(manifest.home(step, stored) / name for name in stored.files)}
     local_copies.copy([entry for entry in step.entries() if entry.place in wanted])
   except manifest.DamageError as error:
-    raise UserError(f"{step} is not a complete checkpoint: {error}") from error
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from error
   except OSError as error:
     raise failed(error) from error
   return local_copies.path_of(step)
@@ -149,7 +149,7 @@ def readable_step(step: Path | Place) -> Path | Place:
   try:
     written_there = bool(manifest.read(step).folder)
   except manifest.DamageError as error:
-    raise UserError(f"{step} is not a complete checkpoint: {error}") from error
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from error
   except OSError as error:
     raise failed(error) from error
   # A step that was uploaded from a disk has hashes of its files, which can be checked only in a local copy.
@@ -181,6 +181,8 @@ def no_checkpoint(what: str, directory: Path | Place) -> UserError:
     )
   problem = "is not a checkpoint" if known or isinstance(directory, Place) else "does not exist"
   return UserError(
-    f"{what} {problem}{hub.advice(str(directory))}\n"
-    "  fix: name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
+    f"{what} {problem}{hub.advice(str(directory))}",
+    fix=hub.fix(
+      str(directory), "name a directory with config.json and safetensors, a run directory, or one of its checkpoints/N"
+    ),
   )

@@ -24,7 +24,9 @@ def run(argv: list[str]) -> int:
   options, words = _parse(argv)
   checkpoint = options.checkpoint
   if checkpoint and not is_remote(checkpoint) and not Path(checkpoint).expanduser().is_dir():
-    raise UserError(f"--checkpoint {checkpoint}: not a directory")
+    raise UserError(
+      f"--checkpoint {checkpoint}: not a directory", fix="name a run, one of its checkpoints/N, or a directory with config.json"
+    )
   from maxtext_like import bisect
 
   say = lambda line: print(line, flush=True)

@@ -95,6 +95,8 @@ def _save(path: Path, outputs: dict[str, Any]) -> None:
       np.savez(file, **outputs)
     os.replace(part, path)
   except OSError as error:
-    raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    raise UserError(
+      f"{path}: cannot be written: {error.strerror}", fix="name a file in a directory that can be written: --output OUT.npz"
+    ) from None
   finally:
     part.unlink(missing_ok=True)

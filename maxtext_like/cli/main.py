@@ -73,7 +73,9 @@ def _as_exit(error: Exception) -> ExitError | None:
   if isinstance(error, OSError):
     # The first access to a path that the user typed may raise one of these.
     known = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP) and error.filename is not None
-    return UserError(f"{error.filename}: {error.strerror}") if known else None
+    return (
+      UserError(f"{error.filename}: {error.strerror}", fix="name a path that exists and that you may read") if known else None
+    )
   from maxtext_like.cli.environment import backend_error
 
   return backend_error(error) if isinstance(error, RuntimeError) else None

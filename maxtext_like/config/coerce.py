@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable
 
-from maxtext_like.config.problems import did_you_misspell
+from maxtext_like.config.problems import alternatives, did_you_misspell
 from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_null
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -19,7 +19,15 @@ _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fal
 
 
 class CoercionError(ValueError):
-  """A value has the wrong type for its key. The message has the value and what to write."""
+  """A value has the wrong type for its key.
+
+  Attributes:
+    fix: what to write.
+  """
+
+  def __init__(self, what: str, *, fix: str):
+    super().__init__(what)
+    self.fix = fix
 
 
 def coerce(node: Node, kind: object) -> object:
@@ -41,9 +49,9 @@ def coerce(node: Node, kind: object) -> object:
   if origin is dict:
     return _dict(node, typing.get_args(kind)[1])
   if is_null(node):
-    raise CoercionError(f"null where {describe(kind)} is needed")
+    raise CoercionError(f"null where {describe(kind)} is needed", fix=_instead(kind))
   if not isinstance(node, Scalar):
-    raise CoercionError(f"{_shown(node)} where {describe(kind)} is needed")
+    raise CoercionError(f"{_shown(node)} where {describe(kind)} is needed", fix=_instead(kind))
   return _SCALARS[kind](node)
 
 
@@ -66,16 +74,29 @@ def _union(node: Node, kinds: tuple) -> object:
   if is_null(node):
     if optional:
       return None
-    raise CoercionError(f"null where {' or '.join(describe(k) for k in kinds)} is needed")
-  errors = []
+    raise CoercionError(f"null where {_any_of(kinds)} is needed", fix=f"write {_any_of(kinds)}")
+  errors: list[CoercionError] = []
   for kind in (k for k in kinds if k is not types.NoneType):
     if len(kinds) - optional > 1 and not isinstance(node, _NODES.get(typing.get_origin(kind), Scalar)):
       continue
     try:
       return coerce(node, kind)
     except CoercionError as error:
-      errors.append(str(error))
-  raise CoercionError("; ".join(errors) or f"{_shown(node)} where {' or '.join(describe(k) for k in kinds)} is needed")
+      errors.append(error)
+  if not errors:
+    raise CoercionError(f"{_shown(node)} where {_any_of(kinds)} is needed", fix=f"write {_any_of(kinds)}")
+  fixes = dict.fromkeys(error.fix for error in errors)
+  raise CoercionError("; ".join(map(str, errors)), fix=", or ".join(fixes))
+
+
+def _any_of(kinds: tuple) -> str:
+  return " or ".join(describe(kind) for kind in kinds)
+
+
+def _instead(kind: object) -> str:
+  """Return the fix for a value of another type, with an example for numbers."""
+  examples: dict[object, str] = {int: "a whole number, as 20", float: "a number, as 0.1", bool: "true or false", str: "text"}
+  return f"write {examples.get(kind) or describe(kind)}"
 
 
 def _literal(node: Node, choices: tuple) -> object:
@@ -88,7 +109,7 @@ def _literal(node: Node, choices: tuple) -> object:
         return choice
   texts = [_literal_text(c) for c in choices]
   near = did_you_misspell(node.text, texts) if isinstance(node, Scalar) else ""
-  raise CoercionError(f"{_shown(node)} is not one of {', '.join(texts)}{near}")
+  raise CoercionError(f"{_shown(node)} is not one of {', '.join(texts)}{near}", fix=f"write {alternatives(texts)}")
 
 
 def _literal_text(choice: object) -> str:
@@ -100,19 +121,19 @@ def _tuple(node: Node, kind: object) -> tuple:
     # Suggest what the user wrote as a list: the words between commas, or the text as the only entry.
     word = node.text if isinstance(node, Scalar) and isinstance(kind, type) and not is_null(node) else None
     write = "a, b" if word is None else word if _WORDS.fullmatch(word) else json.dumps(word, ensure_ascii=False)
-    raise CoercionError(f"{_shown(node)} where a list is needed: write [{write}]")
+    raise CoercionError(f"{_shown(node)} where a list is needed", fix=f"write [{write}]")
   return tuple(coerce(item, kind) for item in node.items)
 
 
 def _dict(node: Node, kind: object) -> dict:
   if not isinstance(node, Mapping):
-    raise CoercionError(f"{_shown(node)} where a mapping is needed: write {{a: b}}")
+    raise CoercionError(f"{_shown(node)} where a mapping is needed", fix="write {a: b}")
   return {name: coerce(item, kind) for name, item in node.items.items()}
 
 
 def _plain(node: Scalar, kind: str) -> str:
   if not node.plain:
-    raise CoercionError(f"quoted text {json.dumps(node.text)} where {kind} is needed: write it without quotes")
+    raise CoercionError(f"quoted text {json.dumps(node.text)} where {kind} is needed", fix="write it without quotes")
   return node.text
 
 
@@ -120,37 +141,38 @@ def _int(node: Scalar) -> int:
   text = _plain(node, "int")
   if _INT.fullmatch(text):
     if len(text) > _INT_LENGTH or not -(2**63) <= int(text) < 2**63:
-      raise CoercionError(f"{text!r} does not fit a 64-bit int")
+      raise CoercionError(f"{text!r} does not fit a 64-bit int", fix="write a smaller number")
     return int(text)
-  remedy = ""
+  fix = _instead(int)
   if _FLOAT.fullmatch(text) and not _LEADING_ZERO.match(text):
     number = float(text.replace("_", ""))
     if math.isfinite(number) and number.is_integer() and abs(number) < 2**63:
-      remedy = f": write {int(number)}"
-  raise CoercionError(f"{text!r} is not an int{remedy}")
+      fix = f"write {int(number)}"
+  raise CoercionError(f"{text!r} is not an int", fix=fix)
 
 
 def _float(node: Scalar) -> float:
   text = _plain(node, "float")
   if not _FLOAT.fullmatch(text) or _LEADING_ZERO.match(text):
-    raise CoercionError(f"{text!r} is not a float")
+    raise CoercionError(f"{text!r} is not a float", fix=_instead(float))
   number = float(text.replace("_", ""))
   if not math.isfinite(number):
-    raise CoercionError(f"{text!r} is outside the range of a float")
+    raise CoercionError(f"{text!r} is outside the range of a float", fix="write a number below 1e308")
   return number
 
 
 def _bool(node: Scalar) -> bool:
   text = _plain(node, "bool")
   if text not in _BOOLS:
-    raise CoercionError(f"{text!r} is not a bool: write true or false")
+    raise CoercionError(f"{text!r} is not a bool", fix=_instead(bool))
   return _BOOLS[text]
 
 
 def _str(node: Scalar) -> str:
   for c in node.text:
     if ord(c) < 0x20 or ord(c) == 0x7F or 0xD800 <= ord(c) <= 0xDFFF:
-      raise CoercionError(f"{json.dumps(node.text)} contains the control character U+{ord(c):04X}, which is not allowed")
+      what = f"{json.dumps(node.text)} contains the control character U+{ord(c):04X}, which is not allowed"
+      raise CoercionError(what, fix="write the text without it")
   return node.text
 
 

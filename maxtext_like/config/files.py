@@ -70,7 +70,7 @@ def find_config(name: str) -> Path:
   if path.is_dir():
     raise UserError(f"{name}: is a directory, not a configuration file{_hint(path.name)}")
   if path.exists():
-    raise UserError(f"{name}: is not a regular file")
+    raise UserError(f"{name}: is not a regular file", fix="name a regular .yml file")
   stem = path.stem if path.suffix in SUFFIXES else path.name
   raise UserError(f"{name}: no such model or configuration file{_hint(stem)}")
 

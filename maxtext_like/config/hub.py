@@ -49,10 +49,17 @@ def name_of(directory: Path) -> str:
 
 
 def advice(text: str) -> str:
-  """Return how to download a model that ``find`` did not find, as the end of a sentence; "" if the text looks like a path."""
-  if _NAME.fullmatch(text) is None or Path(text).exists() or Path(text).parent.is_dir():
-    return ""
-  return f", and it is not in the Hugging Face cache {cache()}: download it with hf download {text} (package huggingface_hub)"
+  """Return where ``find`` looked for a model that it did not find, to end a sentence; "" if the text looks like a path."""
+  return f", and it is not in the Hugging Face cache {cache()}" if _may_be_name(text) else ""
+
+
+def fix(text: str, otherwise: str = "name a run, one of its checkpoints/N, or a directory with config.json") -> str:
+  """Return what to type if ``find`` did not find a model: how to download it if it may be a Hub name, or ``otherwise``."""
+  return f"hf download {text} (package huggingface_hub), or {otherwise}" if _may_be_name(text) else otherwise
+
+
+def _may_be_name(text: str) -> bool:
+  return _NAME.fullmatch(text) is not None and not Path(text).exists() and not Path(text).parent.is_dir()
 
 
 def checkpoint_path(text: str) -> str:
@@ -65,5 +72,5 @@ def checkpoint_path(text: str) -> str:
     return text
   found = find(local_path(text))
   if found is None and (how := advice(text)):
-    raise argparse.ArgumentTypeError(f"{text} is not a directory{how}")
+    raise argparse.ArgumentTypeError(f"{text} is not a directory{how}\n  fix: {fix(text)}")
   return existing_path(str(found or text))

@@ -122,7 +122,7 @@ def _settings(words: Sequence[str], shown: str) -> tuple[Values, list[Problem]]:
     if not equals or not text:
       problems.append(Problem(f"{shown}: {word!r} is not key=value", (KEY,), FORM))
     elif key in own:
-      problems.append(Problem(f"{shown}: {key} is set twice", (KEY,)))
+      problems.append(Problem(f"{shown}: {key} is set twice", (KEY,), f"remove one of the two values of {key}"))
     elif key not in LAYER_KEYS:
       known = key in _KINDS
       what = f"{key} applies to the model as a whole" if known else f"unknown key {key!r}{did_you_misspell(key, LAYER_KEYS)}"
@@ -131,5 +131,5 @@ def _settings(words: Sequence[str], shown: str) -> tuple[Values, list[Problem]]:
       try:
         own[key] = coerce(Scalar(text, plain=True, line=1), _KINDS[key])
       except CoercionError as error:
-        problems.append(Problem(f"{shown}: {key}: {error}", (KEY,)))
+        problems.append(Problem(f"{shown}: {key}: {error}", (KEY,), error.fix))
   return {key: own[key] for key in LAYER_KEYS if key in own}, problems

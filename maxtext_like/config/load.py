@@ -374,9 +374,10 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
     try:
       values[leaf] = value = coerce(entry.node, kind)
       if isinstance(value, int) and abs(value) > (most := LARGEST.get(leaf, LARGEST_INT)):
-        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is above the limit {most}"))
+        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is above the limit {most}", fix=f"write at most {most}"))
       elif isinstance(value, float) and abs(value) > (most := largest_float(leaf)):
-        problems.append(Problem(f"{entry.origin}: {leaf}: {value} is above the limit {most:.6g}"))
+        what = f"{entry.origin}: {leaf}: {value} is above the limit {most:.6g}"
+        problems.append(Problem(what, fix=f"write at most {most:.6g}"))
     except CoercionError as error:
       if isinstance(entry.node, Scalar) and entry.node.text == "null" and entry.origin.startswith("configs/base.yml:"):
         values[leaf] = None
@@ -384,8 +385,8 @@ def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_uns
       else:
         word = entry.node.text if isinstance(entry.node, Scalar) else ""
         ours = foreign_names.LIST_WORDS.get(word) if leaf in ("lora_modules", "base_weights_modules") else None
-        said = f"'{word}' where a list is needed: write [{ours}]" if ours else error
-        problems.append(Problem(f"{entry.origin}: {leaf}: {said}"))
+        said, fix = (f"'{word}' where a list is needed", f"write [{ours}]") if ours else (error, error.fix)
+        problems.append(Problem(f"{entry.origin}: {leaf}: {said}", fix=fix))
   if unset and not allow_unset:
     needed = ", ".join(f"{leaf} ({describe(LEAVES[leaf][1])})" for leaf in unset)
     problems.append(Problem(f"the model file does not set {needed}", fix="add them under model:"))

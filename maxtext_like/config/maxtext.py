@@ -100,7 +100,7 @@ CONVERTED = ("mlp_activations", "global_rope_max_timescale", *PROFILER, *maxtext
 KNOWN = frozenset((*RENAMED, *FIXED, *WITHOUT_EFFECT, *CONVERTED, *former_names.RENAMED))
 
 
-_FILES = Meaning(refused=f"the text comes from local files: write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES")
+_FILES = Meaning(refused=f"write dataset=jsonl ({', '.join(OF_FILES)}) dataset_path=FILES, because texts come from local files")
 _KEPT = Meaning(
   refused="write remat_policy=minimal (products are kept), save_mlp (o, gate, up and down), save_outputs (o and down), "
   "save_attention, full (nothing is kept) or none; remat_offload=layer_inputs, kept or all keeps activations in host memory"
@@ -157,7 +157,7 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
     try:
       together += meant({entry.key: entry for entry in entries if entry.key in keys}, notes)
     except CoercionError as error:
-      problems.append(Problem(str(error)))
+      problems.append(Problem(str(error), fix=error.fix))
   for entry in (*together, *(e for e in entries if e.key not in (*PROFILER, *maxtext_remat.KEYS))):
     if entry.key in WITHOUT_EFFECT:
       notes.append(f"{entry.origin}: {entry.key} has no effect: {WITHOUT_EFFECT[entry.key]}")
@@ -178,7 +178,7 @@ def translate_keys(entries: list[Entry], family: str) -> tuple[list[Entry], list
         converted = convert(ours) if (convert := _CONVERTERS.get(ours.key)) else _by_value(ours, notes)
         done.append(converted)
       except CoercionError as error:
-        problems.append(Problem(f"{entry.origin}: {entry.key}: {error}"))
+        problems.append(Problem(f"{entry.origin}: {entry.key}: {error}", fix=error.fix))
   return done, notes, problems
 
 
@@ -189,7 +189,7 @@ def _profiler(found: dict[str, Entry], notes: list[str]) -> list[Entry]:
     try:
       numbers[key] = int(str(coerce(found[key].node, int)))
     except CoercionError as error:
-      raise CoercionError(f"{found[key].origin}: {key}: {error}") from error
+      raise CoercionError(f"{found[key].origin}: {key}: {error}", fix=error.fix) from error
   kind = coerce(found["profiler"].node, str) if "profiler" in found else ""
   if kind == "xplane":
     skipped, count = numbers.values()
@@ -200,7 +200,8 @@ def _profiler(found: dict[str, Entry], notes: list[str]) -> list[Entry]:
   if kind != "":
     where = found["profiler"].origin
     raise CoercionError(
-      f"{where}: profiler: {kind!r} is not supported: write profile_steps=10-12 (JAX's profiler), or run the command under nsys"
+      f"{where}: profiler: {kind!r} is not supported",
+      fix="write profile_steps=10-12 (JAX's profiler), or run the command under nsys",
     )
   notes += [
     f"{entry.origin}: {key} has no effect without profiler=xplane; the key here is profile_steps"
@@ -232,7 +233,7 @@ def _by_value(entry: Entry, notes: list[str]) -> Entry:
     if text != theirs and not (entry.node.plain and same_number(text, theirs)):
       continue
     if meaning.refused:
-      raise CoercionError(f"{text!r} is a value of MaxText: {meaning.refused}")
+      raise CoercionError(f"{text!r} is a value that only MaxText has", fix=meaning.refused)
     made = entry_of(entry.key, meaning.value, entry)
     if meaning.note:
       notes.append(f"{entry.origin}: {entry.key} is translated to {meaning.value}: {meaning.note}")
@@ -270,7 +271,7 @@ def _shown(entry: Entry) -> str:
 def _activation(entry: Entry) -> Entry:
   names = coerce(entry.node, tuple[str, ...]) if isinstance(entry.node, Sequence) else ()
   if not (isinstance(names, tuple) and len(names) == 2 and names[1] == "linear" and names[0] in ("gelu", "silu")):
-    raise CoercionError("only [gelu, linear] and [silu, linear], a gated MLP, are supported")
+    raise CoercionError("only a gated MLP is supported", fix="write [gelu, linear] or [silu, linear]")
   return entry_of("mlp_activation", names[0], entry)
 
 

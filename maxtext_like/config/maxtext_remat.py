@@ -51,9 +51,8 @@ def translated(found: Mapping[str, Entry], notes: list[str]) -> list[Entry]:
   for name, entry in tensors.items():
     if _where(entry) != ("device" if name == INPUT else "remat"):
       raise CoercionError(
-        f"{entry.origin}: {name} has an effect only with remat_policy: custom; write remat_offload=layer_inputs"
-        if name == INPUT
-        else f"{entry.origin}: {name} has an effect only with remat_policy: custom; write remat_policy=save_outputs"
+        f"{entry.origin}: {name} has an effect only with remat_policy: custom",
+        fix="write remat_offload=layer_inputs" if name == INPUT else "write remat_policy=save_outputs",
       )
     notes.append(f"{entry.origin}: {name} has no effect without remat_policy=custom")
   if policy is None:
@@ -72,7 +71,7 @@ def _said(source: Entry, policy: str, offload: str, notes: list[str]) -> list[En
 def _where(entry: Entry) -> str:
   where = coerce(entry.node, str)
   if where not in ("device", "offload", "remat"):
-    raise CoercionError(f"{entry.origin}: {entry.key}: {where!r} is not one of device, offload, remat")
+    raise CoercionError(f"{entry.origin}: {entry.key}: {where!r} is not one of device, offload, remat", fix="write one of them")
   return str(where)
 
 
@@ -82,7 +81,7 @@ def _custom(tensors: Mapping[str, Entry]) -> tuple[str, str]:
   inputs = where.pop(INPUT, "device")
   if inputs == "remat":
     raise CoercionError(
-      f"{tensors[INPUT].origin}: {INPUT}: remat: the input of a layer is always kept; write device or offload"
+      f"{tensors[INPUT].origin}: {INPUT}: remat: the input of a layer is always kept", fix="write device or offload"
     )
   kept = {name: place for name, place in where.items() if place != "remat"}
   policy, places = POLICIES.get(frozenset(kept)), set(kept.values())
@@ -90,9 +89,10 @@ def _custom(tensors: Mapping[str, Entry]) -> tuple[str, str]:
     first = tensors[next(iter(kept))]
     what = f"{', '.join(f'{name}: {place}' for name, place in kept.items())}"
     raise CoercionError(
-      f"{first.origin}: remat_policy: custom with {what}: no policy keeps exactly these. save_attention keeps context; "
-      "save_outputs keeps out_proj and mlpwo; save_mlp keeps these and mlpwi_0 and mlpwi_1; minimal keeps all matrix products; "
-      "full keeps nothing. remat_offload=kept moves the kept tensors to host memory"
+      f"{first.origin}: remat_policy: custom with {what}: no policy keeps exactly these",
+      fix="write remat_policy=save_attention (keeps context), save_outputs (out_proj and mlpwo), save_mlp (these and "
+      "mlpwi_0 and mlpwi_1), minimal (all matrix products) or full (nothing); "
+      "remat_offload=kept moves the kept tensors to host memory",
     )
   names = {(False, False): "none", (True, False): "layer_inputs", (False, True): "kept", (True, True): "all"}
   return policy, names[inputs == "offload", places == {"offload"}]

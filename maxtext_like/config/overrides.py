@@ -147,7 +147,8 @@ def parse_overrides(words: list[str]) -> tuple[list[str], list[Entry], list[Prob
       except UnknownKeyError as error:
         problems.append(error.problem(origin, value))
       except UserError as error:
-        problems.append(Problem(str(error)))
+        what, _, fix = str(error).partition("\n  fix: ")
+        problems.append(Problem(what, fix=fix))
   return hardware, entries, problems
 
 

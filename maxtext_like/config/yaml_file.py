@@ -61,26 +61,34 @@ def read_yaml(path: Path, label: str) -> Mapping:
     with path.open("rb") as file:
       data = file.read(MAX_BYTES + 1)
   except OSError as error:
-    raise UserError(f"{label}: cannot be read: {error.strerror}") from error
+    raise UserError(
+      f"{label}: cannot be read: {error.strerror}", fix="name a file that exists and that you may read"
+    ) from error
   if len(data) > MAX_BYTES:
-    raise UserError(f"{label}:1: larger than {MAX_BYTES >> 20} MiB, the limit for a configuration")
+    raise UserError(
+      f"{label}:1: larger than {MAX_BYTES >> 20} MiB, the limit for a configuration",
+      fix="keep only 'key: value' lines of this project in the file",
+    )
   return parse_yaml(data, label)
 
 
 def parse_yaml(data: bytes, label: str) -> Mapping:
   """Return the top-level mapping of a YAML text; see ``read_yaml``."""
   if b"\0" in data:
-    raise UserError(f"{label}:{_line_of(data, data.index(bytes(1)))}: NUL byte in the file")
+    raise UserError(f"{label}:{_line_of(data, data.index(bytes(1)))}: NUL byte in the file", fix="save the file as UTF-8 text")
   try:
     text = data.decode("utf-8-sig")
   except UnicodeDecodeError as error:
-    raise UserError(f"{label}:{_line_of(data, error.start)}: not valid UTF-8") from error
+    raise UserError(f"{label}:{_line_of(data, error.start)}: not valid UTF-8", fix="save the file as UTF-8 text") from error
   node = _Reader(text, label).document()
   if node is None:
     return Mapping({}, {}, 1)
   if not isinstance(node, Mapping):
     kind = "a list" if isinstance(node, Sequence) else "a single value"
-    raise UserError(f"{label}:{node.line}: {kind} at the top level; a configuration consists of 'key: value' lines")
+    raise UserError(
+      f"{label}:{node.line}: {kind} at the top level; a configuration consists of 'key: value' lines",
+      fix="write key: value on each line",
+    )
   return node
 
 
@@ -109,16 +117,22 @@ class _Reader:
       yield from yaml.parse(text, Loader=yaml.SafeLoader)
     except yaml.reader.ReaderError as error:
       line = text.count("\n", 0, error.position) + 1
-      raise self.error(line, f"character U+{int(error.character):04X} is not allowed in YAML") from error
+      raise self.error(
+        line, f"character U+{int(error.character):04X} is not allowed in YAML", fix="remove the character"
+      ) from error
     except yaml.MarkedYAMLError as error:
       mark = error.problem_mark or error.context_mark
       reason = " ".join(part for part in (error.problem, error.context) if part)
-      raise self.error(mark.line + 1 if mark else 1, f"not valid YAML: {reason}") from error
+      raise self.error(
+        mark.line + 1 if mark else 1,
+        f"not valid YAML: {reason}",
+        fix="correct the line; a value with ':', '#' or quotes needs quotes around it",
+      ) from error
     except RecursionError as error:
-      raise self.error(1, "nested too deeply") from error
+      raise self.error(1, "nested too deeply", fix="write lists and mappings with fewer levels") from error
 
-  def error(self, line: int, reason: str) -> UserError:
-    return UserError(f"{self.label}:{line}: {reason}")
+  def error(self, line: int, reason: str, *, fix: str) -> UserError:
+    return UserError(f"{self.label}:{line}: {reason}", fix=fix)
 
   def document(self) -> Node | None:
     node, documents = None, 0
@@ -127,9 +141,11 @@ class _Reader:
         documents += 1
         line = event.start_mark.line + 1
         if documents > 1:
-          raise self.error(line, "a second document ('---'); a configuration is one document")
+          raise self.error(
+            line, "a second document ('---'); a configuration is one document", fix="remove the line '---' and what follows it"
+          )
         if event.tags:
-          raise self.error(line, "a %TAG directive; tags are not allowed in a configuration")
+          raise self.error(line, "a %TAG directive; tags are not allowed in a configuration", fix="remove the directive")
       elif isinstance(event, yaml.NodeEvent):
         node = self.node(event, depth=1)
     return node
@@ -137,15 +153,17 @@ class _Reader:
   def node(self, event: yaml.NodeEvent, depth: int) -> Node:
     line = event.start_mark.line + 1
     if isinstance(event, yaml.AliasEvent):
-      raise self.error(line, f"alias '*{event.anchor}'; write the value out, aliases are not allowed in a configuration")
+      raise self.error(line, f"alias '*{event.anchor}'; aliases are not allowed in a configuration", fix="write the value out")
     if event.anchor is not None:
-      raise self.error(line, f"anchor '&{event.anchor}'; anchors are not allowed in a configuration")
+      raise self.error(line, f"anchor '&{event.anchor}'; anchors are not allowed in a configuration", fix="remove the anchor")
     if tag := getattr(event, "tag", None):
-      raise self.error(line, f"tag '{tag}'; tags can build objects and are not allowed in a configuration")
+      raise self.error(
+        line, f"tag '{tag}'; tags can build objects and are not allowed in a configuration", fix="remove the tag"
+      )
     if isinstance(event, yaml.ScalarEvent):
       return Scalar(event.value, plain=event.style is None, line=line)
     if depth > MAX_DEPTH:
-      raise self.error(line, f"nested more than {MAX_DEPTH} deep")
+      raise self.error(line, f"nested more than {MAX_DEPTH} deep", fix="write lists and mappings with fewer levels")
     if isinstance(event, yaml.SequenceStartEvent):
       items = []
       while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
@@ -159,11 +177,13 @@ class _Reader:
     while not isinstance(event := next(self.events), yaml.MappingEndEvent):
       key = self.node(event, depth + 1)
       if not isinstance(key, Scalar):
-        raise self.error(key.line, "a list or mapping as a key; keys are names")
+        raise self.error(key.line, "a list or mapping as a key; keys are names", fix="write a name before the colon")
       if key.text == "<<" and key.plain:
-        raise self.error(key.line, "merge key '<<'; write the values out, merging is not allowed in a configuration")
+        raise self.error(key.line, "merge key '<<'; merging is not allowed in a configuration", fix="write the values out")
       if key.text in items:
-        raise self.error(key.line, f"duplicate key {key.text!r}, first on line {key_lines[key.text]}")
+        raise self.error(
+          key.line, f"duplicate key {key.text!r}, first on line {key_lines[key.text]}", fix="remove one of the two lines"
+        )
       items[key.text] = self.node(next(self.events), depth + 1)
       key_lines[key.text] = key.line
     return Mapping(items, key_lines, line)

@@ -67,7 +67,7 @@ class DataConfig(Protocol):
 def kind_of(data: DataConfig) -> Dataset:
   """Returns the kind of data set that data.dataset names. Raises UserError."""
   if data.dataset not in DATASETS:
-    raise UserError(f"data.dataset is '{data.dataset}', expected one of {', '.join(DATASETS)}")
+    raise UserError(f"data.dataset is '{data.dataset}', expected one of {', '.join(DATASETS)}", fix="write one of these names")
   return DATASETS[data.dataset]
 
 

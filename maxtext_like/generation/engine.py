@@ -60,7 +60,10 @@ class Prompts:
     mask = np.asarray(attention_mask) != 0
     shapes = {np.shape(array) for array in (input_ids, mask, token_types) if array is not None}
     if len(shapes) > 1 or mask.ndim != 2:
-      raise UserError(f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one shape [rows, positions]")
+      raise UserError(
+        f"prompts: ids, mask and types have shapes {sorted(shapes)}, expected one shape [rows, positions]",
+        fix="pass arrays of one shape",
+      )
     if (np.abs(np.diff(mask.astype(int), axis=1, prepend=0, append=0)).sum(axis=1) > 2).any():
       raise UserError("prompts: attention_mask has padding between the tokens of a row\n  fix: pad on the left or right")
 

@@ -79,7 +79,7 @@ class Prompt:
     try:
       conversation = read_conversation(record, place, folder)
     except BadRecordError as error:
-      raise UserError(str(error)) from None
+      raise UserError(str(error), fix=error.fix or "correct this prompt") from None
     return cls("", conversation.images, place, conversation)
 
 
@@ -95,7 +95,7 @@ def read_prompts(path: Path) -> list[Prompt]:
   try:
     lines = path.read_bytes().splitlines()
   except OSError as error:
-    raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    raise UserError(f"{path}: cannot be read: {error.strerror}", fix="name a .jsonl file that exists and can be read") from None
   prompts = []
   for number, line in enumerate(lines, 1):
     if line.strip():
@@ -105,10 +105,13 @@ def read_prompts(path: Path) -> list[Prompt]:
         prompts.append(Prompt._of_record(record, place, str(path.parent.absolute())))
         continue
       if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-        raise UserError(f'{place}: expected an object with a text "prompt" or with "messages"')
+        raise UserError(
+          f'{place}: expected an object with a text "prompt" or with "messages"',
+          fix='write {"prompt": "..."} or {"messages": [...]} on the line',
+        )
       images = record.get("images") or []
       if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
-        raise UserError(f'{place}: "images" is not a list of file names')
+        raise UserError(f'{place}: "images" is not a list of file names', fix='write "images": ["a.png"]')
       prompts.append(
         Prompt(record["prompt"], tuple(n if is_data(n) else str(path.parent / Path(n).expanduser()) for n in images), place)
       )
@@ -163,11 +166,11 @@ def encode(
       else:
         ids, found = _encode_one(prompt, tokenizer, vision)
     except UnicodeEncodeError:
-      raise UserError(f"{prompt.place}: not valid Unicode text") from None
+      raise UserError(f"{prompt.place}: not valid Unicode text", fix="save the file, or set the terminal, as UTF-8") from None
     except BadRecordError as error:
-      raise UserError(str(error)) from None
+      raise UserError(str(error), fix=error.fix or "correct this prompt") from None
     except RenderError as error:
-      raise UserError(f"{prompt.place}: {error}") from None
+      raise UserError(f"{prompt.place}: {error}", fix=error.fix or "change the conversation, or set chat_template") from None
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
       ids = [tokenizer.bos_id, *ids]
     if not ids:

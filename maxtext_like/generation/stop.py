@@ -49,13 +49,16 @@ def _listed(directory: Path) -> set[int]:
       continue
     values = parse_file(path, limit=4 << 20)
     if not isinstance(values, dict):
-      raise UserError(f"{printable(path)}: not a JSON object")
+      raise UserError(f"{printable(path)}: not a JSON object", fix="download the file of the model again")
     text = values.get("text_config")
     found = values.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
     if found is None:
       continue
     ids = found if isinstance(found, list) else [found]
     if not all(type(i) is int and i >= 0 for i in ids):
-      raise UserError(f"{printable(path)}: eos_token_id is {printable(found)}, expected a token id or a list of them")
+      raise UserError(
+        f"{printable(path)}: eos_token_id is {printable(found)}, expected a token id or a list of them",
+        fix="write the id of the token that ends a text, as in the published model",
+      )
     return set(ids)
   return set()

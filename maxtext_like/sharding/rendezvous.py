@@ -107,7 +107,10 @@ def _listener(port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
   except OSError as error:
     reason = "it is in use by another program" if error.errno == errno.EADDRINUSE else error.strerror
-    raise UserError(f"port {port} of {platform.node()} cannot be opened for a rendezvous: {reason}; choose another") from error
+    raise UserError(
+      f"port {port} of {platform.node()} cannot be opened for a rendezvous: {reason}",
+      fix="set another port in the address of process 0",
+    ) from error
 
 
 def _read_info(connection: socket.socket) -> ProcessInfo | None:
@@ -125,15 +128,21 @@ def _read_info(connection: socket.socket) -> ProcessInfo | None:
 def _differs(mine: ProcessInfo, other: ProcessInfo, same_index: ProcessInfo | None) -> ExitError | None:
   """Compares another process with this one. Returns the error to raise if they do not belong to one run, else None."""
   if other.count != mine.count:
-    return UserError(f"{other} expects {other.count} processes, {mine} expects {mine.count}; start all with the same number")
+    return UserError(
+      f"{other} expects {other.count} processes, {mine} expects {mine.count}",
+      fix="start all processes with the same number of processes",
+    )
   if not 0 < other.index < mine.count or same_index is not None:
     twin = mine if other.index == 0 else same_index
-    return UserError(f"two processes have the index {other.index}: {other} and {twin}; number the processes from 0")
+    return UserError(
+      f"two processes have the index {other.index}: {other} and {twin}", fix="give every process another index, from 0"
+    )
   for what in sorted(mine.facts.keys() | other.facts.keys()):
     here, there = mine.facts.get(what, "(none)"), other.facts.get(what, "(none)")
     if here != there:
       return UserError(
-        f"{what} differs: {masked(there)} in {other}, {masked(here)} in {mine}; start all with the same command and code"
+        f"{what} differs: {masked(there)} in {other}, {masked(here)} in {mine}",
+        fix="start all processes with the same command, code and packages",
       )
   return None
 

@@ -38,7 +38,9 @@ def test_the_snapshot_of_main(cached):
   cached(revision="other000", ref="experiment")
   assert hub.find(NAME) == snapshot
   assert hub.find("google/gemma-3-12b-it") is None
-  assert "hf download google/gemma-3-4b-it" in hub.advice(NAME)
+  assert str(hub.cache()) in hub.advice(NAME)
+  assert "hf download google/gemma-3-4b-it" in hub.fix(NAME)
+  assert "hf download" not in hub.fix("runs/a/b")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_model_name_is_the_files_unless_set(model):
     (TINY + "\nmesh:\n  steps: 5\n", rf"m.yml:{END + 3}: 'steps' is a key of training, not of mesh"),
     (TINY + "\nmesh: 5\n", rf"m.yml:{END + 2}: mesh is a section"),
     (TINY + "\nsteps: 5\n", rf"m.yml:{END + 2}: duplicate key 'steps', first at m.yml:{LINE['steps']}"),
-    (TINY.replace("steps: 100", "steps: 5.0"), rf"m.yml:{LINE['steps']}: steps: '5.0' is not an int: write 5"),
+    (TINY.replace("steps: 100", "steps: 5.0"), rf"m.yml:{LINE['steps']}: steps: '5.0' is not an int\n  fix: write 5$"),
     (TINY.replace("steps: 100", "steps: {a: 1}"), rf"m.yml:{LINE['steps']}: steps: a mapping where int is needed"),
     (
       TINY.replace("steps: 100", "steps:\n    deep:\n      er: 1"),

@@ -51,7 +51,8 @@ def test_refused_with_line_and_reason(case):
   assert time.process_time() - start < 1
   assert str(refused.value).startswith(f"x.yml:{line}: ")
   assert reason in str(refused.value)
-  assert "\n" not in str(refused.value)
+  _, fix = str(refused.value).split("\n")  # in two lines
+  assert fix.startswith("  fix: ")
 
 
 def test_a_large_file_is_refused_unread(tmp_path):
@@ -69,7 +70,7 @@ def test_the_largest_file_is_read(tmp_path):
 
 
 def test_unreadable_file_names_the_reason(tmp_path):
-  with pytest.raises(UserError, match=r"^x.yml: cannot be read: Is a directory$"):
+  with pytest.raises(UserError, match=r"^x.yml: cannot be read: Is a directory\n  fix: "):
     read_yaml(tmp_path, "x.yml")
 
 

@@ -173,7 +173,9 @@ def _meant(known: list[Candidate], entry: str, key: str, vision_tower: VisionTow
   try:
     found = [c for c in known if c.means(entry)]
   except re.error as error:
-    raise UserError(f"{key}: {entry!r} is not a regular expression: {error}") from None
+    raise UserError(
+      f"{key}: {entry!r} is not a regular expression: {error}", fix="correct the expression, or write a name such as q_proj"
+    ) from None
   # "gate" is DeepSeek's router and the gate of every MLP. A router is adapted only if the entry says so.
   hits = {c.name for c in found if not c.chooses} or {c.name for c in found}
   hits |= {c.name for c in found if c.chooses and _CHOOSING & set(re.split(r"\W+", entry))}

@@ -182,7 +182,10 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   if shared := [
     own.tensor.name for own in given.maps if len({piece.half for piece in own.tensor.pieces}) < len(own.tensor.pieces)
   ]:
-    raise UserError(f"{where}: {printable(shared[0])}: it is two weights here, which cannot share a trained adapter")
+    raise UserError(
+      f"{where}: {printable(shared[0])}: it is two weights here, which cannot share a trained adapter",
+      fix="merge the adapter with peft (merge_and_unload) and import the result",
+    )
   maps = {peft_targets.name_of(model.decoder, piece): own for own in given.maps for piece in own.tensor.pieces}
   rslora = bool(config.get("use_rslora"))
   ranks = {name: own.rank for name, own in maps.items()}

@@ -123,7 +123,7 @@ def step_of_adapter(directory: Any) -> tuple[Any, manifest.Manifest]:
   try:
     stored = manifest.read(step)
   except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
   if not adapter_step.holds_adapter_alone(stored):
     raise UserError(
       f"{step}: contains a complete model, not an adapter\n  fix: name it as the checkpoint, or in init_from to train from it"

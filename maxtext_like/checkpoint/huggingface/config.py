@@ -66,9 +66,10 @@ def read_config(directory: Path) -> HuggingFaceConfig:
   path = directory / "config.json"
   if not path.is_file():
     missing = "has no config.json" if directory.is_dir() else f"no such directory{hub.advice(str(directory))}"
+    fix = "name such a directory; maxtext-like export writes one from a run"
     raise UserError(
-      f"{printable(directory)}: {missing}; expected a Hugging Face checkpoint directory\n"
-      "  fix: name such a directory; maxtext-like export writes one from a run"
+      f"{printable(directory)}: {missing}; expected a Hugging Face checkpoint directory",
+      fix=hub.fix(str(directory), fix),
     )
   config = interpret(parse_file(path, limit=_LIMIT), printable(path))
   if config.model["logits_via_embedding"] and (head := other_head(directory, config.float8_block)):
@@ -81,17 +82,22 @@ def read_config(directory: Path) -> HuggingFaceConfig:
 def interpret(values: Any, where: str) -> HuggingFaceConfig:
   """Interprets the parsed contents of a config.json. ``where`` names the file in errors."""
   if not isinstance(values, dict):
-    raise UserError(f"{where}: not a JSON object")
+    raise UserError(f"{where}: not a JSON object", fix="download config.json of the model again")
   top = Fields(values, where)
   model_type = top.text("model_type", "", null="")
   family = next((f.huggingface for f in FAMILIES.values() if model_type in f.huggingface.model_types), None)
   if family is None:
     found = f"'{printable(model_type)}'" if model_type else "missing"
     supported = ", ".join(name for f in FAMILIES.values() for name in f.huggingface.model_types)
-    raise UserError(f"{where}: model_type {found} is not supported; supported are {supported}")
+    raise UserError(
+      f"{where}: model_type {found} is not supported; supported are {supported}",
+      fix="use a checkpoint of one of these model types",
+    )
   multimodal = family.tower is not None and model_type == family.tower.model_type
   if multimodal and not isinstance(values.get("text_config"), dict):
-    raise UserError(f"{where}: text_config is missing; model_type '{model_type}' needs it")
+    raise UserError(
+      f"{where}: text_config is missing; model_type '{model_type}' needs it", fix="download config.json of the model again"
+    )
   model = family.read(top)
   found = HuggingFaceConfig(
     model_type=model_type,
@@ -174,7 +180,9 @@ def _float8_block(top: Fields) -> tuple[int, int]:
   if sizes is None:
     return _DEFAULT_BLOCK
   if not isinstance(sizes, list) or len(sizes) != 2:
-    raise quantization.error("weight_block_size", "is not a list of two sizes")
+    raise quantization.error(
+      "weight_block_size", "is not a list of two sizes", fix="write [128, 128], as the published models have"
+    )
   rows, columns = (Fields({"weight_block_size": size}, quantization.where) for size in sizes)
   return rows.integer("weight_block_size", 128), columns.integer("weight_block_size", 128)
 

@@ -12,6 +12,7 @@ from maxtext_like.strict_json import printable
 
 REFUSED: Any = object()
 """Value of ``null`` for keys that must not be null."""
+_AGAIN = "correct the value, or download the file of the published model again"
 _LARGEST = 2**31 - 1  # larger sizes do not occur, and could overflow later arithmetic
 
 
@@ -73,11 +74,18 @@ class Fields:
   def __contains__(self, key: str) -> bool:
     return self.values.get(key) is not None
 
-  def error(self, key: str, message: str) -> UserError:
-    return UserError(f"{self.where}: {printable(key)}: {message}")
+  def error(self, key: str, message: str, *, fix: str = "use a model that has a supported value here") -> UserError:
+    """Returns the error about the value of a key.
+
+    Args:
+      key: the key.
+      message: what is wrong with the value.
+      fix: what to do. A value decides what the weights compute, so another one is right only if the file is wrong.
+    """
+    return UserError(f"{self.where}: {printable(key)}: {message}", fix=fix)
 
   def _wrong(self, key: str, expected: str) -> UserError:
-    return self.error(key, f"{printable(repr(self.values[key]))} is not {expected}")
+    return self.error(key, f"{printable(repr(self.values[key]))} is not {expected}", fix=_AGAIN)
 
   def _read(self, key: str, default: Any, null: Any, check: Callable[[Any], Any]) -> Any:
     """Returns the checked value of a key, ``default`` if it is absent, or ``null`` if it is null."""
@@ -86,7 +94,7 @@ class Fields:
     if self.values[key] is not None:
       return check(self.values[key])
     if null is REFUSED:
-      raise self.error(key, "is null, which transformers does not replace by a default\n  fix: write a value or remove the key")
+      raise self.error(key, "is null, which transformers does not replace by a default", fix="write a value or remove the key")
     return null
 
   def integer(self, key: str, default: int, *, least: int = 1, null: Any = REFUSED) -> int:
@@ -139,7 +147,7 @@ class Fields:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
       raise self._wrong(key, "a list of texts")
     if len(value) != length:
-      raise self.error(key, f"has {len(value)} entries, but the model has {length} layers")
+      raise self.error(key, f"has {len(value)} entries, but the model has {length} layers", fix=_AGAIN)
     return value
 
   def section(self, key: str) -> "Fields":

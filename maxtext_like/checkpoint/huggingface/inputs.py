@@ -50,14 +50,19 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(path) as archive:
       size = sum(member.file_size for member in archive.infolist())
     if size > _SIZE_LIMIT:
-      raise UserError(f"{where}: unpacks to {size} bytes, more than the limit of {_SIZE_LIMIT}")
+      raise UserError(f"{where}: unpacks to {size} bytes, more than the limit of {_SIZE_LIMIT}", fix="save fewer rows per file")
     with np.load(path, allow_pickle=False) as file:
       return {name: file[name] for name in file.files}
   except OSError as error:
-    raise UserError(f"{where}: cannot be read: {error.strerror or error}") from None
+    raise UserError(
+      f"{where}: cannot be read: {error.strerror or error}", fix="name an .npz file that exists and can be read"
+    ) from None
   except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError, zlib.error) as error:
     reason = "contains Python objects, which are pickles; pickle can run code" if "allow_pickle" in str(error) else error
-    raise UserError(f"{where}: is not an .npz file of plain arrays: {printable(reason)}") from None
+    raise UserError(
+      f"{where}: is not an .npz file of plain arrays: {printable(reason)}",
+      fix="write the file with np.savez(FILE, input_ids=...), with arrays of numbers only",
+    ) from None
 
 
 def make_batch(
@@ -87,10 +92,15 @@ def make_batch(
   check = _Check(arrays, where)
   if "input_ids" not in arrays:
     found = ", ".join(printable(name) for name in arrays) or "nothing"
-    raise UserError(f"{where}: input_ids is missing; found {found}")
+    raise UserError(
+      f"{where}: input_ids is missing; found {found}", fix="save the token ids under this name: np.savez(FILE, input_ids=...)"
+    )
   tokens = check.integers("input_ids", 0, None)
   if tokens.ndim != 2 or 0 in tokens.shape:
-    raise UserError(f"{where}: input_ids: shape {list(tokens.shape)}, expected [rows, positions] with at least one of each")
+    raise UserError(
+      f"{where}: input_ids: shape {list(tokens.shape)}, expected [rows, positions] with at least one of each",
+      fix="save a two-dimensional array: input_ids[None] for one row",
+    )
   images = image_batch(arrays, tokens, where, vision)
   # Image tokens are replaced by image features and never looked up, so their ids may be outside the table.
   placed = tokens == vision.image_token_id if images and vision else np.zeros(tokens.shape, bool)
@@ -100,7 +110,10 @@ def make_batch(
   if outside.any():
     row, column = np.argwhere(outside)[0]
     token = int(tokens[row, column])
-    raise UserError(f"{where}: input_ids[{row}, {column}] = {token}: {lookup.why_missing(token)}")
+    raise UserError(
+      f"{where}: input_ids[{row}, {column}] = {token}: {lookup.why_missing(token)}",
+      fix="tokenize the text with this model's tokenizer",
+    )
   # Segments and positions, given or derived from each other.
   B, T = tokens.shape
   mask = check.optional("attention_mask", (B, T), 0, 1)
@@ -121,7 +134,10 @@ def make_batch(
   labels = check.optional("labels", (B, T), IGNORED, vocab_size - 1)
   if labels is not None:
     if ((labels < 0) & (labels != IGNORED)).any():
-      raise UserError(f"{where}: labels: negative values other than {IGNORED}, which marks positions without a target")
+      raise UserError(
+        f"{where}: labels: negative values other than {IGNORED}, which marks positions without a target",
+        fix=f"write {IGNORED} at these positions",
+      )
     targets = np.full((B, T), IGNORED, np.int64)
     targets[:, :-1] = labels[:, 1:]
     if segment_ids is not None:
@@ -150,14 +166,17 @@ class _Check:
     if array.dtype == np.bool_ and most == 1:
       array = array.astype(np.int64)
     if array.dtype.kind not in "iu":
-      raise UserError(f"{self.where}: {name}: dtype {array.dtype}, expected integers")
+      raise UserError(f"{self.where}: {name}: dtype {array.dtype}, expected integers", fix=f"save {name} as int32 or int64")
     if array.size:
       low, high = int(array.min()), int(array.max())
       if low < least or (most is not None and high > most):
         bounds = f"from {least} up" if most is None else f"from {least} to {most}"
-        raise UserError(f"{self.where}: {name}: {low if low < least else high} is out of range, expected {bounds}")
+        raise UserError(
+          f"{self.where}: {name}: {low if low < least else high} is out of range, expected {bounds}",
+          fix=f"correct {name}, for example in the program that wrote the file",
+        )
       if high > 2**63 - 1:
-        raise UserError(f"{self.where}: {name}: {high} is out of range")
+        raise UserError(f"{self.where}: {name}: {high} is out of range", fix=f"save {name} as int64")
     return array.astype(np.int64)
 
   def optional(self, name: str, shape: tuple[int, int], least: int, most: int, *, one_row: bool = False) -> np.ndarray | None:
@@ -167,7 +186,10 @@ class _Check:
     if one_row and array.shape in ((1, shape[1]), (shape[1],)):
       array = np.broadcast_to(array, shape)
     if array.shape != shape:
-      raise UserError(f"{self.where}: {name}: shape {list(array.shape)}, expected that of input_ids, {list(shape)}")
+      raise UserError(
+        f"{self.where}: {name}: shape {list(array.shape)}, expected that of input_ids, {list(shape)}",
+        fix=f"save {name} with one value per token",
+      )
     return array
 
 
@@ -197,13 +219,21 @@ def image_batch(
   on = vision is not None and vision.use_multimodal
   if not has_images(arrays):
     if "image_position_ids" in arrays:
-      raise UserError(f"{where}: image_position_ids without pixel_values")
+      raise UserError(
+        f"{where}: image_position_ids without pixel_values", fix="save pixel_values too, or remove image_position_ids"
+      )
     if types is not None and types.any():
-      raise UserError(f"{where}: mm_token_type_ids or token_type_ids marks image tokens, but pixel_values is missing")
+      raise UserError(
+        f"{where}: mm_token_type_ids or token_type_ids marks image tokens, but pixel_values is missing",
+        fix="save pixel_values too, or remove the array for a text without images",
+      )
     return {}
   if vision is None or not on:
     why = "use_multimodal is false" if vision and vision.hidden_size_for_vit else "its config.json has no vision_config"
-    raise UserError(f"{where}: pixel_values: the model has no vision tower ({why})")
+    raise UserError(
+      f"{where}: pixel_values: the model has no vision tower ({why})",
+      fix="leave out the image arrays, or use a checkpoint with a vision tower",
+    )
   batch = {"pixel_values": _pixels(arrays["pixel_values"], where, vision)}
   if isinstance(vision, SquareVision):
     if "image_position_ids" in arrays:
@@ -216,7 +246,8 @@ def image_batch(
   placed = int((tokens == vision.image_token_id).sum())
   if placed != features:
     raise UserError(
-      f"{where}: input_ids has {placed} image tokens (id {vision.image_token_id}), but pixel_values gives {features}"
+      f"{where}: input_ids has {placed} image tokens (id {vision.image_token_id}), but pixel_values gives {features}",
+      fix="take input_ids and pixel_values from one call of the model's processor",
     )
   if types is not None:
     batch["token_types"] = types.astype(np.int32)
@@ -231,15 +262,24 @@ def _token_types(arrays: Mapping[str, np.ndarray], shape: tuple[int, ...], where
     raise UserError(f"{where}: both {given[0]} and {given[1]} are present\n  fix: remove one of them")
   types = arrays[given[0]]
   if types.dtype.kind not in "iu" or types.shape != shape:
-    raise UserError(f"{where}: {given[0]}: {types.dtype} {list(types.shape)}, expected integers {list(shape)}")
+    raise UserError(
+      f"{where}: {given[0]}: {types.dtype} {list(types.shape)}, expected integers {list(shape)}",
+      fix=f"save {given[0]} as the model's processor returns it",
+    )
   if types.size and (types.min() < 0 or types.max() > 3):
-    raise UserError(f"{where}: {given[0]}: out of range, expected 0 (text), 1 (image), 2 (video) or 3 (audio)")
+    raise UserError(
+      f"{where}: {given[0]}: out of range, expected 0 (text), 1 (image), 2 (video) or 3 (audio)",
+      fix=f"save {given[0]} as the model's processor returns it",
+    )
   return types
 
 
 def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
   if pixels.dtype.kind != "f":
-    raise UserError(f"{where}: pixel_values: dtype {pixels.dtype}, expected floating point, as the processor returns")
+    raise UserError(
+      f"{where}: pixel_values: dtype {pixels.dtype}, expected floating point, as the processor returns",
+      fix="save pixel_values as the model's processor returns them",
+    )
   if isinstance(vision, SquareVision):
     side = vision.image_size_for_vit
     fits, expected = pixels.ndim == 4 and pixels.shape[1:] == (3, side, side), f"[images, 3, {side}, {side}]"
@@ -249,21 +289,33 @@ def _pixels(pixels: np.ndarray, where: str, vision: VisionConfig) -> np.ndarray:
     fits = pixels.ndim == 3 and pixels.shape[2] == size and pixels.shape[1] > 0 and pixels.shape[1] % squares == 0
     expected = f"[images, patches, {size}] with patches a multiple of {squares}"
   if not fits or not len(pixels):
-    raise UserError(f"{where}: pixel_values: shape {list(pixels.shape)}, expected {expected}")
+    raise UserError(
+      f"{where}: pixel_values: shape {list(pixels.shape)}, expected {expected}",
+      fix="save pixel_values as this model's processor returns them",
+    )
   if not np.isfinite(pixels).all():
-    raise UserError(f"{where}: pixel_values: not finite")
+    raise UserError(f"{where}: pixel_values: not finite", fix="process the images again: the array contains NaN or Inf")
   return np.ascontiguousarray(pixels, np.float32)
 
 
 def _positions(arrays: Mapping[str, np.ndarray], where: str, vision: PatchVision, shape: tuple[int, ...]) -> np.ndarray:
   if "image_position_ids" not in arrays:
-    raise UserError(f"{where}: pixel_values without image_position_ids, which Gemma 4's tower needs")
+    raise UserError(
+      f"{where}: pixel_values without image_position_ids, which Gemma 4's tower needs",
+      fix="save image_position_ids too, as the model's processor returns them",
+    )
   positions, rows = arrays["image_position_ids"], vision.num_position_embeddings_for_vit
   if positions.dtype.kind not in "iu" or positions.shape != (*shape, 2):
     found = f"{positions.dtype} {list(positions.shape)}"
-    raise UserError(f"{where}: image_position_ids: {found}, expected integers {[*shape, 2]}: (column, row) of every patch")
+    raise UserError(
+      f"{where}: image_position_ids: {found}, expected integers {[*shape, 2]}: (column, row) of every patch",
+      fix="save image_position_ids as the model's processor returns them",
+    )
   if positions.min() < -1 or positions.max() >= rows or ((positions < 0).any(-1) != (positions < 0).all(-1)).any():
-    raise UserError(f"{where}: image_position_ids: out of range, expected 0 to {rows - 1}, or (-1, -1) for padding")
+    raise UserError(
+      f"{where}: image_position_ids: out of range, expected 0 to {rows - 1}, or (-1, -1) for padding",
+      fix="save image_position_ids as the model's processor returns them",
+    )
   return np.ascontiguousarray(positions, np.int32)
 
 

@@ -272,7 +272,9 @@ def read_settings(directory: Path) -> dict[str, Any]:
   config = parse_file(directory / CONFIG, limit=4 << 20)
   if not isinstance(config, dict) or config.get("peft_type") != "LORA":
     kind = printable(config.get("peft_type")) if isinstance(config, dict) else "?"
-    raise UserError(f"{printable(directory / CONFIG)}: not a LoRA adapter (peft_type {kind})")
+    raise UserError(
+      f"{printable(directory / CONFIG)}: not a LoRA adapter (peft_type {kind})", fix="name the directory of a LoRA adapter"
+    )
   return config
 
 
@@ -317,7 +319,10 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
         "  fix: save_pretrained(DIR, save_embedding_layers=False)"
       )
     if match is None:
-      raise UserError(f"{printable(file.path)}: tensor '{printable(name)}' does not belong to a LoRA adapter of linear maps")
+      raise UserError(
+        f"{printable(file.path)}: tensor '{printable(name)}' does not belong to a LoRA adapter of linear maps",
+        fix="merge the adapter with peft (merge_and_unload) and import the result",
+      )
     part = match[2] or "magnitude_vector"
     found.setdefault(match[1], {})[f"lora_{part}"] = np.asarray(file.tensor(name), np.float32)
   # Check shapes and settings of each module.
@@ -329,19 +334,29 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     name, tensor = of_experts.get(module) or (module, tensors.get(_bare(module)))
     if tensor is None or set(own) != set(parts):
       lacks = "the model has no such map" if tensor is None else f"has {', '.join(sorted(own))} instead of {', '.join(parts)}"
-      raise UserError(f"{printable(file.path)}: '{printable(module)}': {lacks}")
+      raise UserError(
+        f"{printable(file.path)}: '{printable(module)}': {lacks}",
+        fix="use an adapter of this model, or save it again with peft",
+      )
     a, b, magnitude = own["lora_A"], own["lora_B"], own.get("lora_magnitude_vector")
     each = tensor.shape[0] if module in of_experts else 1
     fits = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1] and (b.shape[0], a.shape[1]) == tensor.shape[-2:]
     if not fits or a.shape[0] % each or not a.shape[0]:
       raise UserError(
         f"{printable(file.path)}: '{printable(module)}': lora_A {list(a.shape)} and lora_B {list(b.shape)} do not fit a map of "
-        f"{list(tensor.shape)}"
+        f"{list(tensor.shape)}",
+        fix="use an adapter that was trained on this model",
       )
     if magnitude is not None and magnitude.size != tensor.shape[0]:
-      raise UserError(f"{printable(file.path)}: '{printable(module)}': {magnitude.size} norms for {tensor.shape[0]} outputs")
+      raise UserError(
+        f"{printable(file.path)}: '{printable(module)}': {magnitude.size} norms for {tensor.shape[0]} outputs",
+        fix="use an adapter that was trained on this model",
+      )
     if not all(np.isfinite(x).all() for x in own.values()):
-      raise UserError(f"{printable(file.path)}: '{printable(module)}' contains non-finite numbers")
+      raise UserError(
+        f"{printable(file.path)}: '{printable(module)}' contains non-finite numbers",
+        fix="use an earlier checkpoint of the adapter",
+      )
     magnitude = None if magnitude is None else magnitude.reshape(-1)
     if module in of_experts:
       a, b = peft_experts.apart(a, b, each)
@@ -355,7 +370,10 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
       )
     maps.append(AdaptedMap(tensor, a, b, _scale(config, name, a.shape[-2], where), magnitude))
   if not maps:
-    raise UserError(f"{printable(file.path)}: contains no tensors of an adapter")
+    raise UserError(
+      f"{printable(file.path)}: contains no tensors of an adapter",
+      fix="save the adapter again with peft: model.save_pretrained(DIR)",
+    )
   # Every entry of modules_to_save must have been found.
   modules = config.get("modules_to_save") or []
   parts_of_whole = {part for tensor, _ in whole for part in tensor.name.split(".")}
@@ -415,7 +433,9 @@ def _whole(file: SafetensorsFile, name: str, known: dict[str, Tensor], where: st
   values = np.asarray(file.tensor(name), np.float32)
   if values.shape != tensor.shape or not np.isfinite(values).all():
     what = f"{list(values.shape)} instead of {list(tensor.shape)}" if values.shape != tensor.shape else "non-finite numbers"
-    raise UserError(f"{printable(file.path)}: '{printable(name)}': {what}")
+    raise UserError(
+      f"{printable(file.path)}: '{printable(name)}': {what}", fix="use an adapter of this model, or save it again with peft"
+    )
   return tensor, values
 
 
@@ -429,13 +449,18 @@ def _setting(config: dict[str, Any], patterns: str, key: str, target: str, where
   """Returns ``key`` for a target: the first entry of ``patterns`` that matches its end, else the common value, as in peft."""
   by_pattern = config.get(patterns) or {}
   if not isinstance(by_pattern, dict):
-    raise UserError(f"{where}: {patterns} = {printable(by_pattern)} is not a JSON object")
+    raise UserError(
+      f"{where}: {patterns} = {printable(by_pattern)} is not a JSON object",
+      fix=f"write {patterns} as an object, {{}} for no exceptions",
+    )
   for pattern, value in by_pattern.items():
     try:
       if re.match(rf"(?:.*\.)?({pattern})$", target):
         return value
     except re.error as error:
-      raise UserError(f"{where}: {patterns} '{printable(pattern)}': {error}") from None
+      raise UserError(
+        f"{where}: {patterns} '{printable(pattern)}': {error}", fix=f"correct this regular expression in {patterns}"
+      ) from None
   return config.get(key, 8)  # 8 is peft's default of both r and lora_alpha
 
 
@@ -451,5 +476,8 @@ def _scale(config: dict[str, Any], target: str, rank: int, where: str) -> float:
   """Returns the factor of B A."""
   alpha = _setting(config, "alpha_pattern", "lora_alpha", target, where)
   if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-    raise UserError(f"{where}: lora_alpha = {printable(alpha)} is not a finite number")
+    raise UserError(
+      f"{where}: lora_alpha = {printable(alpha)} is not a finite number",
+      fix="write lora_alpha as in the LoraConfig of the training",
+    )
   return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -105,7 +105,8 @@ def matched(
     if own.keys() != wrappers:
       raise UserError(
         f"{where}: '{printable(container)}' contains the updates {', '.join(map(printable, sorted(wrappers)))}, but "
-        f"target_parameters names {', '.join(sorted(names)) or 'none of its arrays'}"
+        f"target_parameters names {', '.join(sorted(names)) or 'none of its arrays'}",
+        fix="write target_parameters as in the LoraConfig of the training, or save the adapter again",
       )
     found |= own
   return found

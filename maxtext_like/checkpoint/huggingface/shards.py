@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface.tensor_file import FLOAT8, Entry, SafetensorsFile, refuse_pickle
+from maxtext_like.checkpoint.huggingface.tensor_file import AGAIN, FLOAT8, Entry, SafetensorsFile, refuse_pickle
 from maxtext_like.errors import UserError
 from maxtext_like.strict_json import parse_file, printable
 
@@ -32,7 +32,10 @@ class Shards:
     self.block: tuple[int, int] = (128, 128)  # rows and columns that share a block scale
     where = printable(directory)
     if not directory.is_dir():
-      raise UserError(f"{where}: no such directory; expected a Hugging Face checkpoint: config.json and {SINGLE}")
+      raise UserError(
+        f"{where}: no such directory; expected a Hugging Face checkpoint: config.json and {SINGLE}",
+        fix="name the directory of a checkpoint, or download one: hf download MODEL",
+      )
     single, index = (directory / SINGLE).exists(), (directory / INDEX).exists()
     if single and index:
       raise UserError(f"{where}: contains both {SINGLE} and {INDEX}\n  fix: move the one away that is not the model")
@@ -49,36 +52,40 @@ class Shards:
     files = sorted(path for path in self.directory.iterdir() if path.is_file())
     if stray := [path for path in files if path.suffix == ".safetensors"]:
       return UserError(
-        f"{where}: contains {printable(stray[0].name)} but neither {SINGLE} nor {INDEX}; the download may be incomplete"
+        f"{where}: contains {printable(stray[0].name)} but neither {SINGLE} nor {INDEX}; the download may be incomplete",
+        fix="download the model again: hf download MODEL",
       )
     if pickles := [path for path in files if path.suffix in _PICKLES]:
       return refuse_pickle(pickles[0])
-    return UserError(f"{where}: contains neither {SINGLE} nor {INDEX}; not a Hugging Face checkpoint")
+    return UserError(
+      f"{where}: contains neither {SINGLE} nor {INDEX}; not a Hugging Face checkpoint",
+      fix=f"name a directory with config.json and {SINGLE}",
+    )
 
   def _open_index(self, path: Path) -> list[SafetensorsFile]:
     where = printable(path)
     index = parse_file(path, limit=_INDEX_LIMIT)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-      raise UserError(f"{where}: weight_map is missing or empty; it must map tensor names to file names")
+      raise UserError(f"{where}: weight_map is missing or empty; it must map tensor names to file names", fix=AGAIN)
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
       if not isinstance(shard, str):
-        raise UserError(f"{where}: tensor '{printable(name)}': its file name is not a string")
+        raise UserError(f"{where}: tensor '{printable(name)}': its file name is not a string", fix=AGAIN)
       shards.setdefault(shard, set()).add(name)
     paths = {shard: _inside(self.directory, shard, where) for shard in shards}
     files, home = [], {}
     for shard, names in shards.items():
       file = SafetensorsFile(paths[shard])
       if missing := names - set(file.entries):
-        raise UserError(f"{where}: lists {_some(missing)} in {printable(shard)}, which does not contain it")
+        raise UserError(f"{where}: lists {_some(missing)} in {printable(shard)}, which does not contain it", fix=AGAIN)
       for name in file.entries:
         if name in home:
           both = f"{printable(home[name])} and {printable(shard)}"
-          raise UserError(f"{where}: tensor '{printable(name)}' is in both {both}")
+          raise UserError(f"{where}: tensor '{printable(name)}' is in both {both}", fix=AGAIN)
         home[name] = shard
       if extra := set(file.entries) - names:
-        raise UserError(f"{where}: {printable(shard)} contains {_some(extra)}, which the index does not list there")
+        raise UserError(f"{where}: {printable(shard)} contains {_some(extra)}, which the index does not list there", fix=AGAIN)
       files.append(file)
     return files
 
@@ -121,22 +128,35 @@ class Shards:
     entry, scales = self.entry(name), self._scales(name)
     where = f"{printable(self._home[name].path)}: tensor '{printable(name)}' is {entry.dtype}"
     if not scales:
-      raise UserError(f"{where} but has no '{printable(name)}{BLOCK_SCALE}' and no '{printable(name)}{TENSOR_SCALE}'")
+      raise UserError(
+        f"{where} but has no '{printable(name)}{BLOCK_SCALE}' and no '{printable(name)}{TENSOR_SCALE}'", fix=AGAIN
+      )
     if len(scales) == 2:
-      raise UserError(f"{where} and has both '{printable(scales[0])}' and '{printable(scales[1])}'")
+      raise UserError(
+        f"{where} and has both '{printable(scales[0])}' and '{printable(scales[1])}'",
+        fix="remove the scale that is not used from the file",
+      )
     scale = self.entry(scales[0])
     if scale.dtype not in ("F32", "BF16", "F16"):
-      raise UserError(f"{where}; its scale is {scale.dtype}, expected F32, BF16 or F16")
+      raise UserError(
+        f"{where}; its scale is {scale.dtype}, expected F32, BF16 or F16", fix="convert the model again, with scales in float32"
+      )
     if scales[0].endswith(BLOCK_SCALE):
       if len(entry.shape) < 2:
-        raise UserError(f"{where} of shape {list(entry.shape)}; block scales need a matrix")
+        raise UserError(
+          f"{where} of shape {list(entry.shape)}; block scales need a matrix",
+          fix="convert the model again: store this tensor in bfloat16",
+        )
       grid = tuple(-(-size // block) for size, block in zip(entry.shape[-2:], self.block, strict=True))
       expected = {(*entry.shape[:-2], *grid)}
     else:
       expected = {(), (1,)}
     if scale.shape not in expected:
       wanted = " or ".join(str(list(shape)) for shape in sorted(expected))
-      raise UserError(f"{where}; its scale has shape {list(scale.shape)}, expected {wanted}")
+      raise UserError(
+        f"{where}; its scale has shape {list(scale.shape)}, expected {wanted}",
+        fix="convert the model again, with scales of this shape",
+      )
     return scales[0], scale.shape
 
   def weight(self, name: str) -> np.ndarray:
@@ -163,7 +183,7 @@ class Shards:
     scale_name, _ = self._check_scale(name)
     scale = self.raw(scale_name).astype(np.float32)
     if not np.isfinite(scale).all():
-      raise UserError(f"{printable(self._home[name].path)}: tensor '{printable(scale_name)}' is not finite")
+      raise UserError(f"{printable(self._home[name].path)}: tensor '{printable(scale_name)}' is not finite", fix=AGAIN)
     return scale_name, scale
 
   def scale(self, name: str) -> np.ndarray:
@@ -192,14 +212,17 @@ def _inside(directory: Path, name: str, where: str) -> Path:
   """
   shown = printable(name)
   if not name.endswith(".safetensors") or not name.isprintable() or any(c in name for c in "/\\:"):
-    raise UserError(f"{where}: '{shown}' is not a plain file name that ends in .safetensors")
+    raise UserError(
+      f"{where}: '{shown}' is not a plain file name that ends in .safetensors",
+      fix="write the name of a file of this directory, such as model-00001-of-00002.safetensors",
+    )
   path = directory / name
   try:
     home, target = directory.resolve(strict=True), path.resolve(strict=True)
   except (OSError, RuntimeError) as error:
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ENOENT:
-      raise UserError(f"{where}: the file {shown} is missing in {printable(directory)}") from None
-    raise UserError(f"{where}: {shown}: {error}") from None
+      raise UserError(f"{where}: the file {shown} is missing in {printable(directory)}", fix=AGAIN) from None
+    raise UserError(f"{where}: {shown}: {error}", fix=AGAIN) from None
   cache = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
   if target.parent not in (home, cache):
     raise UserError(f"{where}: {shown} is a link to {printable(target)}, outside the directory\n  fix: copy the file instead")

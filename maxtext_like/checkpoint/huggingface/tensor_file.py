@@ -43,6 +43,8 @@ FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 HEADER_LIMIT = 100_000_000  # bytes; the library's limit
 _SIZE_LIMIT = 2**48  # bytes of one tensor; dimensions of size 0 count as 1
 _RANK_LIMIT = 32
+AGAIN = "copy or download the file again"
+"""What to do about a damaged file."""
 _PICKLE = (
   "pickle can run code when it is read, so it is refused\n  fix: if you trust the file, convert it with "
   "transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT, safe_serialization=True)"
@@ -75,17 +77,19 @@ class SafetensorsFile:
     try:
       status = os.stat(path)
       if not stat.S_ISREG(status.st_mode):  # checked before open(), which would block on a named pipe
-        raise UserError(f"{self._where}: not a regular file")
+        raise UserError(f"{self._where}: not a regular file", fix="name a regular file")
       self.size = status.st_size
       with open(path, "rb") as file:
         raw = self._read_header(file)
     except OSError as error:
-      raise UserError(f"{self._where}: cannot be read: {error.strerror}") from None
+      raise UserError(
+        f"{self._where}: cannot be read: {error.strerror}", fix="name a file that exists and can be read"
+      ) from None
     header = parse(raw, f"{self._where}: header")
     self._data_start = 8 + len(raw)
     del raw
     if not isinstance(header, dict):
-      raise UserError(f"{self._where}: the header is not a JSON object")
+      raise UserError(f"{self._where}: the header is not a JSON object", fix=AGAIN)
     self.metadata = self._check_metadata(header.pop("__metadata__", {}))
     self.entries = {name: self._check_entry(name, value) for name, value in header.items()}
     self._check_tiling()
@@ -94,58 +98,71 @@ class SafetensorsFile:
     start = file.read(12)
     length = int.from_bytes(start[:8], "little")
     if length <= self.size - 8 and length > HEADER_LIMIT:
-      raise UserError(f"{self._where}: the header has {length} bytes, more than the limit of {HEADER_LIMIT}")
+      raise UserError(f"{self._where}: the header has {length} bytes, more than the limit of {HEADER_LIMIT}", fix=AGAIN)
     # A valid header length may start with the same bytes as a pickle or an archive, so check the length first.
     if (length > self.size - 8 or start[8:9] != b"{") and (start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"):
       raise UserError(f"{self._where}: this is a pickle or a zip archive, not safetensors; {_PICKLE}")
     if len(start) < 8:
-      raise UserError(f"{self._where}: {self.size} bytes are too short for a safetensors file; the copy may be incomplete")
+      raise UserError(
+        f"{self._where}: {self.size} bytes are too short for a safetensors file; the copy may be incomplete", fix=AGAIN
+      )
     if length > self.size - 8:
       raise UserError(
-        f"{self._where}: the header claims {length} bytes, but the file has {self.size}; it is truncated or not safetensors"
+        f"{self._where}: the header claims {length} bytes, but the file has {self.size}; it is truncated or not safetensors",
+        fix=AGAIN,
       )
     file.seek(8)
     raw = file.read(length)
     if len(raw) != length:
-      raise UserError(f"{self._where}: the file shrank while its header was read")
+      raise UserError(
+        f"{self._where}: the file shrank while its header was read",
+        fix="run the command again when no other program writes the file",
+      )
     if raw[:1] != b"{":
-      raise UserError(f"{self._where}: the header does not begin with '{{'; not a safetensors file")
+      raise UserError(f"{self._where}: the header does not begin with '{{'; not a safetensors file", fix=AGAIN)
     return raw
 
   def _check_metadata(self, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-      raise UserError(f"{self._where}: __metadata__ must map strings to strings")
+      raise UserError(f"{self._where}: __metadata__ must map strings to strings", fix=AGAIN)
     return metadata
 
   def _check_entry(self, name: str, value: Any) -> Entry:
     where = f"{self._where}: tensor '{printable(name)}'"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-      raise UserError(f"{where}: must have exactly dtype, shape and data_offsets")
+      raise UserError(f"{where}: must have exactly dtype, shape and data_offsets", fix=AGAIN)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-      raise UserError(f"{where}: unknown dtype '{printable(dtype)}'; known are {', '.join(DTYPES)}")
+      raise UserError(
+        f"{where}: unknown dtype '{printable(dtype)}'; known are {', '.join(DTYPES)}",
+        fix="convert the file: store the tensors in one of these dtypes",
+      )
     if not isinstance(shape, list) or len(shape) > _RANK_LIMIT or not all(_is_count(size) for size in shape):
-      raise UserError(f"{where}: shape {printable(shape)} is not a list of at most {_RANK_LIMIT} non-negative integers")
+      raise UserError(
+        f"{where}: shape {printable(shape)} is not a list of at most {_RANK_LIMIT} non-negative integers", fix=AGAIN
+      )
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-      raise UserError(f"{where}: data_offsets {printable(offsets)} are not two non-negative integers")
+      raise UserError(f"{where}: data_offsets {printable(offsets)} are not two non-negative integers", fix=AGAIN)
     itemsize = DTYPES[dtype].itemsize
     elements, extent = 1, itemsize
     for size in shape:
       elements *= size
       extent *= max(size, 1)
       if extent > _SIZE_LIMIT:
-        raise UserError(f"{where}: shape {printable(shape)} of {dtype} exceeds the limit of 2^48 bytes")
+        raise UserError(f"{where}: shape {printable(shape)} of {dtype} exceeds the limit of 2^48 bytes", fix=AGAIN)
     start, stop = offsets
     if stop < start:
-      raise UserError(f"{where}: data_offsets {offsets} are reversed")
+      raise UserError(f"{where}: data_offsets {offsets} are reversed", fix=AGAIN)
     if stop > self.size - self._data_start:
       raise UserError(
         f"{where}: data_offsets {printable(offsets)} reach beyond the end of the file, which has "
-        f"{self.size - self._data_start} bytes of data; it may be truncated"
+        f"{self.size - self._data_start} bytes of data; it may be truncated",
+        fix=AGAIN,
       )
     if stop - start != elements * itemsize:
       raise UserError(
-        f"{where}: shape {shape} of {dtype} needs {elements * itemsize} bytes, but data_offsets {offsets} give {stop - start}"
+        f"{where}: shape {shape} of {dtype} needs {elements * itemsize} bytes, but data_offsets {offsets} give {stop - start}",
+        fix=AGAIN,
       )
     return Entry(name, dtype, tuple(shape), self._data_start + start, self._data_start + stop)
 
@@ -153,14 +170,17 @@ class SafetensorsFile:
     position, previous = self._data_start, None
     for entry in sorted(self.entries.values(), key=lambda entry: (entry.start, entry.stop)):
       if entry.start < position:
-        raise UserError(f"{self._where}: tensors '{printable(previous)}' and '{printable(entry.name)}' overlap in the file")
+        raise UserError(
+          f"{self._where}: tensors '{printable(previous)}' and '{printable(entry.name)}' overlap in the file", fix=AGAIN
+        )
       if entry.start > position:
         raise UserError(
-          f"{self._where}: {entry.start - position} bytes before tensor '{printable(entry.name)}' belong to no tensor"
+          f"{self._where}: {entry.start - position} bytes before tensor '{printable(entry.name)}' belong to no tensor",
+          fix=AGAIN,
         )
       position, previous = entry.stop, entry.name
     if position != self.size:
-      raise UserError(f"{self._where}: {self.size - position} bytes after the last tensor belong to no tensor")
+      raise UserError(f"{self._where}: {self.size - position} bytes after the last tensor belong to no tensor", fix=AGAIN)
 
   def tensor(self, name: str) -> np.ndarray:
     """Returns a tensor as a read-only view of the mapped file; pages are read on use. KeyError if there is no such tensor.
@@ -174,10 +194,13 @@ class SafetensorsFile:
         with open(self.path, "rb") as file:
           self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
       except (OSError, ValueError) as error:
-        raise UserError(f"{self._where}: cannot be mapped: {error}") from None
+        raise UserError(f"{self._where}: cannot be mapped: {error}", fix="copy the file to a local disk") from None
     # Reading a mapped page beyond the end of a shrunken file would kill the process with SIGBUS.
     if len(self._map) != self.size or os.stat(self.path).st_size != self.size:
-      raise UserError(f"{self._where}: the file changed while it was being read")
+      raise UserError(
+        f"{self._where}: the file changed while it was being read",
+        fix="run the command again when no other program writes the file",
+      )
     dtype = DTYPES[entry.dtype]
     raw = np.frombuffer(self._map, np.uint8, entry.stop - entry.start, entry.start)
     if entry.start % dtype.itemsize:

@@ -93,7 +93,8 @@ class Weights:
       is_what = {EMBEDDING: "the token embedding", _FINAL_NORM: "the final norm"}[name]
       raise UserError(
         f"{printable(self.shards.directory)}: {what} can be {is_what}; expected exactly one of "
-        + ", ".join(f"'{p}{name}'" for p in PREFIXES)
+        + ", ".join(f"'{p}{name}'" for p in PREFIXES),
+        fix="use a checkpoint of the model that config.json describes",
       )
     return found[0]
 
@@ -116,7 +117,8 @@ class Weights:
     if any(found for _, found in lists):
       raise UserError(
         f"{printable(self.shards.directory)}: the tensors do not fit config.json\n"
-        + "\n".join(_listing(title, found) for title, found in lists if found)
+        + "\n".join(_listing(title, found) for title, found in lists if found),
+        fix="download config.json and the tensors again, from one revision of the model",
       )
     self.shards.check_scales(name for name in expected)
 

@@ -77,14 +77,18 @@ def new_directory(out: Path | Place, last: str) -> Iterator[NewDirectory]:
       raise UserError(f"{where}: already exists\n  fix: name a new directory")
     part.mkdir(parents=True)
   except OSError as error:
-    raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+    raise UserError(
+      f"{where}: cannot be written: {error.strerror}", fix="name a directory that can be written, on a disk with free space"
+    ) from None
   try:
     yield NewDirectory(part)
     if out.exists():
       out.rmdir()
     os.rename(part, out)
   except OSError as error:
-    raise UserError(f"{where}: cannot be written: {error.strerror}") from None
+    raise UserError(
+      f"{where}: cannot be written: {error.strerror}", fix="name a directory that can be written, on a disk with free space"
+    ) from None
   finally:
     shutil.rmtree(part, ignore_errors=True)
 
@@ -144,7 +148,9 @@ def parse_size(text: str) -> int:
   except (KeyError, ValueError, OverflowError):
     size = 0
   if size <= 0:
-    raise UserError(f"shard size '{text}': expected a size above 0 such as 5GB or 500MB")
+    raise UserError(
+      f"shard size '{text}': expected a size above 0 such as 5GB or 500MB", fix="write a size such as --shard-size 5GB"
+    )
   return size
 
 
@@ -204,7 +210,9 @@ def write(
   except OSError as error:
     if isinstance(error.filename, str) and is_remote(error.filename):
       raise
-    raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
+    raise UserError(
+      f"{directory}: cannot be written: {error.strerror}", fix="name a directory that can be written, on a disk with free space"
+    ) from None
 
 
 def _from_1(shards: list[list[Source]]) -> Iterator[int]:

@@ -45,7 +45,7 @@ def load_directory(
   try:
     stored = manifest.read(step).config
   except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
   except OSError as error:
     raise failed(error) from error
   _require_family(place, stored["model"]["decoder_block"], family)

@@ -143,7 +143,9 @@ class CheckpointManager:
     except OSError as error:
       if isinstance(self.directory, Place):
         raise failed(error) from error
-      raise UserError(f"checkpoint directory {self.directory}: {error.strerror}; choose another output_dir") from error
+      raise UserError(
+        f"checkpoint directory {self.directory}: {error.strerror}", fix="set output_dir to a directory that can be written"
+      ) from error
     newest = self._newest_known = self.latest_complete()
     if self._mirror is not None and isinstance(self._steps, StepDirectories) and newest is not None:
       self._mirror.offer(self._steps.path(newest))  # the last run may have ended before the copy was complete

@@ -41,6 +41,10 @@ class DamageError(ValueError):
   """A stored step is damaged: it differs from the written files. The message names the file and the difference."""
 
 
+ANOTHER = "name another complete step of the run, or copy this one again"
+"""What to do about a damaged step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
   """The contents of a step.

@@ -325,7 +325,10 @@ class Mirror:
         if best is not None and own.has(best[0]):
           record_best(own.directory, *best)
         return number
-    raise UserError(f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is intact; see the log above")
+    raise UserError(
+      f"{self._name}: none of its steps ({', '.join(map(str, sorted(theirs)))}) is intact; see the log above",
+      fix="name another mirror, or remove this one and start a new run",
+    )
 
   def _there_and_best(self, theirs: Collection[int]) -> tuple[int, float] | None:
     try:

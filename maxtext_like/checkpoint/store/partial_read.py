@@ -24,7 +24,7 @@ class StoredArrays:
       self.manifest = manifest.read(step_directory)
       manifest.check_hashes(step_directory, self.manifest)
     except manifest.DamageError as error:
-      raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error
+      raise UserError(f"{step_directory}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from error
     if self.manifest.schema > manifest.SCHEMA_VERSION:
       raise UserError(
         f"{step_directory}: written with checkpoint schema {self.manifest.schema}; this version reads schemas up to "
@@ -42,7 +42,10 @@ class StoredArrays:
     name = ".".join(("params", *path))
     if self._open[0] != name:
       if name not in self.manifest.leaves:
-        raise UserError(f"{self._state.parent}: has no array {name}; the configuration describes another model")
+        raise UserError(
+          f"{self._state.parent}: has no array {name}; the configuration describes another model",
+          fix="use the configuration that is stored with the checkpoint",
+        )
       self._open = (name, self._array(name))
     return np.asarray(self._open[1][index].read().result(), np.float32)
 

@@ -54,7 +54,10 @@ def newest_valid(
   candidates = steps.with_manifest()
   if upto is not None:
     if upto not in candidates:
-      raise UserError(f"{steps.directory}: there is no step {upto}; the complete steps are {steps.complete() or 'none'}")
+      raise UserError(
+        f"{steps.directory}: there is no step {upto}; the complete steps are {steps.complete() or 'none'}",
+        fix=f"name one of the complete steps, or leave {steps.directory} to the newest one",
+      )
     candidates = [number for number in candidates if number <= upto]
 
   def require_valid(path: Path | Place) -> None:
@@ -230,7 +233,7 @@ def load(
     check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True, adds=adds)
     manifest.check_hashes(step_directory, stored)
   except manifest.DamageError as error:
-    raise UserError(f"{step_directory} is not a complete checkpoint: {error}") from error
+    raise UserError(f"{step_directory}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from error
   except OSError as error:
     raise failed(error) from error
   return Restored(stored.step, read(step_directory, stored, like), stored.extra, stored.config, step_directory)

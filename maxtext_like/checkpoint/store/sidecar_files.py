@@ -75,7 +75,9 @@ def of_tokenizer(files: Sequence[Path]) -> dict[str, bytes]:
   try:
     return {name: file.read_bytes() for name, file in found.items()}
   except OSError as error:
-    raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    raise UserError(
+      f"{error.filename}: cannot be read: {error.strerror}", fix="make the file readable, or set tokenizer to another directory"
+    ) from None
 
 
 def write(step_directory: Path | Place, contents: dict[str, bytes]) -> None:

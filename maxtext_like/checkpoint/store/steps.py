@@ -122,7 +122,8 @@ class StepDirectories:
     if self.directory.is_symlink() and not self.directory.exists():
       raise UserError(
         f"checkpoint directory {self.directory} is a link to {os.readlink(self.directory)}, which does not exist "
-        "(is the disk mounted?)"
+        "(is the disk mounted?)",
+        fix="mount the disk, or remove the link",
       )
     self.directory.mkdir(parents=True, exist_ok=True)
     self.require_names()

@@ -79,9 +79,9 @@ def read_template(path: Path) -> str:
       raise UserError(f"{path}: more than {MAX_BYTES} bytes, so it is not a chat template\n  fix: {_FIX}")
     return data.decode("utf-8")
   except OSError as error:
-    raise UserError(f"{path}: {error.strerror}") from None
+    raise UserError(f"{path}: {error.strerror}", fix=_FIX) from None
   except UnicodeDecodeError as error:
-    raise UserError(f"{path}: not UTF-8 at byte {error.start}") from None
+    raise UserError(f"{path}: not UTF-8 at byte {error.start}", fix=_FIX) from None
 
 
 class Jinja:

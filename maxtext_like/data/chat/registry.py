@@ -65,7 +65,10 @@ def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
     return found
   path = Path(name).expanduser()
   if not path.is_file():
-    raise UserError(f"chat_template is '{name}', expected {AUTO}, {', '.join(RENDERERS)} or the path of a jinja file")
+    raise UserError(
+      f"chat_template is '{name}', expected {AUTO}, {', '.join(RENDERERS)} or the path of a jinja file",
+      fix=f"write chat_template={AUTO}, or the path of an existing file",
+    )
   return Jinja(read_template(path), str(path), tokenizer)
 
 

@@ -339,7 +339,7 @@ def _errors_of(path: str) -> Iterator[None]:
   except pyarrow.ArrowException as error:
     raise UserError(f"{path}: not a readable arrow file, or cut off: {error}{input_files.FIX_DAMAGED}") from error
   except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
-    raise UserError(f"{path}: {error.strerror}") from error
+    raise UserError(f"{path}: {error.strerror}", fix="set dataset_path to a file that exists and can be read") from error
   except OSError as error:  # pyarrow raises it for damaged files and for real I/O errors
     if error.errno:
       raise RetryableError(f"{path}: reading failed: {error}") from error

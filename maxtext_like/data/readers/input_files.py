@@ -160,7 +160,7 @@ def _expand(path: str, suffixes: tuple[str, ...], where: str) -> list[str]:
           files.append(os.path.abspath(file))
     return files
   if (kind := other_kind(os.stat(path).st_mode)) is not None:
-    raise UserError(f"{where}: {path} is {kind}, not a regular file")
+    raise UserError(f"{where}: {path} is {kind}, not a regular file", fix="name a regular file or a directory")
   return [os.path.abspath(path)]
 
 

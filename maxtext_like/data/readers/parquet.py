@@ -114,7 +114,7 @@ class Parquet:
     except self._arrow.ArrowInvalid as error:
       raise UserError(f"{path}: not a readable parquet file: {error}{input_files.FIX_DAMAGED}") from error
     except (FileNotFoundError, PermissionError, input_files.NotRegularError) as error:
-      raise UserError(f"{path}: {error.strerror}") from error
+      raise UserError(f"{path}: {error.strerror}", fix="set dataset_path to a file that exists and can be read") from error
     except OSError as error:  # pyarrow raises it for damaged metadata and for real I/O errors
       self._raise_oserror(path, error)
 

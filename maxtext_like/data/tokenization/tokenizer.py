@@ -125,7 +125,7 @@ class _LibraryTokenizer:
       else:
         self._program = self._in_worker(kind, len(data))
     except RefusedError as error:
-      raise UserError(f"{path}: {error}") from None
+      raise UserError(f"{path}: {error}", fix=_FIX) from None
     self.vocab_size: int = self._program.facts["vocab_size"]
     self.files: tuple[Path, ...] = (path,)
 
@@ -239,8 +239,8 @@ def find_tokenizer(name: str) -> Path:
   path = _copied(Place(name)) if is_remote(name) else Path(name).expanduser() if name else Path("")
   if not name or not path.exists():
     raise UserError(
-      f"data.tokenizer '{name}': no such file or folder{hub.advice(name)}\n  fix: set it to 'bytes', a tokenizer.json, "
-      "a sentencepiece .model, or a folder with one of them"
+      f"data.tokenizer '{name}': no such file or folder{hub.advice(name)}",
+      fix=hub.fix(name, "set it to 'bytes', a tokenizer.json, a sentencepiece .model, or a folder with one of them"),
     )
   if path.is_dir():
     for candidate in ("tokenizer.json", "tokenizer.model"):
@@ -296,7 +296,7 @@ def _read(path: Path) -> bytes:
       raise UserError(f"{path}: {size} bytes, more than the limit of {MAX_TOKENIZER_BYTES} for a tokenizer file\n  fix: {_FIX}")
     return data
   except OSError as error:
-    raise UserError(f"{path}: {error.strerror}") from error
+    raise UserError(f"{path}: {error.strerror}", fix=_FIX) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

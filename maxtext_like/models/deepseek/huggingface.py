@@ -101,7 +101,7 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
   if "attention_factor" in rope:
     raise rope.error("attention_factor", "is not supported; it follows from factor, mscale and mscale_all_dim")
   if "factor" not in rope:
-    raise rope.error("factor", "is missing; YaRN needs it")
+    raise rope.error("factor", "is missing; YaRN needs it", fix="download config.json of the model again")
   key = "original_max_position_embeddings"  # at the top level it overrides the one in rope parameters
   trained = top.integer("max_position_embeddings", position_default)
   original = (top if key in top.values else rope).integer(key, trained)

@@ -91,7 +91,9 @@ def _read(top: Fields) -> dict[str, Any]:
   if "rope_scaling" in text:
     scaling = text.section("rope_scaling")
     if not full.values and "rope_type" not in scaling.values and rope_type(scaling, "default") != "default":
-      raise scaling.error("type", "transformers 5 reads only rope_type here, so it would not scale; write rope_type")
+      raise scaling.error(
+        "type", "transformers 5 reads only rope_type here, so it would not scale", fix="write rope_type instead of type"
+      )
     full = scaling.over(full)
   plain(sliding)
   for section in (text, full):
@@ -100,7 +102,7 @@ def _read(top: Fields) -> dict[str, Any]:
   if kind not in ("default", "linear"):
     raise full.error("rope_type", f"'{kind}' is not supported for Gemma 3; supported: 'default', 'linear'")
   if kind == "linear" and "factor" not in full:
-    raise full.error("factor", "is missing; a linear scaling needs it")
+    raise full.error("factor", "is missing; a linear scaling needs it", fix="download config.json of the model again")
   factor = full.number("factor", 1.0) if kind == "linear" else 1.0
   return values | {
     "decoder_block": "gemma3",

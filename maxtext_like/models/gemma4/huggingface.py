@@ -54,9 +54,9 @@ def _read(top: Fields) -> dict[str, Any]:
   if "rope_parameters" in text:
     for name in KINDS:
       if name not in rope:
-        raise rope.error(name, "is missing")
+        raise rope.error(name, "is missing", fix="download config.json of the model again")
       if "rope_theta" not in rope.section(name).values:
-        raise rope.section(name).error("rope_theta", "is missing")
+        raise rope.section(name).error("rope_theta", "is missing", fix="download config.json of the model again")
   full.only("factor", 1.0, "no released Gemma 4 scales its positions")
   default = 1.0 if full.values else 0.25
   proportion = full.number("partial_rotary_factor", default) if kind == "proportional" else 1.0
@@ -125,7 +125,7 @@ def _experts(text: Fields) -> dict[str, Any]:
   ]:
     key = next((key for key in theirs if key in text), None)
     if key is None:
-      raise text.error(theirs[0], "is missing; enable_moe_block needs it")
+      raise text.error(theirs[0], "is missing; enable_moe_block needs it", fix="download config.json of the model again")
     sizes[ours] = text.integer(key, 0)
   return sizes | {"norm_topk_prob": True}
 

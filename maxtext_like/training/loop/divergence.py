@@ -1,6 +1,5 @@
 """Divergence: losses and parameter norms that explode, and whether a run leaves weights that can be used.
 
-The loop shows each step to a ``Divergence``, which reports a rise by an order of magnitude and judges the run at its end.
 The loop passes each step to a ``Divergence``, which reports a rise by an order of magnitude and judges the run at its end. Its
 state is part of every checkpoint, so a resumed run compares with the first loss of all, and finished runs and exports are
 judged from the manifest alone, without JAX.

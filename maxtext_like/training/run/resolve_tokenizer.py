@@ -58,7 +58,7 @@ def of_step(step: Path | Place) -> str:
   try:
     stored = manifest.read(step)
   except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}") from None
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
   except OSError as error:
     raise failed(error) from error
   # The step contains its tokenizer.

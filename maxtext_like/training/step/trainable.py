@@ -124,7 +124,8 @@ def select(
   if not any(leaves):
     raise UserError(
       f"no parameter would be trained: trainable_parameters_mask={list(patterns)} selects no trainable parameter"
-      + (f", because {why}" if why else "; arrays such as layer_scalar and the router bias have no gradient")
+      + (f", because {why}" if why else "; arrays such as layer_scalar and the router bias have no gradient"),
+      fix="set trainable_parameters_mask to patterns that match other parameters, or leave it out",
     )
   return Selection(jax.tree.unflatten(jax.tree.structure(spec), leaves), tuple(rows))
 

@@ -361,7 +361,7 @@ def test_a_part_of_a_state_from_another_run(pristine):
   part = {"params": abstract(state)["params"]}
   loaded = restore.load(source / "20", part, config=CONFIG)
   assert_same(loaded.state, {"params": state["params"]})
-  with pytest.raises(UserError, match=r"is not a complete checkpoint: file .*COMPLETE.json is missing"):
+  with pytest.raises(UserError, match=r"not a complete checkpoint: file .*COMPLETE.json is missing"):
     restore.load(source / "30", part)
 
 
@@ -423,7 +423,7 @@ def test_bad_arguments_and_states(tmp_path):
   with pytest.raises(ValueError, match="max_to_keep is 0"):
     CheckpointManager(tmp_path, max_to_keep=0)
   (tmp_path / "file").write_text("")
-  with pytest.raises(UserError, match="choose another output_dir"):
+  with pytest.raises(UserError, match=f"{tmp_path / 'file'}(?s:.*)output_dir"):
     CheckpointManager(tmp_path / "file")
   with CheckpointManager(tmp_path / "c") as manager:
     with pytest.raises(ValueError, match="JSON values"):
