@@ -41,7 +41,11 @@ class AdapterConfig(Checked):
     if self.lora_from == "":
       yield Problem("lora_from is empty", ("lora_from",), "name a directory, or write null for a new adapter")
     if not 0 <= self.lora_dropout < 1:
-      yield Problem(f"lora_dropout = {self.lora_dropout} is outside [0, 1)", ("lora_dropout",))
+      yield Problem(
+        f"lora_dropout = {self.lora_dropout} is outside [0, 1)",
+        ("lora_dropout",),
+        fix="set lora_dropout to 0 or more and below 1",
+      )
     if self.lora_rank and not self.lora_modules:
       yield Problem(
         f"lora_rank = {self.lora_rank} with an empty lora_modules would train nothing", ("lora_rank", "lora_modules"),

@@ -41,7 +41,11 @@ class DataConfig(Checked):
     yield from at_least(self, 0, "eval_interval", "data_shuffle_seed")
     yield from at_least(self, 1, "eval_steps", "dataset_documents_max")
     if not 0 <= self.eval_fraction < 1:
-      yield Problem(f"eval_fraction = {self.eval_fraction} is outside [0, 1)", ("eval_fraction",))
+      yield Problem(
+        f"eval_fraction = {self.eval_fraction} is outside [0, 1)",
+        ("eval_fraction",),
+        fix="set eval_fraction to 0 or more and below 1",
+      )
     if self.eval_path and self.eval_fraction > 0:
       yield Problem(
         f"eval_path with eval_fraction = {self.eval_fraction}", ("eval_path", "eval_fraction"),
@@ -93,7 +97,7 @@ class DataConfig(Checked):
       )  # fmt: skip
     for name in ("tokenizer", "text_field", "chat_template"):
       if not getattr(self, name):
-        yield Problem(f"{name} is empty", (name,))
+        yield Problem(f"{name} is empty", (name,), fix=f"set {name} to one or more values, or leave it out")
 
   def _mixture_problems(self) -> Iterator[Problem]:
     for key in ("dataset_path", "eval_path"):

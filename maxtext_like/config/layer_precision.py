@@ -102,7 +102,13 @@ def _read(entries: Sequence[str], layers: int) -> tuple[list[Values], list[Probl
     first = int(found[1])
     last = first if found[2] is None else int(found[2])
     if first > last or last >= layers:
-      problems.append(Problem(f"{shown}: the model has layers 0 to {layers - 1}", (KEY, "num_decoder_layers")))
+      problems.append(
+        Problem(
+          f"{shown}: the model has layers 0 to {layers - 1}",
+          (KEY, "num_decoder_layers"),
+          fix=f"write layers from 0 to {layers - 1}",
+        )
+      )
       continue
     if twice := [i for i in range(first, last + 1) if i in owner]:
       problems.append(Problem(f"{shown}: layer {twice[0]} is also in {owner[twice[0]]!r}", (KEY,), "name each layer once"))

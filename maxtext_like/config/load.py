@@ -335,7 +335,7 @@ def _file_entries(path: Path) -> list[Entry]:
       return
     ours = maxtext.present(leaf)
     if ours in seen:
-      problems.append(Problem(f"{origin}: duplicate key {ours!r}, first at {seen[ours]}"))
+      problems.append(Problem(f"{origin}: duplicate key {ours!r}, first at {seen[ours]}", fix="remove one of the two"))
       return
     seen[ours] = origin
     entries.append(Entry(leaf, node, origin))
@@ -347,9 +347,15 @@ def _file_entries(path: Path) -> list[Entry]:
         for name, value in node.items.items():
           add(name, value, node.key_lines[name], key)
       elif not (isinstance(node, Scalar) and node.plain and node.text == ""):
-        problems.append(Problem(f"{label}:{line}: {key} is a section: write its keys on the next lines, indented"))
+        problems.append(
+          Problem(f"{label}:{line}: {key} is a section, not a key", fix="write its keys on the next lines, indented")
+        )
     elif isinstance(node, Mapping) and key not in LEAVES and key not in maxtext.KNOWN:
-      problems.append(Problem(f"{label}:{line}: unknown section {key!r}{did_you_mean(key, SECTIONS)}"))
+      problems.append(
+        Problem(
+          f"{label}:{line}: unknown section {key!r}{did_you_mean(key, SECTIONS)}", fix=f"use one of {', '.join(SECTIONS)}"
+        )
+      )
     else:
       add(key, node, line, None)
   if problems:
@@ -361,9 +367,14 @@ def _unknown(key: str, section: str | None, error: UnknownKeyError, origin: str,
   if error.foreign is not None or section is None:
     return error.problem(origin, node.text if isinstance(node, Scalar) else "VALUE")
   if key in LEAVES:
-    return Problem(f"{origin}: {key!r} is a key of {LEAVES[key][0]}, not of {section}")
+    return Problem(
+      f"{origin}: {key!r} is a key of {LEAVES[key][0]}, not of {section}", fix=f"move it to the section {LEAVES[key][0]}"
+    )
   here = [leaf for leaf, (s, _) in LEAVES.items() if s == section]
-  return Problem(f"{origin}: unknown key {section + '.' + key!r}{did_you_misspell(key, here) or did_you_misspell(key, LEAVES)}")
+  return Problem(
+    f"{origin}: unknown key {section + '.' + key!r}{did_you_misspell(key, here) or did_you_misspell(key, LEAVES)}",
+    fix="correct the key; maxtext-like train --help-keys lists all of them",
+  )
 
 
 def _coerced(entries: Entries[str, Entry], problems: list[Problem], *, allow_unset: bool = False) -> dict[str, Any]:

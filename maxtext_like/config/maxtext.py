@@ -261,7 +261,8 @@ def _check_fixed(entry: Entry, family: str) -> list[Problem]:
         fix=f"write {entry.key}: {' or '.join(to_text(v) for v in values)}, which this family always uses, or leave it out",
       )
     ]
-  return [Problem(f"{entry.origin}: {entry.key} is not supported in decoder_block {family or '(not set)'}")]
+  what = f"{entry.origin}: {entry.key} is not supported in decoder_block {family or '(not set)'}"
+  return [Problem(what, fix="leave the key out, or set decoder_block to a family that has it")]
 
 
 def _shown(entry: Entry) -> str:

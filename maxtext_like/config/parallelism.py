@@ -47,12 +47,18 @@ class MeshConfig(Checked):
     for logical, axes in self.sharding_rules.items():
       if logical not in LOGICAL_AXES:
         known = did_you_mean(logical, LOGICAL_AXES) or f"; logical axes are {', '.join(LOGICAL_AXES)}"
-        yield Problem(f"sharding_rules: unknown logical axis {logical!r}{known}", ("sharding_rules",))
+        yield Problem(
+          f"sharding_rules: unknown logical axis {logical!r}{known}", ("sharding_rules",), fix="use one of the logical axes"
+        )
       named = (axes,) if isinstance(axes, str) else axes or ()
       for axis in named:
         if axis not in MESH_AXES:
           known = did_you_mean(axis, MESH_AXES) or f"; mesh axes are {', '.join(MESH_AXES)}"
-          yield Problem(f"sharding_rules: {logical}: unknown mesh axis {axis!r}{known}", ("sharding_rules",))
+          yield Problem(
+            f"sharding_rules: {logical}: unknown mesh axis {axis!r}{known}",
+            ("sharding_rules",),
+            fix="use one of the axes of the mesh",
+          )
       if len(set(named)) < len(named):
         yield Problem(f"sharding_rules: {logical} names a mesh axis twice", ("sharding_rules",), "name each axis once")
 

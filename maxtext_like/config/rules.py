@@ -34,7 +34,9 @@ def cross_problems(
   # Only the padding token is embedded by the number given here. The tokenizer supplies bos and eos and is checked separately.
   if model.pad_token_id is not None and model.pad_token_id >= model.vocab_size >= 1:
     yield Problem(
-      f"pad_token_id = {model.pad_token_id} is outside the vocabulary of {model.vocab_size}", ("pad_token_id", "vocab_size")
+      f"pad_token_id = {model.pad_token_id} is outside the vocabulary of {model.vocab_size}",
+      ("pad_token_id", "vocab_size"),
+      fix=f"set pad_token_id to the tokenizer's padding token, 0 to {model.vocab_size - 1}",
     )
   length, longest = config.training.max_target_length, model.max_position_embeddings
   if length > longest >= 1:
@@ -149,7 +151,9 @@ def _epoch_problems(config: Config) -> Iterator[Problem]:
       "leave one of them out, or set it to null",
     )
   if not DATASETS[data.dataset].text:
-    yield Problem(f"{epochs} with dataset: {data.dataset}, which is endless", ("epochs", "dataset"), "set steps")
+    yield Problem(
+      f"{epochs} with dataset: {data.dataset}, which is endless", ("epochs", "dataset"), "set steps instead of epochs"
+    )
   if data.dataset_weights is not None:
     yield Problem(
       f"{epochs} with dataset_weights, which repeats each source separately", ("epochs", "dataset_weights"),

@@ -86,10 +86,10 @@ class TrainingConfig(Checked):
       )
     for name in ("warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction"):
       if not 0 <= getattr(self, name) <= 1:
-        yield Problem(f"{name} = {getattr(self, name)} is outside 0 to 1", (name,))
+        yield Problem(f"{name} = {getattr(self, name)} is outside 0 to 1", (name,), fix=f"set {name} from 0 to 1")
     for name in ("adam_b1", "adam_b2", "sgd_momentum"):
       if not 0 <= getattr(self, name) < 1:
-        yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,))
+        yield Problem(f"{name} = {getattr(self, name)} is outside [0, 1)", (name,), fix=f"set {name} to 0 or more and below 1")
     if self.nu_dtype == "bfloat16" and self.adam_b2 > 1 - 2**-8 and self.opt_type == "adamw":
       yield Problem(
         f"nu_dtype = bfloat16 cannot represent the decay of adam_b2 = {self.adam_b2}: a step changes a value by less than half "
@@ -109,6 +109,7 @@ class TrainingConfig(Checked):
         f"warmup_steps_fraction = {self.warmup_steps_fraction} and wsd_decay_steps_fraction = "
         f"{self.wsd_decay_steps_fraction} are together more than 1, the complete schedule",
         ("warmup_steps_fraction", "wsd_decay_steps_fraction"),
+        fix="lower one of them",
       )
     for pattern in self.trainable_parameters_mask:
       try:
@@ -117,6 +118,7 @@ class TrainingConfig(Checked):
         yield Problem(
           f"trainable_parameters_mask: {pattern!r} is not a regular expression: {error}",
           ("trainable_parameters_mask",),
+          fix="correct the expression, or write a part of a parameter's name",
         )
 
   def _offload_problems(self) -> Iterator[Problem]:

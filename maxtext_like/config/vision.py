@@ -99,7 +99,7 @@ class VisionConfig:
     yield from above_zero(self, "normalization_layer_epsilon_for_vit")
     for name in ("image_placeholder", "images_field"):
       if not getattr(self, name):
-        yield Problem(f"{name} is empty", (name,))
+        yield Problem(f"{name} is empty", (name,), fix=f"set {name} to one or more values")
     if not self.use_multimodal:
       return
     for name in _NEEDED:
@@ -121,7 +121,11 @@ class VisionConfig:
     for name in ("boi_token_id", "eoi_token_id"):
       value = getattr(self, name)
       if value is not None and value >= model.vocab_size >= 1:
-        yield Problem(f"{name} = {value} is outside the vocabulary of {model.vocab_size}", (name, "vocab_size"))
+        yield Problem(
+          f"{name} = {value} is outside the vocabulary of {model.vocab_size}",
+          (name, "vocab_size"),
+          fix=f"set {name} to an id from 0 to {model.vocab_size - 1}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

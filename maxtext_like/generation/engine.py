@@ -156,7 +156,10 @@ def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
   # The image token is never looked up, and some tables have no row for it.
   image = decoder.cfg.image_token_id if prompts.images is not None else None
   if max_tokens < 1:
-    raise UserError(f"the number of tokens to generate is {max_tokens}\n  fix: at least 1")
+    raise UserError(
+      f"the number of tokens to generate is {max_tokens}, but it must be 1 or more",
+      fix="--max-tokens 64, or max_tokens=64 in Python",
+    )
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):
       raise UserError(f"prompt {row} is empty, and the tokenizer has no token for the beginning of a text\n  fix: write a text")

@@ -93,7 +93,11 @@ class Config(ExpertsConfig):
     yield from even(self, "qk_rope_head_dim")
     for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
       if getattr(self, name) == 0:
-        yield Problem(f"{name} is not set", (name,), "latent attention needs it")
+        yield Problem(
+          f"{name} is not set",
+          (name,),
+          f"set {name} to the size in the released model's config.json: latent attention needs it",
+        )
     if self.attn_logits_soft_cap is not None:
       yield Problem(
         f"attn_logits_soft_cap = {self.attn_logits_soft_cap:g} in decoder_block {self.decoder_block}",
@@ -118,6 +122,7 @@ class Config(ExpertsConfig):
       yield Problem(
         f"first_num_dense_layers = {dense} of num_decoder_layers = {L}",
         ("first_num_dense_layers", "num_decoder_layers"),
+        fix=f"set first_num_dense_layers from 0 to {L}",
       )
     elif self.num_experts == 0 and dense < L:
       yield Problem(
@@ -143,6 +148,7 @@ class Config(ExpertsConfig):
       yield Problem(
         f"topk_routing_group = {self.topk_routing_group} is more than n_routing_groups = {groups}",
         ("topk_routing_group", "n_routing_groups"),
+        fix=f"set topk_routing_group to at most {groups}",
       )
     elif groups > 0 and k > E // groups * self.topk_routing_group and k <= E:
       yield Problem(
@@ -175,7 +181,11 @@ class Config(ExpertsConfig):
     """Yield settings that can be built but have no effect, or another effect than they suggest."""
     yield from super().ignored_values()
     if self.rope_type == "yarn" and self.beta_fast <= self.beta_slow:
-      yield Problem(f"beta_fast = {self.beta_fast:g} is not above beta_slow = {self.beta_slow:g}", ("beta_fast", "beta_slow"))
+      yield Problem(
+        f"beta_fast = {self.beta_fast:g} is not above beta_slow = {self.beta_slow:g}",
+        ("beta_fast", "beta_slow"),
+        fix="set beta_fast above beta_slow; the released models have 32 and 1",
+      )
     if self.num_kv_heads != self.num_query_heads:
       yield Problem(
         f"num_kv_heads = {self.num_kv_heads} differs from num_query_heads = {self.num_query_heads}",

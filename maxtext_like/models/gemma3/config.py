@@ -71,6 +71,7 @@ class GemmaConfig(GroupedQueryConfig):
       yield Problem(
         f"layer_types has {len(self.layer_types)} entries, num_decoder_layers is {self.num_decoder_layers}",
         ("layer_types", "num_decoder_layers"),
+        fix=f"write {self.num_decoder_layers} entries, one for each layer",
       )
 
 
@@ -123,6 +124,7 @@ class Vision(SquareVision):
       yield Problem(
         f"image_size_for_vit = {self.image_size_for_vit} is not a multiple of patch_size_for_vit = {self.patch_size_for_vit}",
         ("image_size_for_vit", "patch_size_for_vit"),
+        fix="set image_size_for_vit to a multiple of patch_size_for_vit",
       )
     elif (out := math.isqrt(self.vision_output_length)) ** 2 != self.vision_output_length or side % out:
       yield Problem(

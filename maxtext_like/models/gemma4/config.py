@@ -66,7 +66,11 @@ class Config(ExpertsConfig, GemmaConfig):
     if listed and self.num_decoder_layers >= 1 and self.inhomogeneous_layer_cycle_interval >= 1:
       yield from self._sharing_problems()
     if not 0 < self.global_rope_proportion <= 1:
-      yield Problem(f"global_rope_proportion = {self.global_rope_proportion:g} is outside (0, 1]", ("global_rope_proportion",))
+      yield Problem(
+        f"global_rope_proportion = {self.global_rope_proportion:g} is outside (0, 1]",
+        ("global_rope_proportion",),
+        fix="set global_rope_proportion above 0 and at most 1",
+      )
 
   def _sharing_problems(self) -> Iterator[Problem]:
     L, types, shared = self.num_decoder_layers, self.attention_types(), self.num_kv_shared_layers

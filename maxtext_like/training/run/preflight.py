@@ -119,7 +119,11 @@ def _lost_paths(loaded: Loaded) -> Iterator[Problem]:
       what, _, fix = str(error).partition("\n  fix: ")
       yield Problem(what, fix=fix, where=loaded.origins[key])
     except PermissionError as error:
-      yield Problem(f"{key.partition('.')[2]}: {error.filename}: {error.strerror}", where=loaded.origins[key])
+      yield Problem(
+        f"{key.partition('.')[2]}: {error.filename}: {error.strerror}",
+        fix="name a path that you may read",
+        where=loaded.origins[key],
+      )
 
 
 def _require_data(data: DataConfig, key: str) -> None:

@@ -34,7 +34,11 @@ def record_newest(run: Path, step: int | None, fence: atomic.Fence = contextlib.
   try:
     atomic.write_text(run / NEWEST, json.dumps({"step": step}) + "\n", fence)
   except OSError as error:
-    _log.warning("%s: %s; if the checkpoints are lost later, the next start may not notice", run / NEWEST, error.strerror)
+    _log.warning(
+      "%s: cannot be written (%s). If the checkpoints are lost later, the next start may not notice it",
+      run / NEWEST,
+      error.strerror,
+    )
 
 
 def recorded_newest(run: Path) -> int | None:
