@@ -36,7 +36,7 @@ def stop_tokens(
     if token is None:
       raise UserError(
         f"stop token {name!r}: the tokenizer has no such token\n"
-        f"  fix: the spelling of a token in the tokenizer, or one of: {', '.join(known_names(tokenizer)) or 'none here'}"
+        f"  fix: write a token as the tokenizer spells it, or one of: {', '.join(known_names(tokenizer)) or 'none here'}"
       )
     stops.add(token)
   return frozenset(stops)

@@ -80,7 +80,7 @@ def test_shards_read_as_one(sharded: Path):
 def test_index_may_only_name_plain_files(sharded: Path, name: str):
   (sharded.parent / "outside.safetensors").write_bytes(b"")
   change_index(sharded, a=name)
-  assert refused(sharded, "not a plain file name").isprintable()
+  assert refused(sharded, "not a plain file name").replace("\n  fix: ", "", 1).isprintable()
 
 
 def test_missing_shard(sharded: Path):

@@ -170,7 +170,7 @@ def test_names_are_printed_escaped(tmp_path: Path):
   with pytest.raises(UserError) as error:
     SafetensorsFile(path)
   message = str(error.value)
-  assert message.isprintable()
+  assert message.replace("\n  fix: ", "", 1).isprintable()
   assert "\\x1b[31mred\\nline\\ud800" in message
   message.encode("utf-8")
   assert printable("x" * 1000).endswith("x...")
@@ -263,4 +263,4 @@ def test_damaged_header_never_causes_anything_but_a_user_error(tmp_path: Path, d
     message = str(error)
   else:
     message = ""
-  assert not message or message.isprintable()
+  assert message.replace("\n  fix: ", "", 1).isprintable()
