@@ -341,5 +341,5 @@ def failed(error: OSError) -> UserError | RetryableError:
   """Returns the exception to raise for a storage error. Only failures of the store itself are retryable."""
   what = f"{masked(str(error.filename))}: {error.strerror}"
   if isinstance(error, FileNotFoundError | FileExistsError | PermissionError) or error.errno == errno.EINVAL:
-    return UserError(what, fix="name a place that exists and that your credentials may use")
+    return UserError(what, fix="name a place that exists and that you may read and write")
   return RetryableError(f"{what}; run the same command again")
