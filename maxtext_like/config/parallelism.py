@@ -38,7 +38,9 @@ class MeshConfig(Checked):
       sizes = {name: getattr(self, name) for name in keys}
       for name, size in sizes.items():
         if size < 1 and size != -1:
-          yield Problem(f"{name} = {size} is not a number of devices", (name,), "set 1 or more, or -1 for all remaining devices")
+          yield Problem(
+            f"{name} = {size} is not a number of devices", (name,), "set 1 or more, or -1 for all remaining devices"
+          )
       rest = [name for name, size in sizes.items() if size == -1]
       if len(rest) > 1:
         fixes = " or ".join(f"{name}=1" for name in rest)
