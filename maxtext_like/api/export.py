@@ -85,9 +85,7 @@ def export_checkpoint(
       f"the adapter is merged into {below} weights; rounding to {dtype} changes the weights by {rounding:.2g} of the addition",
     )
   elif merge:
-    raise UserError(
-      f"{step}: is a complete model without an adapter to merge\n  fix: leave out --merge (in Python: merge=True)"
-    )
+    raise UserError(f"{step}: is a complete model without an adapter to merge\n  fix: export it without merge")
   else:
     model, vision, decoder, params = _own(step, stored)
   tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)

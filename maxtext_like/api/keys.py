@@ -53,6 +53,7 @@ def list_keys(pattern: str = "") -> Keys:
   if not found and not elsewhere:
     near = did_you_misspell(pattern, [k.name for k in documented()])
     raise UserError(
-      f"{pattern!r}: no such key{near}", fix="search for a part of a name, or list all keys: maxtext-like train --help-keys"
+      f"{pattern!r}: no such key{near}",
+      fix="search for a part of a name, such as learning_rate, or leave the pattern out for all keys",
     )
   return Keys(found, tuple(elsewhere))

@@ -373,7 +373,7 @@ def _unknown(key: str, section: str | None, error: UnknownKeyError, origin: str,
   here = [leaf for leaf, (s, _) in LEAVES.items() if s == section]
   return Problem(
     f"{origin}: unknown key {section + '.' + key!r}{did_you_misspell(key, here) or did_you_misspell(key, LEAVES)}",
-    fix="correct the key; maxtext-like train --help-keys lists all of them",
+    fix="correct the key; docs/reference/configuration.md lists all keys",
   )
 
 

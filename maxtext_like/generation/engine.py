@@ -158,7 +158,7 @@ def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
   if max_tokens < 1:
     raise UserError(
       f"the number of tokens to generate is {max_tokens}, but it must be 1 or more",
-      fix="--max-tokens 64, or max_tokens=64 in Python",
+      fix="write a larger number of tokens, such as 64",
     )
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):

@@ -148,9 +148,7 @@ def parse_size(text: str) -> int:
   except (KeyError, ValueError, OverflowError):
     size = 0
   if size <= 0:
-    raise UserError(
-      f"shard size '{text}': expected a size above 0 such as 5GB or 500MB", fix="write a size such as --shard-size 5GB"
-    )
+    raise UserError(f"shard size '{text}': expected a size above 0 such as 5GB or 500MB", fix="write a size such as 5GB")
   return size
 
 
