@@ -182,24 +182,25 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys):
   assert "\x1b" not in capsys.readouterr().err
 
 
-def test_the_message_of_a_bad_file_is_one_line_with_its_place(tmp_path):
+def test_the_message_of_a_bad_file_has_its_place_and_a_fix(tmp_path):
   (tmp_path / "m.yml").write_text("model:\n  emb_dim: !!python/object/apply:os.system ['touch canary']\n")
   done = program("-m", "maxtext_like", "config", "m.yml", cwd=tmp_path)
   assert done.returncode == 2
   assert done.stderr.startswith("error: m.yml:2: tag 'tag:yaml.org,2002:python/object/apply:os.system'")
-  assert done.stderr.count("\n") == 1
+  assert re.fullmatch(r"error: .*\n  fix: .*\n", done.stderr)
   assert not (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("words", [["train", "x" * 300], ["train", "gemma4-tiny", "x" * 300 + ".yml"], ["replay", "x" * 300]])
 def test_a_name_that_no_file_can_have(words, capsys):
   assert main(words) == 2
-  assert re.fullmatch(r"error: \S*x{300}\S*: File name too long\n", capsys.readouterr().err)
+  assert re.fullmatch(r"error: \S*x{300}\S*: File name too long\n  fix: .*\n", capsys.readouterr().err)
 
 
 def test_a_path_that_may_not_be_looked_at_is_wrong_input():
   error = cli._as_exit(PermissionError(errno.EACCES, "Permission denied", "/there"))
-  assert (type(error), str(error)) == (UserError, "/there: Permission denied")
+  assert type(error) is UserError
+  assert str(error).startswith("/there: Permission denied\n  fix: ")
   assert cli._as_exit(OSError(errno.EIO, "Input/output error", "/there")) is None
 
 
