@@ -75,7 +75,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     (["--batch", "prompts.jsonl", "--image", "wide.png"], "--image needs --prompt"),
     (["--prompt", "a", "--batch", "prompts.jsonl"], "either --prompt or --batch"),
     (["--prompt", "a", "--top-p", "2"], "0 < top_p <= 1"),
-    (["--prompt", "a", "--max-tokens", "0"], "at least 1"),
+    (["--prompt", "a", "--max-tokens", "0"], "tokens to generate is 0"),
     (["--prompt", "a", "--speed", "1"], "unknown word '--speed'"),
     (["--prompt", "a", "tokenizer=/nowhere"], "no such file or folder"),
   ],
