@@ -10,54 +10,74 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.quantization.quantized import CODES, SCALES, Arrays, Float8BlockForm, Form, quantize, stored_params
+from maxtext_like.layers.quantization.quantized import Arrays, Form, quantize, stored_params
 
 Places = dict[str, NamedSharding]
 ReadRow = Callable[[int | None], np.ndarray]
-ReadFloat8 = Callable[[int | None], tuple[np.ndarray, np.ndarray] | None]
 
 
-def read_quantized(form: Form, p: Param, places: Places, read: ReadRow, read_float8: ReadFloat8 = lambda row: None) -> Arrays:
-  """Reads a weight and returns its quantized arrays on its devices.
+class QuantizedRows:
+  """A weight whose layers arrive one at a time and are quantized at once.
 
-  Every process reads the complete weight, because a scale may depend on all inputs.
+  Every process gets the complete weight, because a scale may depend on all inputs.
 
   Args:
     form: storage format.
     p: the weight, of one layer or stacked.
     places: sharding of each stored array.
-    read: (index of a layer, None if the weight is not stacked) -> float32 weight of that layer, with or without an axis of 1.
-    read_float8: the same for codes and scales of blocks of 128 x 128; returns None if the file has none.
   """
-  spec = stored_params(form, p)
-  own = {name: q.shape if p.rows is None else q.shape[1:] for name, q in spec.items()}
-  everywhere = NamedSharding(next(iter(places.values())).mesh, PartitionSpec())
+
+  def __init__(self, form: Form, p: Param, places: Places):
+    self.form, self._p, self._places = form, p, tuple(places.items())
+    self.everywhere = NamedSharding(next(iter(places.values())).mesh, PartitionSpec())
+    self._stored: Arrays | None = None
+
+  def put(self, row: int | None, found: Any) -> None:
+    """Quantizes a layer. Returns when that is done, which limits the layers in memory to one.
+
+    Args:
+      row: index of the layer; None if the weight is not stacked.
+      found: the weight of the layer on all devices; or its codes and scales for blocks of 128 x 128.
+    """
+    if isinstance(found, dict):
+      found = {name: x if isinstance(x, jax.Array) else self.on_devices(x) for name, x in found.items()}
+    if row is None:
+      self._stored = _kept(self.form, self._p, self._places)(found)
+      return
+    if self._stored is None:
+      places, spec = dict(self._places), stored_params(self.form, self._p)
+      self._stored = _empty(tuple((name, q.shape, q.dtype, places[name]) for name, q in spec.items()))
+    self._stored = jax.block_until_ready(_put(self.form, self._p, self._places)(self._stored, found, np.int32(row)))
+
+  def on_devices(self, x: np.ndarray) -> jax.Array:
+    """Copies an array to every device."""
+    return jax.make_array_from_callback(x.shape, self.everywhere, lambda index: x[index])
+
+  def finished(self) -> Arrays:
+    """Returns the stored arrays, after all layers."""
+    assert self._stored is not None
+    return self._stored
+
+
+def read_quantized(form: Form, p: Param, places: Places, read: ReadRow) -> Arrays:
+  """Reads a weight layer by layer and returns its quantized arrays on their devices.
+
+  Args:
+    form, p, places: as for ``QuantizedRows``.
+    read: (index of a layer, None if the weight is not stacked) -> float32 weight of that layer, with or without an axis of 1.
+  """
+  rows = QuantizedRows(form, p, places)
   shape = p.shape if p.rows is None else p.shape[1:]
-
-  def on_devices(x: np.ndarray) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, everywhere, lambda index: x[index])
-
-  stored = None
-  for row in range(p.rows or 1):
-    number = None if p.rows is None else row
-    given = read_float8(number) if isinstance(form, Float8BlockForm) else None
-    if given is None:
-      found: Any = on_devices(read(number).reshape(shape))
-    else:
-      parts = dict(zip((CODES, SCALES), given, strict=True))
-      found = {name: on_devices(x.reshape(own[name])) for name, x in parts.items()}
-    if p.rows is None:
-      return _kept(form, p, tuple(places.items()))(found)
-    if stored is None:
-      stored = _empty(tuple((name, q.shape, q.dtype, places[name]) for name, q in spec.items()))
-    stored = _put(form, p, tuple(places.items()))(stored, found, np.int32(row))
-    jax.block_until_ready(stored)  # limits host memory to one layer
-  assert stored is not None
-  return stored
+  for row in [None] if p.rows is None else range(p.rows):
+    rows.put(row, rows.on_devices(read(row).reshape(shape)))
+  return rows.finished()
 
 
 def _stored(form: Form, p: Param, found: Any) -> Arrays:
-  return found if isinstance(found, dict) else quantize(form, p, found)
+  if not isinstance(found, dict):
+    return quantize(form, p, found)
+  shapes = {name: q.shape if p.rows is None else q.shape[1:] for name, q in stored_params(form, p).items()}
+  return {name: x.reshape(shapes[name]) for name, x in found.items()}
 
 
 @functools.lru_cache(maxsize=64)

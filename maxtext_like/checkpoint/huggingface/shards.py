@@ -40,12 +40,12 @@ class Shards:
     if single and index:
       raise UserError(f"{where}: contains both {SINGLE} and {INDEX}\n  fix: move the one away that is not the model")
     if index:
-      self._files = self._open_index(directory / INDEX)
+      self.files = self._open_index(directory / INDEX)
     elif single:
-      self._files = [SafetensorsFile(_inside(directory, SINGLE, f"{where}: {SINGLE}"))]
+      self.files = [SafetensorsFile(_inside(directory, SINGLE, f"{where}: {SINGLE}"))]
     else:
       raise self._nothing_found()
-    self._home = {name: file for file in self._files for name in file.entries}
+    self._home = {name: file for file in self.files for name in file.entries}
 
   def _nothing_found(self) -> UserError:
     where = printable(self.directory)
@@ -102,8 +102,12 @@ class Shards:
     """Returns dtype and shape of a tensor from the header."""
     return self._home[name].entries[name]
 
-  def path(self, name: str) -> Path:
+  def file(self, name: str) -> SafetensorsFile:
     """Returns the file that contains a tensor."""
+    return self._home[name]
+
+  def path(self, name: str) -> Path:
+    """Returns the path of the file that contains a tensor."""
     return self._home[name].path
 
   def raw(self, name: str) -> np.ndarray:
@@ -168,15 +172,29 @@ class Shards:
     stored = self.raw(name)
     if self.entry(name).dtype not in FLOAT8:
       return stored
-    scale_name, scale = self._finite_scale(name)
-    if scale_name.endswith(BLOCK_SCALE):
-      rows, columns = self.block
-      scale = np.repeat(scale, rows, axis=-2)[..., : stored.shape[-2], :]
+    columns, scale = self.row_scales(name)
+    if scale.ndim:
       result = stored.astype(np.float32)
       for start in range(0, stored.shape[-1], columns):  # No full-size array of scales.
         result[..., start : start + columns] *= scale[..., start // columns, None]
       return result
-    return stored.astype(np.float32) * scale.reshape(())
+    return stored.astype(np.float32) * scale
+
+  def row_scales(self, name: str) -> tuple[int, np.ndarray]:
+    """Returns the scales of a float8 tensor for each of its rows.
+
+    Returns:
+      The number of columns that share a scale, and float32 [..., rows, blocks of columns]. The scale of a complete tensor has
+      no axes.
+
+    Raises:
+      UserError: as ``weight``.
+    """
+    scale_name, scale = self._finite_scale(name)
+    if not scale_name.endswith(BLOCK_SCALE):
+      return self.entry(name).shape[-1], scale.reshape(())
+    rows, columns = self.block
+    return columns, np.repeat(scale, rows, axis=-2)[..., : self.entry(name).shape[-2], :]
 
   def _finite_scale(self, name: str) -> tuple[str, np.ndarray]:
     """Returns the name and the float32 values of a float8 tensor's scale."""
@@ -200,7 +218,7 @@ class Shards:
 
   def release(self) -> None:
     """Returns the pages read so far to the operating system."""
-    for file in self._files:
+    for file in self.files:
       file.release()
 
 

@@ -207,6 +207,33 @@ class SafetensorsFile:
       raw = raw.copy()  # misaligned views are slow, and some consumers refuse them
     return raw.view(dtype).reshape(entry.shape)
 
+  def read_into(self, out: np.ndarray, start: int) -> None:
+    """Fills an array with the bytes of the file from a position. Several threads may call it.
+
+    Unlike a mapped page, it is read without holding Python's lock and without a fault for every 4 KiB.
+
+    Args:
+      out: contiguous array.
+      start: position in the file, from its beginning.
+
+    Raises:
+      UserError: the file cannot be read, or has changed since its header was read.
+    """
+    left = memoryview(out.reshape(-1).view(np.uint8))
+    try:
+      descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+      try:
+        changed = os.fstat(descriptor).st_size != self.size
+        while left and not changed:
+          count = os.preadv(descriptor, [left], start)
+          left, start, changed = left[count:], start + count, not count
+      finally:
+        os.close(descriptor)
+    except OSError as error:
+      raise UserError(f"{self._where}: cannot be read: {error.strerror}") from None
+    if changed:
+      raise UserError(f"{self._where}: the file changed while it was being read")
+
   def release(self) -> None:
     """Returns the mapped pages to the operating system; they are read again on use."""
     if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):

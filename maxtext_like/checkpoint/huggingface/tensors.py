@@ -61,20 +61,31 @@ class Piece:
       return math.prod(s[self._inputs :]), math.prod(s[: self._inputs])
     return s
 
+  @property
+  def file_shape(self) -> tuple[int, ...]:
+    """The shape of this piece in a file, with one axis for each of our axes, in the order of ``order``."""
+    s = self.shape
+    return tuple(s[self.order.index(i)] for i in range(len(s)))
+
+  @property
+  def order(self) -> tuple[int, ...]:
+    """For each of our axes, its position in ``file_shape``."""
+    rank = len(self.shape)
+    if self.kind == "experts":
+      return 0, 2, 1
+    if self.kind in ("linear", "linear2"):
+      n = self._inputs
+      return *range(rank - n, rank), *range(rank - n)
+    if self.kind == "conv":
+      return tuple(range(rank))[::-1]
+    return tuple(range(rank))
+
   def to_ours(self, tensor: Any) -> Any:
     """Returns a view of the file's tensor in our layout."""
     if self.half is not None:
       size = self.shape[2]
       tensor = tensor[:, self.half * size : (self.half + 1) * size]
-    if self.kind == "experts":
-      return tensor.swapaxes(1, 2)
-    if self.kind in ("linear", "linear2"):
-      n, rank = self._inputs, len(self.shape)
-      split = tensor.reshape(*self.shape[n:], *self.shape[:n])
-      return split.transpose(*range(rank - n, rank), *range(rank - n))
-    if self.kind == "conv":
-      return tensor.reshape(self.shape[::-1]).T
-    return tensor.reshape(self.shape)
+    return tensor.reshape(self.file_shape).transpose(self.order)
 
   def to_hf(self, ours: Any) -> Any:
     """Returns our indexed array in the file's layout."""
@@ -86,6 +97,15 @@ class Piece:
     if self.kind == "conv":
       return ours.T.reshape(self.hf_shape())
     return ours.reshape(self.hf_shape())
+
+
+@dataclass(frozen=True)
+class TensorPart:
+  """A tensor of a file, or half of it, and its position along the stacked axes (layers, experts) of an array to fill."""
+
+  name: str
+  piece: Piece
+  index: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 """Loads the weights of a checkpoint directory: matches tensors with a decoder by name and shape, without a second copy."""
 
 import functools
+import logging
+import math
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +15,8 @@ import numpy as np
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config, require_same_model
 from maxtext_like.checkpoint.huggingface.peft_targets import name_in_transformers
 from maxtext_like.checkpoint.huggingface.shards import Shards
-from maxtext_like.checkpoint.huggingface.tensor_file import FLOAT8
-from maxtext_like.checkpoint.huggingface.tensors import Piece, flatten, tensor_table
+from maxtext_like.checkpoint.huggingface.tensor_file import DTYPES, FLOAT8
+from maxtext_like.checkpoint.huggingface.tensors import Piece, TensorPart, flatten, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD, PREFIXES, find_head, prefixes_with
 from maxtext_like.checkpoint.store.finite import all_finite, described
 from maxtext_like.config.model import ModelConfig
@@ -25,10 +28,19 @@ from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.strict_json import printable
 
+if TYPE_CHECKING:
+  from maxtext_like.checkpoint.huggingface.device_fill import Target
+  from maxtext_like.checkpoint.quantized_rows import QuantizedRows
+
+_log = logging.getLogger(__name__)
 _FLOATS = frozenset({"F32", "BF16", "F16", "F64", "F8_E4M3", "F8_E5M2"})
+_QUANTIZED_FROM = frozenset({"F32", "BF16", "F16"})  # dtypes that a device converts to float32 itself
 _FINAL_NORM = "norm.weight"
 _SHOWN = 20
 _CHUNK_BYTES = 16 << 20  # bytes of a tensor converted at a time
+SMALL_BYTES = 1 << 20  # smaller tensors are put together in host memory: there are many, and each costs a call of a program
+_REPORT_SECONDS = 5.0
+_REPORTED_BYTES = 10**9  # the speed of a load that reads less is not reported
 
 
 class Weights:
@@ -190,6 +202,9 @@ class Weights:
       if self.finite and not all_finite(chunk):  # the chunk is still in the CPU cache, and contiguous
         raise self._not_finite(out.dtype, name)
 
+  def _refusal(self, dtype: np.dtype, name: str) -> Exception:
+    return self._not_finite(dtype, name) if self.finite else _beyond(dtype, name)
+
   def _not_finite(self, dtype: np.dtype, name: str) -> Exception:
     stored = self.shards.weight(name)
     if all_finite(stored):
@@ -222,46 +237,41 @@ class Weights:
   def _by_place(self) -> dict[tuple[Any, Any], tuple[str, Piece]]:
     return {(path, piece.index): (name, piece) for path, pieces in self._pieces.items() for name, piece in pieces}
 
-  def float8(self, path: tuple[str, ...], row: int | None) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns a weight of one layer in float8 and the scales of its blocks.
+  def is_float8(self, path: tuple[str, ...]) -> bool:
+    """Returns True if all tensors of a weight are float8 e4m3, and contain no other parameter."""
+    found = self._pieces[path]
+    whole = all(piece.kind in ("linear", "linear2") and piece.half is None for _, piece in found)
+    return whole and all(self.shards.entry(name).dtype == "F8_E4M3" for name, _ in found)
+
+  def scales(self, path: tuple[str, ...], row: int | None) -> np.ndarray:
+    """Returns the scales of one layer of a float8 weight, float32 [*experts, blocks of inputs, blocks of outputs].
 
     Args:
       path: path of the parameter.
       row: row of a stack; None if the weight is not stacked.
 
-    Returns:
-      Float8 [*experts, *inputs, *outputs] and float32 [*experts, blocks of inputs, blocks of outputs]. None if the weight has
-      another dtype, or if its tensor also contains another parameter.
-
     Raises:
       UserError: a scale has a wrong shape or is not finite.
-      NonFiniteError: a number is not finite, with ``finite``.
     """
+    scales = {s.index: np.ascontiguousarray(self.shards.scale(s.name).T) for s in self.sources(path, row)}
+    self.shards.release()
+    return np.stack([scales[index] for index in sorted(scales)]) if () not in scales else scales[()]
+
+  def sources(self, path: tuple[str, ...], row: int | None = None) -> list[TensorPart]:
+    """Returns the tensors of a parameter, or of one row of its stack."""
     lead = () if row is None else (row,)
-    found = [(name, piece) for name, piece in self._pieces[path] if piece.index[: len(lead)] == lead]
-    whole = all(piece.kind in ("linear", "linear2") and piece.half is None for _, piece in found)
-    if not whole or any(self.shards.entry(name).dtype != "F8_E4M3" for name, _ in found):
-      return None
-    codes, scales = [], []
-    for name, piece in sorted(found, key=lambda pair: pair[1].index):
-      stored = self.shards.raw(name)
-      codes.append(np.array(piece.to_ours(stored)))
-      if self.finite and not all_finite(codes[-1].astype(np.float32)):
-        raise self._not_finite(np.dtype(np.float32), name)
-      scales.append(np.ascontiguousarray(self.shards.scale(name).T))
-      self.shards.release()
-    each = len(found[0][1].index) > len(lead)
-    return (np.stack(codes), np.stack(scales)) if each else (codes[0], scales[0])
+    found = ((name, piece) for name, piece in self._pieces[path] if piece.index[: len(lead)] == lead)
+    return [TensorPart(name, piece, piece.index[len(lead) :]) for name, piece in found]
 
   def load(
     self, shardings: Any = None, *, progress: Callable[[int, int], None] | None = None, base: QuantizedBase | None = None
   ) -> dict:
-    """Returns the parameters as JAX arrays. They are read and placed one after the other.
+    """Returns the parameters as JAX arrays. Large tensors are read by several threads straight into the arrays on the devices.
 
     Args:
       shardings: a tree of ``jax.sharding.Sharding`` with the structure of the parameters; None for the default device. This
         process reads only the parts for its own devices.
-      progress: called with (number of loaded parameters, number of all parameters).
+      progress: called with (bytes read so far, bytes in total) of the large tensors.
       base: which weights to quantize, layer by layer while reading; ``shardings`` then apply to the quantized arrays.
 
     Raises:
@@ -270,28 +280,62 @@ class Weights:
     """
     import jax
 
-    from maxtext_like.checkpoint.quantized_rows import read_quantized
+    from maxtext_like.checkpoint.huggingface import device_fill
+    from maxtext_like.checkpoint.quantized_rows import QuantizedRows
 
     spec = {path: param for path, param in flatten(self.decoder.params()) if path not in self._without}
     wanted = dict(flatten(shardings)) if shardings is not None else {}
-    params: dict = {}
-    for done, (path, param) in enumerate(spec.items()):
+    arrays: dict[tuple[str, ...], Any] = {}
+    targets, small = [], []
+    for path, param in spec.items():
       dtype = np.dtype(jax.numpy.dtype(param.dtype))
       if base is not None and path in base.weights:
         places = {where[-1]: place for where, place in wanted.items() if where[:-1] == path}
-        whole = lambda row, path=path, param=param: self.values(path, _row(param, row), np.dtype(np.float32))
-        array = read_quantized(base.form, param, places, whole, lambda row, path=path: self.float8(path, row))
-      elif shardings is None:
-        array = jax.device_put(self.values(path, tuple(slice(None) for _ in param.shape), dtype))
+        rows = arrays[path] = QuantizedRows(base.form, param, places)
+        targets += self._row_targets(path, param, rows)
+      elif not (own := self._pieces[path][0][1].shape) or math.prod(own) * dtype.itemsize < SMALL_BYTES:
+        small.append(path)
       else:
-        array = self._place(path, param.shape, dtype, wanted[path])
+        keep = functools.partial(arrays.__setitem__, path)
+        targets.append(device_fill.Target(param.shape, dtype, wanted.get(path), self.sources(path), done=keep))
+
+    # Read the small tensors while the first large ones are on their way.
+    def read_small() -> None:
+      for path in small:
+        shape, dtype = spec[path].shape, np.dtype(jax.numpy.dtype(spec[path].dtype))
+        if shardings is None:
+          arrays[path] = jax.device_put(self.values(path, tuple(slice(None) for _ in shape), dtype))
+        else:
+          arrays[path] = self._place(path, shape, dtype, wanted[path])
+
+    device_fill.fill(
+      self.shards, targets, check=self.finite, refuse=self._refusal,
+      convert=functools.partial(_converted, refuse=not self.finite), meanwhile=read_small,
+      progress=progress or _logged_progress(),
+    )  # fmt: skip
+    params: dict = {}
+    for path in spec:
       node = params
       for key in path[:-1]:
         node = node.setdefault(key, {})
-      node[path[-1]] = array
-      if progress:
-        progress(done + 1, len(spec))
+      node[path[-1]] = found.finished() if isinstance(found := arrays[path], QuantizedRows) else found
     return params
+
+  def _row_targets(self, path: tuple[str, ...], param: Param, rows: "QuantizedRows") -> "Iterator[Target]":
+    """Yields a target for every layer of a weight that is quantized as soon as the layer is read."""
+    from maxtext_like.checkpoint.huggingface.device_fill import Target
+    from maxtext_like.layers.quantization.quantized import CODES, SCALES, Float8BlockForm
+
+    codes = isinstance(rows.form, Float8BlockForm) and self.is_float8(path)
+    dtypes = {self.shards.entry(name).dtype for name, _ in self._pieces[path]}
+    dtype = DTYPES[dtypes.pop()] if len(dtypes) == 1 and (codes or dtypes <= _QUANTIZED_FROM) else np.dtype(np.float32)
+    shape = param.shape if param.rows is None else param.shape[1:]
+    for row in [None] if param.rows is None else range(param.rows):
+
+      def put(layer: Any, row: int | None = row) -> None:
+        rows.put(row, {CODES: layer, SCALES: self.scales(path, row)} if codes else layer)
+
+      yield Target(shape, dtype, rows.everywhere, self.sources(path, row), codes=codes, together=True, done=put)
 
   def in_transformers(self, tree: dict) -> Iterator[tuple[str, np.ndarray]]:
     """Calls the function ``in_transformers`` for this model."""
@@ -372,10 +416,18 @@ def _shape(pieces: list[tuple[str, Piece]]) -> tuple[int, ...]:
   return (*(max(axis) + 1 for axis in stacked), *pieces[0][1].shape)
 
 
-def _row(param: Param, row: int | None) -> tuple[slice, ...]:
-  """Returns the index of one layer of a parameter."""
-  rows = slice(None) if row is None else slice(row, row + 1)
-  return (rows, *(slice(None) for _ in param.shape[1:]))
+def _logged_progress() -> Callable[[int, int], None]:
+  """Returns a function (bytes read, bytes in total) that logs the speed."""
+  begin = last = time.monotonic()
+
+  def progress(done: int, of: int) -> None:
+    nonlocal last
+    now = time.monotonic()
+    if now - last >= _REPORT_SECONDS or (done == of and of >= _REPORTED_BYTES):
+      last, speed = now, done / 1e9 / (now - begin)
+      _log.info("weights: %.1f of %.1f GB read, %.2f GB/s", done / 1e9, of / 1e9, speed)
+
+  return progress
 
 
 def _converted(part: np.ndarray, dtype: np.dtype, name: str, *, refuse: bool) -> np.ndarray:

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext_like.checkpoint.huggingface import device_fill
 from maxtext_like.checkpoint.huggingface import weights as weights_module
 from maxtext_like.checkpoint.huggingface.config import HuggingFaceConfig, read_config
 from maxtext_like.checkpoint.huggingface.export import export_hugging_face
@@ -286,6 +287,7 @@ def test_memory_beyond_the_arrays_is_bounded_by_the_largest_one(
 ):
   """At most 1.5 times its size, converted or not: numpy's allocations, which tracemalloc sees; JAX's own it does not."""
   monkeypatch.setattr(weights_module, "_CHUNK_BYTES", 1 << 20)
+  monkeypatch.setattr(device_fill, "_CHUNK_BYTES", 1 << 20)
   model = load_config("gemma4-moe-tiny", ["vocab_size=30000"]).config.model
   decoder = build_decoder(model, Precision(weight_dtype=weight_dtype))
   params = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), abstract(decoder.params()))
