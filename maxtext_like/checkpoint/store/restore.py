@@ -4,7 +4,9 @@ Dtypes change only on request.
 """
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
+_REPORTED = 1.0  # GB; the speed of reading less is not reported
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,12 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   template = {
     name: jax.ShapeDtypeStruct(leaf.shape, stored_dtypes[name], sharding=shardings[name]) for name, leaf in wanted.items()
   }
-  state = manifest.home(step_directory, stored) / manifest.STATE_NAME
+  state, begin = manifest.home(step_directory, stored) / manifest.STATE_NAME, time.monotonic()
   whole = len(wanted) == len(stored.leaves)
   flat = zarr_arrays.read(state, template) if zarr_arrays.holds_zarr(stored) else _read_orbax(state, template, whole)
+  size, seconds = sum(x.nbytes for x in jax.block_until_ready(flat).values()) / 1e9, time.monotonic() - begin
+  if size >= _REPORTED:
+    _log.info("checkpoint of step %d: %.1f GB read in %.1f s, %.2f GB/s", stored.step, size, seconds, size / seconds)
   casts: dict[str, list[str]] = {}
   for name, leaf in wanted.items():
     if stored_dtypes[name] != leaf.dtype:
@@ -231,9 +237,31 @@ def load(
     wanted = tree.flatten(like)
     current = None if config is None else compatibility.record(config)
     check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True, adds=adds)
-    manifest.check_hashes(step_directory, stored)
+    state = _read_and_check_hashes(step_directory, stored, like)
   except manifest.DamageError as error:
     raise UserError(f"{step_directory}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from error
   except OSError as error:
     raise failed(error) from error
-  return Restored(stored.step, read(step_directory, stored, like), stored.extra, stored.config, step_directory)
+  return Restored(stored.step, state, stored.extra, stored.config, step_directory)
+
+
+def _read_and_check_hashes(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> Any:
+  """Reads arrays while another thread checks the hashes of the files, so that they come from the disk only once.
+
+  Raises:
+    DamageError: a file is damaged; the arrays are then discarded.
+    UserError, RetryableError: as ``read``, if the files are undamaged.
+  """
+  if isinstance(step_directory, Place):  # the store has the checksums, and nothing is read for them
+    manifest.check_hashes(step_directory, stored)
+    return read(step_directory, stored, like)
+  manifest.check_sizes(step_directory, stored)
+  with ThreadPoolExecutor(1, "check-hashes") as pool:
+    checked = pool.submit(manifest.check_hashes, step_directory, stored)
+    try:
+      state = read(step_directory, stored, like)
+    except Exception:
+      checked.result()  # damage would be the reason
+      raise
+    checked.result()
+  return state

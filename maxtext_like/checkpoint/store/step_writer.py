@@ -26,6 +26,7 @@ from maxtext_like.errors import RetryableError
 from maxtext_like.sharding import processes
 
 _log = logging.getLogger(__name__)
+_REPORTED = 1.0  # GB; the speed of a smaller save is not reported
 
 Watch = Callable[[str, str], AbstractContextManager[None]]
 """(kind, description) -> context that limits the duration of a save."""
@@ -40,6 +41,7 @@ class PendingSave:
     needed_bytes: bytes of its arrays and tokenizer.
     best: step with the lowest evaluation loss, and that loss; None if there is none.
     error: why the save failed.
+    blocked_seconds: time until the arrays could be changed again.
     write_seconds, hash_seconds: time until the arrays were written, and for the rest.
     thread: the thread of the save.
   """
@@ -48,6 +50,7 @@ class PendingSave:
   needed_bytes: int
   best: tuple[int, float] | None = None
   error: BaseException | None = None
+  blocked_seconds: float = 0.0
   write_seconds: float = 0.0
   hash_seconds: float = 0.0
   thread: threading.Thread = dataclasses.field(default_factory=threading.Thread)
@@ -112,6 +115,7 @@ class StepWriter:
     except Exception as error:  # orbax raises bare Exceptions
       pending.error = error
     else:
+      pending.blocked_seconds = time.monotonic() - begin
       pending.thread.start()
 
   def _prepare(self, step: int, needed_bytes: int) -> tuple[int, str] | None:
@@ -139,6 +143,12 @@ class StepWriter:
         if wrong := [f"{processes.name_of(i)}: {why}" for i, why in enumerate(said) if why]:
           raise RetryableError("; ".join(wrong))
         pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
+        if (size := pending.needed_bytes / 1e9) >= _REPORTED:
+          _log.info(
+            "checkpoint of step %d: %.1f GB written in %.1f s, %.2f GB/s, and hashed in %.1f s; training waited %.2f s",
+            pending.step, size, pending.write_seconds, size / pending.write_seconds, pending.hash_seconds,
+            pending.blocked_seconds,
+          )  # fmt: skip
     except BaseException as error:
       pending.error = error
       return
