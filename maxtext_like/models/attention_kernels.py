@@ -1,7 +1,8 @@
 """Settles the attention kernel of every layer: chooses one that supports the layer, and runs its self-test on this device.
 
 The verdict of a self-test is valid for a kind of device, a class of shapes, and the versions of all software between the layer
-and the device. It is stored in the folder of compiled programs, so that later runs need not repeat the test.
+and the device. It is stored in the folder of compiled programs, so that later runs need not repeat the test. Verdicts in
+``SHIPPED`` are read too, which the users of a Python environment or of a container image share.
 """
 
 import collections
@@ -12,8 +13,10 @@ import inspect
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,12 @@ from maxtext_like.numerics import attention_selfcheck, grouped_selfcheck, norm_s
 from maxtext_like.numerics.attention_selfcheck import CaseResult, ShapeClass, self_test, shape_class
 
 _log = logging.getLogger(__name__)
+Verdicts = Mapping[Any, tuple[str, float | None]]
+"""The problem of the kernel of each shape ("" if it passed), and the seconds that its test took (None: tested earlier)."""
 FOLDER = "kernel-self-test"
+SHIPPED = Path(sys.prefix, "share", "maxtext-like", FOLDER)
+"""Folder of verdicts that come with a Python environment or a container image. It is only read."""
+_AT_ONCE = 8  # kernels tested at a time: nearly all of the time is compilation, of which one takes one or two cores
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _KERNELS = Path(inspect.getfile(registry)).parents[1]
@@ -102,6 +110,7 @@ def settle(
   device: Any = None,
   cache: str | None = None,
   test: Callable[[ShapeClass], list[CaseResult]] = self_test,
+  known: Verdicts | None = None,
 ) -> tuple[Decoder, tuple[KernelUse, ...]]:
   """Return the decoder with kernels that passed their self-test, and the kernel of each group of layers.
 
@@ -117,12 +126,18 @@ def settle(
     device: device for the test; None: there is none (ahead of time), so nothing is tested.
     cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
+    known: verdicts of ``first_shapes``; None to test them here.
 
   Raises:
     UserError: a kernel that the configuration names does not support a layer, or failed. "auto" falls back to the next one.
   """
   capability = getattr(device, "compute_capability", capability)
-  verdicts: dict[ShapeClass, tuple[str, float | None]] = {}
+  if known is None and device is not None:
+    shapes = first_shapes(
+      decoder, length=length, images=images, patches=patches, context=context, segments=segments, capability=capability
+    )
+    known = verdict_each([(shape, test) for shape in shapes], device, cache)
+  verdicts = dict(known or {})
 
   def look(asked: registry.Choice, case: Case, *, of: int, segments: bool) -> KernelUse:
     # Choose, test, and with "auto" choose again without the kernels that failed.
@@ -137,8 +152,8 @@ def settle(
         shapes.append(shape_of(kernel.name, case, segments))
       if not kernel.fused or device is None:
         break
-      if shapes[-1] not in verdicts:
-        verdicts[shapes[-1]] = verdict(shapes[-1], device, cache, test)
+      if shapes[-1] not in verdicts:  # the first choices are tested together, the others when they are needed
+        verdicts.update(verdict_each([(shapes[-1], test)], device, cache))
       problem, seconds = verdicts[shapes[-1]]
       times += [] if seconds is None else [seconds]
       if not problem:
@@ -158,16 +173,18 @@ def settle(
   # A layer chooses its kernel again when it is traced, for rows of any length, so it must know the device and the failed
   # kernels.
   layers = tuple(_with_mixer(layer, capability=capability) for layer in decoder.layers)
+  tower = None if decoder.cfg.vision is None else dataclasses.replace(decoder.cfg.vision, capability=capability)
+  cases = {
+    layer: layer.mixer.case(length, images=images, documents=segments, context=context) for layer in dict.fromkeys(layers)
+  }
   chosen: dict[Block, KernelUse] = {}
-  for layer in dict.fromkeys(layers):
-    case = layer.mixer.case(length, images=images, documents=segments, context=context)
+  for layer, case in cases.items():
     chosen[layer] = look(layer.cfg.mixer.kernel, case, of=len(layers), segments=segments)
   uses = _grouped([chosen[layer] for layer in layers])
   layers = tuple(_with_mixer(layer, failed=chosen[layer].failed) for layer in layers)
   decoder = dataclasses.replace(decoder, layers=layers)
-  if (tower := decoder.cfg.vision) is None:
+  if tower is None:
     return decoder, uses
-  tower = dataclasses.replace(tower, capability=capability)
   if patches is not None:
     use = look(tower.kernel, case_of(tower, decoder.precision, patches), of=tower.num_layers, segments=tower.padded)
     uses = (*uses, dataclasses.replace(use, layers=tower.num_layers, tower=True))
@@ -199,36 +216,76 @@ def shape_of(kernel: Name, case: Case, segments: bool) -> ShapeClass:
   )  # fmt: skip
 
 
+def first_shapes(
+  decoder: Decoder,
+  *,
+  length: int,
+  images: bool,
+  patches: int | None = None,
+  context: int = 1,
+  segments: bool = True,
+  capability: str | None = None,
+) -> list[ShapeClass]:
+  """Return the classes of the preferred kernels of all layers, without duplicates. Arguments: as for ``settle``."""
+  found: dict[ShapeClass, None] = {}
+
+  def add(asked: registry.Choice, case: Case, segments: bool) -> None:
+    try:
+      kernel = choose(asked, case, ())
+    except ValueError:  # no kernel supports the layer, which ``settle`` reports
+      return
+    if kernel.fused:
+      found[shape_of(kernel.name, case, segments)] = None
+
+  for layer in dict.fromkeys(_with_mixer(layer, capability=capability) for layer in decoder.layers):
+    add(layer.cfg.mixer.kernel, layer.mixer.case(length, images=images, documents=segments, context=context), segments)
+  if (tower := decoder.cfg.vision) is not None and patches is not None:
+    case = case_of(dataclasses.replace(tower, capability=capability), decoder.precision, patches)
+    add(tower.kernel, case, tower.padded)
+  return list(found)
+
+
 def _grouped(uses: list[KernelUse]) -> tuple[KernelUse, ...]:
   """Merge equal entries, and count their layers."""
   return tuple(dataclasses.replace(use, layers=count) for use, count in collections.Counter(uses).items())
 
 
-def verdict(shape: Any, device: Any, cache: str | None, test: Callable[..., Any]) -> tuple[str, float | None]:
-  """Return the problem of a kernel ("" if it passed), and the duration of the test in seconds (None if it was tested earlier).
+def verdict_each(tests: Sequence[tuple[Any, Callable[..., Any]]], device: Any, cache: str | None) -> Verdicts:
+  """Return the verdict of each shape. Shapes without a stored verdict are tested at the same time.
 
   Args:
-    shape: a dataclass that describes the test; its str() is printed.
-    device, cache, test: as in ``settle``.
+    tests: (a dataclass that describes a test and whose str() is printed, the self-test) without duplicates.
+    device, cache: as in ``settle``.
   """
-  key = {"device": device.device_kind, "shape": dataclasses.asdict(shape)} | versions(device)
+  if not tests:
+    return {}
+  of_machine = versions(device)
+  with ThreadPoolExecutor(_AT_ONCE, "self-test") as pool:
+    own = [*pool.map(lambda of: _own_verdict(of[0], device, of_machine, cache, of[1]), tests)]
+  # The processes combine them in the same order.
+  return {shape: (_combined(problem), seconds) for (shape, _), (problem, seconds) in zip(tests, own, strict=True)}
+
+
+def _own_verdict(
+  shape: Any, device: Any, of_machine: dict[str, Any], cache: str | None, test: Callable[..., Any]
+) -> tuple[str, float | None]:
+  """Return the verdict of this process."""
+  key = {"device": device.device_kind, "shape": dataclasses.asdict(shape)} | of_machine
+  digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
   path = None  # a cache in a bucket stores compiled programs only: testing at every start is cheaper than a bucket client
   if cache is not None and "://" not in cache:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     path = Path(os.path.expanduser(cache), FOLDER, f"{digest}.json")
-  known = None if path is None else _read(path, key)
-  begin, results = time.monotonic(), []
-  if known is None:
-    with jax.default_device(device):
-      results = test(shape)
-    known = _describe_failures(shape, results)
-  together = _combined(known)
-  if results:
-    # Do not store the verdict of a kernel that raised an error: the machine may have been out of memory.
-    if path is not None and not any(r.raised for r in results):
-      _write(path, key | {"problem": known, "cases": [dataclasses.asdict(r) for r in results]})
-    return together, time.monotonic() - begin
-  return together, None
+  for stored in (path, SHIPPED / f"{digest}.json"):
+    if stored is not None and (known := _read(stored, key)) is not None:
+      return known, None
+  begin = time.monotonic()
+  with jax.default_device(device):
+    results = test(shape)
+  problem = _describe_failures(shape, results)
+  # Do not store the verdict of a kernel that raised an error: the machine may have been out of memory.
+  if path is not None and not any(r.raised for r in results):
+    _write(path, key | {"problem": problem, "cases": [dataclasses.asdict(r) for r in results]})
+  return problem, time.monotonic() - begin
 
 
 def _describe_failures(shape: Any, results: list[CaseResult]) -> str:

@@ -9,7 +9,7 @@ from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.grouped_matmul import registry
 from maxtext_like.layers.moe.moe import Experts
-from maxtext_like.models.attention_kernels import verdict
+from maxtext_like.models.attention_kernels import Verdicts, verdict_each
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.grouped_selfcheck import GroupedShape, grouped_shape, self_test
 
@@ -24,6 +24,7 @@ def settle(
   device: Any = None,
   cache: str | None = None,
   test: Callable[[GroupedShape], list[CaseResult]] = self_test,
+  known: Verdicts | None = None,
 ) -> tuple[Decoder, str]:
   """Return the decoder with a kernel that passed its self-test, and a note about the test ("" if there is nothing to report).
 
@@ -36,6 +37,7 @@ def settle(
     device: device for the test; None: there is none (ahead of time), so nothing is tested.
     cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
+    known: verdicts of ``first_shapes``; None to test them here.
 
   Raises:
     UserError: a kernel that the configuration names failed. "auto" falls back to the next kernel, which is tested too.
@@ -51,8 +53,10 @@ def settle(
   seconds: list[float] = []
   while registry.kernel(name).fused:
     shapes = _shapes(layers, name, tokens=tokens, ways=ways)
-    verdicts = [verdict(shape, device, cache, test) for shape in shapes]
-    seconds += [s for _, s in verdicts if s is not None]
+    if known is None or not all(shape in known for shape in shapes):
+      known = verdict_each([(shape, test) for shape in shapes], device, cache)
+    verdicts = [known[shape] for shape in shapes]
+    seconds += [max(times)] if (times := [s for _, s in verdicts if s is not None]) else []  # they run at the same time
     problem = next((problem for problem, _ in verdicts if problem), "")
     if not problem:
       break
@@ -70,6 +74,13 @@ def settle(
     verb = "which failed its self-test" if len(failed) == 1 else "which failed their self-tests"
     return decoder, f"instead of {' and '.join(failed)}, {verb} on {device.device_kind}: {'; '.join(failed.values())}"
   return decoder, f"self-test passed on {device.device_kind} {f'in {sum(seconds):.0f} s' if seconds else 'earlier'}"
+
+
+def first_shapes(decoder: Decoder, *, tokens: int, ways: int) -> list[GroupedShape]:
+  """Return the shapes to test the chosen kernel with. tokens and ways: as in ``settle``."""
+  layers = dict.fromkeys(layer for layer in decoder.layers if layer.cfg.ffn.experts is not None)
+  name = decoder.cfg.grouped
+  return _shapes(layers, name, tokens=tokens, ways=ways) if layers and registry.kernel(name).fused else []
 
 
 def _shapes(layers: Iterable[Block], name: registry.Name, *, tokens: int, ways: int) -> list[GroupedShape]:

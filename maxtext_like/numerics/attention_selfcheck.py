@@ -11,7 +11,8 @@ B batch, T position, N query heads, K key-value heads, H head.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -177,25 +178,48 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
     A result for each of ``cases``, in order. A kernel that raises has failed; its message is the problem.
   """
   tried = {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}
-  results = []
   scale = shape.head_dim**-0.5
-  programs: dict[tuple[int, bool], Any] = {}  # cases of the same length share a compiled program
+  # Compile everything at the same time. Cases of the same length share a program.
+  programs: dict[tuple[int, bool | None], tuple[Any, tuple[Any, ...]]] = {}  # (length, in parts; None for the reference)
   for case in cases(shape):
     window = case.length // 4 + 1 if shape.window else None
-    how = (case.length, case.in_parts)
-    if how not in programs:
-      programs[how] = _both_ways(tried[case.in_parts], shape.dtype, window, scale)
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _arguments(shape, case))
+    run = _both_ways(tried[case.in_parts], shape.dtype, window, scale)
+    programs.setdefault((case.length, case.in_parts), (run, arguments))
+    programs.setdefault((case.length, None), (_reference(window, scale, shape.causal, _cap(shape)), arguments))
+  compiled = compile_together(programs)
+  results = []
+  for case in cases(shape):
     arguments = _arguments(shape, case)
     try:
-      got = [np.asarray(x, np.float64) for x in jax.device_get(programs[how](*arguments))]
+      got = [np.asarray(x, np.float64) for x in jax.device_get(compiled[case.length, case.in_parts].result()(*arguments))]
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
       continue
-    want = [np.asarray(x, np.float64) for x in jax.device_get(_reference(window, scale, shape.causal, _cap(shape))(*arguments))]
+    want = [np.asarray(x, np.float64) for x in jax.device_get(compiled[case.length, None].result()(*arguments))]
     tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
     results.append(_judge(case, arguments[-2], got, want, tolerance))
   return results
+
+
+def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Future[Any]]:
+  """Compile jitted functions at the same time, for JAX's default device.
+
+  Args:
+    programs: (function, shapes of its arguments) by any key.
+
+  Returns:
+    The compiled functions by the same keys. The result of a future raises what its compilation raised.
+  """
+  device = jax.config.jax_default_device  # which belongs to a thread
+
+  def compiled(run: Any, arguments: tuple[Any, ...]) -> Any:
+    with jax.default_device(device):
+      return run.lower(*arguments).compile()
+
+  with ThreadPoolExecutor(max(1, len(programs)), "compile") as pool:
+    return {key: pool.submit(compiled, *program) for key, program in programs.items()}
 
 
 def _cap(shape: ShapeClass) -> float | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
-from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
+from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, words_of_error
 
 _GROUPS, _SUMMED, _ROWS = 6, 512, 700
 # Largest relative error of a complete array and of its worst row. float32 products with precision "default" round like bfloat16
@@ -100,16 +100,25 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
     tolerances[:2] = [_TOLERANCE["float32"]] * 2
   powers = np.asarray(_powers(shape), np.float64)
   units = 1 / powers, powers, 1.0  # undo the powers, so that every row counts equally
+  sizes = next(iter(cases(shape).values()))
+  arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _arguments(shape, sizes))
+  compiled = compile_together({"tried": (tried, arguments), "exact": (exact, arguments)})
   results = []
   for name, sizes in cases(shape).items():
     given = _arguments(shape, sizes)
     try:
-      got = [np.asarray(x, np.float64) * unit for x, unit in zip(jax.device_get(tried(*given)), units, strict=True)]
+      got = [
+        np.asarray(x, np.float64) * unit
+        for x, unit in zip(jax.device_get(compiled["tried"].result()(*given)), units, strict=True)
+      ]
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
       continue
-    want = [np.asarray(x, np.float64) * unit for x, unit in zip(jax.device_get(exact(*given)), units, strict=True)]
+    want = [
+      np.asarray(x, np.float64) * unit
+      for x, unit in zip(jax.device_get(compiled["exact"].result()(*given)), units, strict=True)
+    ]
     results.append(_judge(name, int(sizes.sum()), got, want, tolerances))
   return results
 

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +257,26 @@ def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
   (file, *_) = (tmp_path / "True" / attention_kernels.FOLDER).iterdir()
   assert json.loads(file.read_text())["cases"][0] == dataclasses.asdict(GOOD[0])
   assert file.suffix == ".json"
+
+
+def test_verdicts_that_come_with_the_environment_are_read(tmp_path, monkeypatch):
+  assert decide(GOOD, cache=str(tmp_path))[2]
+  assert decide(GOOD)[2]
+  monkeypatch.setattr(attention_kernels, "SHIPPED", tmp_path / attention_kernels.FOLDER)
+  layers, uses, ran = decide(RAISED)
+  assert not ran
+  assert set(layers) == {"cudnn_flash"}
+  assert "passed on NVIDIA H000 earlier" in str(uses[0])
+
+
+def test_the_first_choices_of_all_layers_are_tested_at_the_same_time():
+  together = threading.Barrier(2)
+
+  def test(shape) -> Any:
+    together.wait(timeout=60)
+    return BAD if shape.window else GOOD
+
+  assert {use.kernel: use.layers for use in decide(test)[1]} == {"dot_product": 4, "cudnn_flash": 2}
 
 
 def test_another_device_version_or_flag_is_tested_again(tmp_path, monkeypatch):
