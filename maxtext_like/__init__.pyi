@@ -9,6 +9,7 @@ from maxtext_like.api.export import export_adapter as export_adapter
 from maxtext_like.api.export import export_checkpoint as export_checkpoint
 from maxtext_like.api.forward import forward as forward
 from maxtext_like.api.generate import generate as generate
+from maxtext_like.api.generate_file import generate_file as generate_file
 from maxtext_like.api.import_ import import_checkpoint as import_checkpoint
 from maxtext_like.api.kernel_selfcheck import kernel_self_test as kernel_self_test
 from maxtext_like.api.keys import list_keys as list_keys

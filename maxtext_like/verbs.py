@@ -49,6 +49,7 @@ VERBS = {
 OTHER_NAMES = {
   "FiniteGuard": "numerics.finite_guard",
   "Prompt": "generation.prompts",
+  "generate_file": "api.generate_file",
   "kernel_self_test": "api.kernel_selfcheck",
   "list_keys": "api.keys",
   "load": "api.pretrained",

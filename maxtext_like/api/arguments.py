@@ -85,16 +85,6 @@ def require_number(of: Callable[..., Any], name: str, value: Any, *, whole: bool
     )
 
 
-def require_numbers(
-  of: Callable[..., Any], *, max_tokens: Any, top_k: Any, seed: Any, temperature: Any, top_p: Any, min_p: Any
-):
-  """Raise UserError if an option of text generation is not a number, or not a whole one where that is needed."""
-  for name, value in {"max_tokens": max_tokens, "top_k": top_k, "seed": seed}.items():
-    require_number(of, name, value, whole=True)
-  for name, value in {"temperature": temperature, "top_p": top_p, "min_p": min_p}.items():
-    require_number(of, name, value)
-
-
 def require_function(of: Callable[..., Any], name: str, value: Any) -> None:
   """Raise UserError if an argument is not callable."""
   if not callable(value):

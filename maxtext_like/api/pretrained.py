@@ -1,14 +1,14 @@
 """``load``: a model with weights from a run, a checkpoint or a Hugging Face directory; and text generation with it."""
 
 import functools
-import numbers
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.arguments import Saved, place_of, require_function, require_numbers, words
+from maxtext_like.api.answers import Generation, results, texts_of
+from maxtext_like.api.arguments import Saved, place_of, require_function, words
 from maxtext_like.config import hub
 from maxtext_like.config.load import Loaded
 from maxtext_like.errors import UserError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
   from maxtext_like.config.schema import Config
   from maxtext_like.data.tokenization.tokenizer import Tokenizer
   from maxtext_like.generation.prompts import Prompt
+  from maxtext_like.generation.texts import TextPiece
+  from maxtext_like.generation.weights import DecodingWeights
   from maxtext_like.layers.decoder import Decoder
   from maxtext_like.models.model import Model
 
@@ -27,50 +29,6 @@ _NO_TOKENIZER = (
   "has neither tokenizer.json nor tokenizer.model, so text cannot be tokenized\n"
   "  fix: pass tokenizer= with the path of a tokenizer, or tokenizer=bytes"
 )
-
-
-@dataclass(frozen=True)
-class Answer:
-  """Generated continuation of a prompt.
-
-  Attributes:
-    prompt: text of the prompt.
-    text: generated text.
-    tokens: ids of the generated tokens.
-  """
-
-  prompt: str
-  text: str
-  tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Generation:
-  """Answers in the order of the prompts, with statistics.
-
-  Attributes:
-    answers: one answer per prompt.
-    clamped: number of values that overflowed in float16 and were clipped or set to zero; None without float16.
-    first_tokens: number of tokens from the first call, over all prompts.
-    first_seconds: time until the first tokens, including compilation.
-    seconds: time after the first tokens.
-  """
-
-  answers: tuple[Answer, ...]
-  clamped: int | None
-  first_tokens: int
-  first_seconds: float
-  seconds: float
-
-  @property
-  def text(self) -> str:
-    """Text of the only answer. Raises ValueError if there are several."""
-    if len(self.answers) != 1:
-      raise ValueError(
-        f"text needs exactly one answer, but there are {len(self.answers)}\n"
-        "  fix: use [answer.text for answer in generation.answers]"
-      )
-    return self.answers[0].text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,7 +69,7 @@ class Pretrained:
       raise self.own_tokenizer
     return self.own_tokenizer
 
-  @functools.cached_property
+  @property
   def params(self) -> Any:
     """The weights, a nested dict of arrays on the model's devices.
 
@@ -119,14 +77,24 @@ class Pretrained:
       UserError: the weights are damaged or belong to another model.
       NonFiniteError: a weight is not finite.
     """
+    return self._weights.stacked
+
+  @functools.cached_property
+  def _weights(self) -> "DecodingWeights":
     from maxtext_like.checkpoint.read_weights import read_weights
+    from maxtext_like.generation.weights import DecodingWeights
 
     weights = read_weights(self.directory, self.model)
-    if not self.adapters:
-      return weights
-    from maxtext_like.checkpoint.adapters.merge_adapters import with_adapters
+    if self.adapters:
+      from maxtext_like.checkpoint.adapters.merge_adapters import with_adapters
 
-    return with_adapters(weights, self.model, self.adapters, self.directory)
+      weights = with_adapters(weights, self.model, self.adapters, self.directory)
+    return DecodingWeights(self.model.decoder, weights, self.model.platform)
+
+  @property
+  def decoding_params(self) -> Any:
+    """The weights in the form that generation reads (``generation.weights``)."""
+    return self._weights.for_decoding
 
   @functools.cached_property
   def decoder(self) -> "Decoder":
@@ -138,6 +106,18 @@ class Pretrained:
 
     return make_model(self.config, mesh=self.model.mesh).decoder
 
+  @property
+  def decoder_without_kernels(self) -> "Decoder":
+    """The model for generation, which needs no attention kernels."""
+    return self.model.decoder
+
+  @property
+  def suggested_sampling(self) -> dict[str, float]:
+    """Options of ``generate`` that the checkpoint's generation_config.json suggests. They are used only if they are passed."""
+    from maxtext_like.generation.stop import suggested_sampling
+
+    return suggested_sampling(self.files)
+
   def nnx(self) -> "nnx.Module":
     """Return the model as a Flax NNX module with the weights: ``module({"tokens": ...})``."""
     from flax import nnx
@@ -147,6 +127,11 @@ class Pretrained:
     graph, state = nnx.split(NNX(self.decoder, rngs=None))
     nnx.replace_by_pure_dict(state, self.params)
     return nnx.merge(graph, state)
+
+  @property
+  def mesh(self) -> "jax.sharding.Mesh":
+    """The devices of the weights. The mesh of a loaded model is never an abstract one."""
+    return self.model.mesh  # pyright: ignore[reportReturnType]
 
   def logits(self, tokens: Any) -> "jax.Array":
     """Return logits [B, T, V] of token ids [B, T]; each row is one document.
@@ -178,68 +163,41 @@ class Pretrained:
     self,
     prompts: "str | Prompt | Sequence[str | Prompt]",
     *,
-    max_tokens: int = 128,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
-    stop: str | Sequence[str] = (),
-    stop_ids: Iterable[int] = (),
     on_text: Callable[[int, str], None] | None = None,
-    **keys: Any,
-  ) -> "Generation":
+    **options: Any,
+  ) -> Generation:
     """Continue prompts; arguments and errors as for ``maxtext_like.generate``. Other keywords are an error."""
-    of = Pretrained.generate
-    from maxtext_like.generation import engine
-    from maxtext_like.generation.prompts import chat_renderer, continuation, encode
-    from maxtext_like.generation.sampling import Sampling
-    from maxtext_like.generation.stop import stop_tokens
+    from maxtext_like.generation.slots import TOKENS_PER_CALL
+    from maxtext_like.generation.texts import STREAMED_TURN
 
-    require_numbers(of, max_tokens=max_tokens, top_k=top_k, seed=seed, temperature=temperature, top_p=top_p, min_p=min_p)
     if on_text is not None:
-      require_function(of, "on_text", on_text)
-    given = as_prompts(prompts)
-    if "adapters" in keys:
-      raise UserError("generate: adapters: the model is already loaded\n  fix: pass it to load")
-    if extra := words((), keys, of):
-      raise UserError(f"generate: {extra[0]}: the model is already loaded\n  fix: pass it to load")
-    tokenizer, decoder = self.tokenizer, self.model.decoder
-    sampling = Sampling(
-      temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, vocabulary=tokenizer.vocab_size, seed=seed
-    )
-    ends = stop_tokens(tokenizer, self.files, [stop] if isinstance(stop, str) else stop, self.config.model)
-    ends |= _require_ids(stop_ids, self.config.model.vocab_size)
-    renderer = None
-    if any(prompt.conversation is not None for prompt in given):
-      renderer, of_answers = chat_renderer(self.config, tokenizer)
-      ends |= of_answers
-    spelled = self.config.data.special_tokens_in_text
-    encoded = encode(given, tokenizer, self.config.vision, renderer, special_tokens=spelled)
-    engine.check(encoded, decoder, max_tokens)
-    params = self.params
-    grown = [_Growing(lambda ids, row=row: continuation(tokenizer, row, ids)) for row in encoded.tokens]
+      require_function(Pretrained.generate, "on_text", on_text)
     clamped: list[int] = []
+    turn = TOKENS_PER_CALL if on_text is None else STREAMED_TURN
+    listed, texts = texts_of(self, Pretrained.generate, prompts, options, turn=turn, on_clamped=clamped.append)
+    params = self.decoding_params  # read before the clock starts
     begin = first = time.monotonic()
     first_tokens = None
-    for rows in engine.generate(
-      decoder, params, encoded, max_tokens=max_tokens, stop=frozenset(ends), sampling=sampling, on_clamped=clamped.append
-    ):
-      for number, (answer, new) in enumerate(zip(grown, rows, strict=True)):
-        answer.ids.extend(new)
-        if on_text is not None and (text := answer.new_text()):
-          on_text(number, text)
+    for pieces in texts.run(params, texts=on_text is not None):
       if first_tokens is None:
-        first, first_tokens = time.monotonic(), sum(len(answer.ids) for answer in grown)
+        first = time.monotonic()
+        first_tokens = sum(len(answer.tokens) for samples in texts.answers for answer in samples)
+      for piece in pieces:
+        if on_text is not None and piece.text:
+          on_text(piece.prompt * texts.options.answers + piece.sample, piece.text)
     end = time.monotonic()
-    for number, answer in enumerate(grown):
-      if on_text is not None and (text := answer.new_text(last=True)):
-        on_text(number, text)
-    answers = tuple(
-      Answer(prompt.text, answer.decode(answer.ids), tuple(answer.ids)) for prompt, answer in zip(given, grown, strict=True)
-    )
-    counted = sum(clamped) if decoder.uses_float16 else None
-    return Generation(answers, counted, first_tokens or 0, first - begin, end - first)
+    counted = sum(clamped) if self.model.decoder.uses_float16 else None
+    return Generation(results(listed, texts), counted, first_tokens or 0, first - begin, end - first)
+
+  def stream(self, prompts: "str | Prompt | Sequence[str | Prompt]", **options: Any) -> "Iterator[TextPiece]":
+    """Continue prompts, and yield new text as it is generated: pieces with ``prompt``, ``sample``, ``text`` and ``ended``.
+
+    Arguments and errors are as for ``maxtext_like.generate``. Arguments are checked before this method returns.
+    """
+    from maxtext_like.generation.texts import STREAMED_TURN
+
+    _, texts = texts_of(self, Pretrained.stream, prompts, options, turn=STREAMED_TURN)
+    return (piece for pieces in texts.run(self.decoding_params) for piece in pieces if piece.text or piece.ended)
 
 
 def load(
@@ -332,47 +290,3 @@ def _ours(step: Path, overrides: list[str]) -> Loaded:
     return load_stored(manifest.read(step).config, str(step), overrides)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
-
-
-def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt]":
-  """Return one or several texts or prompts as a list of ``Prompt``.
-
-  Raises:
-    UserError: an entry is neither a text nor a ``Prompt``, or there is none.
-  """
-  from maxtext_like.generation.prompts import Prompt
-
-  listed = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [prompts]
-  found = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in listed]
-  if not found or not all(isinstance(prompt, Prompt) for prompt in found):
-    raise UserError(f"prompts: {prompts!r:.60}: neither texts nor Prompts\n  fix: pass a text, a Prompt, or a list of them")
-  return found
-
-
-def _require_ids(ids: Iterable[int], vocabulary: int) -> set[int]:
-  given = list(ids) if isinstance(ids, Iterable) else [ids]
-  for token in given:
-    if not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
-      raise UserError(
-        f"generate: stop_ids: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}",
-        fix=f"pass ids from 0 to {vocabulary - 1}",
-      )
-  return {int(token) for token in given}
-
-
-class _Growing:
-  """An answer during generation. All its tokens are decoded each time, because a character may span several tokens."""
-
-  def __init__(self, decode: Callable[[list[int]], str]):
-    self.ids: list[int] = []
-    self.decode = decode
-    self._shown = ""
-
-  def new_text(self, *, last: bool = False) -> str:
-    """Return the text that is new since the last call. An incomplete character is returned only with ``last``."""
-    text = self.decode(self.ids)
-    stable = text if last else text.removesuffix("\N{REPLACEMENT CHARACTER}")
-    if not stable.startswith(self._shown):
-      stable = text if last else self._shown
-    new, self._shown = stable[len(self._shown) :], stable
-    return new

@@ -2,22 +2,32 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
+  from maxtext_like.api.generate_file import JobProgress
+  from maxtext_like.api.pretrained import Pretrained
   from maxtext_like.generation.prompts import Prompt
+
+_OPTIONS = (
+  "max_tokens min_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed n stop "
+  "stop_ids stop_strings logprobs slots int8_cache"
+).split()
+_PROGRESS_SECONDS = 10.0  # interval of the lines about a job
 
 DESCRIPTION = """Continues prompts: one from the command line, or one per line of a .jsonl file:
 
   {"prompt": "What is this? <image>", "images": ["cat.png"]}
   {"messages": [{"role": "user", "content": "What is 1+1?"}]}
 
-A conversation, or --prompt with --chat, is rendered with the model's chat template.
+A conversation, or --prompt with --chat, is rendered with the model's chat template. With --output the answers are written into
+a .jsonl file as they end; the same command continues a job that was killed.
 
 DIR is a run directory, one of its checkpoints, an imported checkpoint, or a Hugging Face checkpoint. Its tokenizer is used.
 Special tokens in a prompt, as <start_of_turn>, become those tokens. An answer ends at the tokenizer's end-of-text token, at a
@@ -25,9 +35,10 @@ token that generation_config.json lists, or at --stop."""
 EPILOG = """examples:
   maxtext-like generate --checkpoint runs/gemma4-tiny --prompt "def main():" --max-tokens 100
   maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --temperature 0 dtype=bfloat16
+  maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --output answers.jsonl --n 4
   maxtext-like generate --checkpoint gemma-3-4b-it --image cat.jpg --prompt "<image>A photograph of" --stop end_of_turn
 
-exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite"""
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 it does not fit; 42 the disk of --output is full"""
 
 
 def run(argv: list[str]) -> int:
@@ -49,28 +60,24 @@ def run(argv: list[str]) -> int:
   model = load(options.checkpoint, *overrides, images=images, adapters=options.adapters)
   for note in model.notes:
     print(f"note: {note}", file=sys.stderr)
-  shown: list[str] = []  # for a single prompt: the prompt and its answer as it is generated
+  if suggested := _suggested(model, argv):
+    print(f"note: generation_config.json suggests {suggested}, which is used only if you type it", file=sys.stderr)
+  wanted = {name: getattr(options, name) for name in _OPTIONS} | {"logit_bias": dict(options.logit_bias)}
+  if options.output is not None:
+    return _to_file(model, prompts, options.output, wanted)
+  shown: list[str] = []  # for a single answer: the prompt and its answer as it is generated
 
   def show(number: int, text: str) -> None:
     shown.extend([text] if shown else [prompts[number].text, text])
     print("".join(shown) if len(shown) == 2 else text, end="", flush=True)
 
-  found = model.generate(
-    prompts,
-    max_tokens=options.max_tokens,
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    min_p=options.min_p,
-    seed=options.seed,
-    stop=options.stop,
-    stop_ids=options.stop_ids,
-    on_text=show if len(prompts) == 1 else None,
-  )
-  if len(prompts) == 1:
+  single = len(prompts) == options.n == 1
+  found = model.generate(prompts, on_text=show if single else None, **wanted)
+  if single:
     print("" if shown else prompts[0].text, flush=True)
   else:
-    for number, answer in enumerate(found.answers, 1):
+    for place, answer in enumerate(found.answers):
+      number = f"{place // options.n + 1}" + (f".{answer.sample + 1}" if options.n > 1 else "")
       print(f"--- {number}\n{answer.prompt}{answer.text}")
   made = sum(len(answer.tokens) for answer in found.answers)
   if made > found.first_tokens:
@@ -84,6 +91,28 @@ def run(argv: list[str]) -> int:
   return 0
 
 
+def _suggested(model: "Pretrained", argv: list[str]) -> str:
+  """Return the suggested options that were not typed, as they are typed."""
+  flags = {f"--{name.replace('_', '-')}": value for name, value in model.suggested_sampling.items()}
+  return " ".join(f"{flag} {value}" for flag, value in flags.items() if not any(word.split("=")[0] == flag for word in argv))
+
+
+def _to_file(model: "Pretrained", prompts: "list[Prompt]", output: Path, wanted: dict[str, Any]) -> int:
+  """Answer prompts into a file, and print the progress."""
+  from maxtext_like import generate_file
+
+  printed = time.monotonic()
+
+  def show(p: "JobProgress") -> None:
+    nonlocal printed
+    if time.monotonic() - printed >= _PROGRESS_SECONDS:
+      printed = time.monotonic()
+      print(p, file=sys.stderr, flush=True)
+
+  print(generate_file(model, prompts, output, on_progress=show, **wanted), file=sys.stderr)
+  return 0
+
+
 def _asked(text: str, images: tuple[str, ...], think: bool) -> "Prompt":
   """Return a chat prompt with a user message. Images without <image> in the text come before it."""
   from maxtext_like import Prompt
@@ -92,6 +121,15 @@ def _asked(text: str, images: tuple[str, ...], think: bool) -> "Prompt":
     return Prompt.chat(text, images=images, think=think)
   parts = [*({"type": "image", "path": name} for name in images), {"type": "text", "text": text}]
   return Prompt.chat([{"role": "user", "content": parts}], think=think)
+
+
+def _bias(text: str) -> tuple[int, float]:
+  """Parse ID=X."""
+  token, _, number = text.partition("=")
+  try:
+    return int(token), float(number)
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"{text!r} is not ID=X, such as 106=-2.5") from None
 
 
 def _rate(tokens: int, seconds: float) -> str:
@@ -124,7 +162,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     metavar="FILE",
     help='a .jsonl file with "prompt" and optionally "images", or "messages", in every line',
   )
+  parser.add_argument("--output", type=Path, metavar="FILE", help="with --batch: write the answers into this .jsonl file; "
+                      "repeating the command continues a job that was interrupted")  # fmt: skip
+  parser.add_argument("--n", type=int, default=1, metavar="N", help="number of answers to each prompt (1)")
   parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="maximum length of an answer in tokens (128)")
+  parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="minimum length of an answer in tokens (0)")
   parser.add_argument(
     "--temperature", type=float, default=1.0, metavar="X", help="sampling temperature; 0: the most likely token (1)"
   )
@@ -139,12 +181,26 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     metavar="X",
     help="sample from tokens at least X times as likely as the most likely one (0)",
   )
+  parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="divide positive logits of tokens of "
+                      "the prompt and the answer by X, and multiply negative ones (1)")  # fmt: skip
+  parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="X",
+                      help="subtract X from the logits of tokens of the answer (0)")  # fmt: skip
+  parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X",
+                      help="subtract X for every occurrence of a token in the answer (0)")  # fmt: skip
+  parser.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
+                      help="add X to the logit of a token; may be repeated")  # fmt: skip
   parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
   parser.add_argument("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, as "
                       "spelled or by role: end_of_turn, user, ...; may be repeated")  # fmt: skip
   parser.add_argument(
     "--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="a token id that ends an answer"
   )
+  parser.add_argument("--stop-string", action="append", default=[], dest="stop_strings", metavar="TEXT",
+                      help="a text that ends an answer, which ends before it; may be repeated")  # fmt: skip
+  parser.add_argument("--logprobs", action="store_true", help="with --output: write log-probabilities of the tokens")
+  parser.add_argument("--slots", type=int, default=64, metavar="N",
+                      help="largest number of answers that are generated at the same time, a power of two (64)")  # fmt: skip
+  parser.add_argument("--int8-cache", action="store_true", help="store keys and values in 8 bits")
   try:
     options, overrides = parser.parse_known_args(argv)
   except argparse.ArgumentError as error:
@@ -155,6 +211,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     raise UserError('generate: --chat needs --prompt\n  fix: in a --batch file, write conversations as lines with "messages"')
   if options.images and options.batch is not None:
     raise UserError('generate: --image needs --prompt\n  fix: in a --batch file, name images in the field "images"')
+  if options.output is not None and options.batch is None:
+    raise UserError("generate: --output needs --batch\n  fix: --batch FILE.jsonl with the prompts, one on each line")
+  if options.logprobs and options.output is None:
+    raise UserError("generate: --logprobs needs --output\n  fix: --output FILE.jsonl, the file for the answers")
   if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
     raise UserError(f"generate: unknown word {unknown[0]!r}\n  fix: see maxtext-like generate --help")
   return options, overrides

@@ -1,23 +1,61 @@
-"""Draws a token from logits: temperature, top-k, top-p and min-p, in float32.
+"""Draws a token from logits: penalties, temperature, top-k, top-p and min-p, in float32.
 
 ``jax.random.categorical`` over NaN returns an ordinary index, so ``draw`` also reports whether the logits are finite.
 
 B rows, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext_like.errors import UserError
+from maxtext_like.layers.threshold import count, largest, rank
+
+Values = dict[str, Any]
+
+_DIGIT = 2
+"""Bits of a threshold that one pass over the logits finds. More bits read each row from the cache of the chip more often."""
+
+
+@dataclass(frozen=True)
+class Rule:
+  """The parts of ``Sampling`` that are compiled into a program. Numbers are inputs of the program.
+
+  Attributes:
+    greedy: take the most likely token.
+    top_k, top_p, min_p: the filter is used.
+    bias: biases of logits are used.
+    penalties: a penalty of earlier tokens is used, so the tokens of each row are counted.
+    vocabulary: as in ``Sampling``.
+    logprobs: report log-probabilities.
+  """
+
+  greedy: bool = False
+  top_k: bool = False
+  top_p: bool = False
+  min_p: bool = False
+  bias: bool = False
+  penalties: bool = False
+  vocabulary: int = 0
+  logprobs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """How a token is drawn.
+  """How a token is drawn. The fields are applied in this order: bias, penalties, temperature, top-k, top-p, min-p.
 
   Attributes:
+    logit_bias: numbers added to the logits, by token id.
+    repetition_penalty: logits of tokens of the prompt and the answer so far are divided by this if they are positive, and
+      multiplied if negative (Keskar et al. 2019); 1 changes nothing.
+    presence_penalty: subtracted from the logits of tokens that the answer contains; 0 changes nothing.
+    frequency_penalty: subtracted from the logits of tokens of the answer as often as they occur in it; 0 changes nothing.
+    min_tokens: tokens that end an answer are not drawn before it has this many tokens.
     temperature: divides the logits; 0 takes the most likely token.
     top_k: keep only the k most likely tokens; 0 keeps all.
     top_p: keep the fewest most likely tokens whose probabilities sum to at least this (Holtzman et al. 2020); 1 keeps all.
@@ -26,6 +64,11 @@ class Sampling:
     seed: seed of the draws, from 0 to 2**32 - 1, because JAX makes its keys from 32 bits.
   """
 
+  logit_bias: Mapping[int, float] = field(default_factory=dict)
+  repetition_penalty: float = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  min_tokens: int = 0
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
@@ -39,44 +82,126 @@ class Sampling:
         f"sampling has temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}\n"
         "  fix: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
       )
+    penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+    if not (self.repetition_penalty > 0 and np.isfinite(penalties).all() and self.min_tokens >= 0):
+      raise UserError(
+        f"sampling has repetition_penalty {penalties[0]}, presence_penalty {penalties[1]}, frequency_penalty {penalties[2]}, "
+        f"min_tokens {self.min_tokens}\n  fix: repetition_penalty > 0, min_tokens >= 0, finite penalties"
+      )
+    for token, bias in self.logit_bias.items():
+      if not (token >= 0 and np.isfinite(bias)):
+        raise UserError(f"logit_bias has {token}: {bias}\n  fix: ids of the vocabulary, and finite numbers")
     if not 0 <= self.seed < 2**32:
       raise UserError(f"sampling has seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
 
+  def rule(self, *, logprobs: bool = False) -> Rule:
+    """Return the compiled part."""
+    greedy = self.temperature == 0
+    penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+    return Rule(
+      greedy=greedy,
+      top_k=self.top_k > 0 and not greedy,
+      top_p=self.top_p < 1 and not greedy,
+      min_p=self.min_p > 0 and not greedy,
+      bias=bool(self.logit_bias),
+      penalties=penalties,
+      vocabulary=self.vocabulary,
+      logprobs=logprobs,
+    )
 
-def allowed_tokens(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-  """Returns which tokens may be drawn, bool [B, V]. The most likely token is always included, and so are ties at a cut."""
-  logits = logits_BV.astype(jnp.float32) / (sampling.temperature or 1.0)
-  keep = jnp.ones(logits.shape, bool)
-  if 0 < sampling.top_k < logits.shape[-1]:
-    keep &= logits >= jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
-  if sampling.top_p < 1:
+  def values(self, vocab_size: int) -> Values:
+    """Return the numbers that a program reads. ``vocab_size``: V."""
+    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    values: Values = {name: np.float32(getattr(self, name)) for name in names}
+    values |= {"top_k": np.int32(self.top_k), "min_tokens": np.int32(self.min_tokens)}
+    if self.logit_bias:
+      bias = np.zeros(vocab_size, np.float32)
+      for token, number in self.logit_bias.items():
+        if token >= vocab_size:
+          raise UserError(
+            f"logit_bias has the token {token}: the vocabulary has ids 0 to {vocab_size - 1}", fix="remove the token"
+          )
+        bias[token] = number
+      values["bias"] = bias
+    return values
+
+
+def allowed_tokens(logits_BV: jax.Array, rule: Rule, values: Values) -> jax.Array:
+  """Return which tokens may be drawn, bool [B, V]. The most likely token is always included, and so are ties at a cut.
+
+  Args:
+    logits_BV: float32, divided by the temperature.
+    rule, values: of ``Sampling``.
+  """
+  keep = logits_BV > -jnp.inf
+  if rule.top_k:
+    ranks = rank(logits_BV)
+    k = jnp.minimum(values["top_k"], logits_BV.shape[-1])
+    keep &= ranks >= largest(lambda cut: count(ranks[:, None] >= cut) >= k, 32, ranks[:, :1], digit=_DIGIT)
+  if rule.top_p:
     # Applied to the tokens that top-k kept, in the same order as in Hugging Face.
-    probs = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=-1)
-    falling = -jnp.sort(-probs, axis=-1)
-    before = jnp.cumsum(falling, axis=-1) - falling
-    lowest = jnp.min(jnp.where(before < sampling.top_p, falling, jnp.inf), axis=-1, keepdims=True)
-    keep &= probs >= lowest
-  if sampling.min_p > 0:
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    keep &= logits >= top + jnp.log(sampling.min_p)
+    probs = jax.nn.softmax(jnp.where(keep, logits_BV, -jnp.inf), axis=-1)
+    ranks = rank(probs)
+    mass = lambda cut: jnp.sum(jnp.where(ranks[:, None] >= cut, probs[:, None], 0), axis=-1)
+    keep &= ranks >= largest(lambda cut: mass(cut) >= values["top_p"], 32, ranks[:, :1], digit=_DIGIT)
+  if rule.min_p:
+    top = jnp.max(logits_BV, axis=-1, keepdims=True)
+    keep &= logits_BV >= top + jnp.log(values["min_p"])
   return keep
 
 
-def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-  """Draws one token for each row.
+@jax.named_scope("sampling")
+def draw(
+  logits_BV: jax.Array,
+  keys_B: jax.Array,
+  rule: Rule,
+  values: Values,
+  *,
+  barred: jax.Array | None = None,
+  prompt: jax.Array | None = None,
+  counts: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+  """Draw one token for each row.
 
   Args:
     logits_BV: logits of the next token.
     keys_B: a PRNG key for each row.
-    sampling: how to draw.
+    rule, values: of ``Sampling``.
+    barred: bool [B, V], tokens that cannot be drawn now; None: there are none.
+    prompt, counts: bool and int32 [B, V], tokens of the prompt, and how often the answer so far contains each token. Required
+      with ``rule.penalties``.
 
   Returns:
-    The tokens, int32 [B], and bool [B]: True if all logits of the row are finite. A token from other logits has no meaning.
+    "token", int32 [B]; "finite", bool [B]: True if all logits of the row are finite (a token from other logits has no meaning);
+    and with ``rule.logprobs`` the natural logarithms of its probability, float32 [B]: "logprob" under the distribution that it
+    was drawn from, "model_logprob" under softmax of the model's logits.
   """
-  logits = logits_BV.astype(jnp.float32)
+  logits = model = logits_BV.astype(jnp.float32)
   finite = jnp.all(jnp.isfinite(logits), axis=-1)
-  logits = logits[:, : sampling.vocabulary or None]
-  if sampling.temperature == 0:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), finite
-  allowed = jnp.where(allowed_tokens(logits, sampling), logits / sampling.temperature, -jnp.inf)
-  return jax.vmap(jax.random.categorical)(keys_B, allowed).astype(jnp.int32), finite
+  if rule.bias:
+    logits = logits + values["bias"]
+  if rule.penalties:
+    assert prompt is not None
+    assert counts is not None
+    penalty = values["repetition_penalty"]
+    logits = jnp.where(prompt | (counts > 0), jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits - values["presence_penalty"] * (counts > 0) - values["frequency_penalty"] * counts
+  if barred is not None:
+    logits = jnp.where(barred, -jnp.inf, logits)
+  logits = logits[:, : rule.vocabulary or None]
+  if rule.greedy:
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    own = jnp.zeros(token.shape, jnp.float32)  # all probability is on this token
+  else:
+    logits = logits / values["temperature"]
+    logits = jnp.where(allowed_tokens(logits, rule, values), logits, -jnp.inf)
+    token = jax.vmap(jax.random.categorical)(keys_B, logits).astype(jnp.int32)
+    own = _logprob(logits, token) if rule.logprobs else None
+  found = {"token": token, "finite": finite}
+  return found | {"logprob": own, "model_logprob": _logprob(model, token)} if rule.logprobs else found
+
+
+def _logprob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+  """Return log softmax of the logits at the tokens, [B]."""
+  chosen = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
+  return chosen - jax.nn.logsumexp(logits_BV, axis=-1)

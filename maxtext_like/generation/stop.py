@@ -1,4 +1,4 @@
-"""The tokens that end an answer."""
+"""Settings of generation that a model's files have: the tokens that end an answer, and suggested options of sampling."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,6 +40,29 @@ def stop_tokens(
       )
     stops.add(token)
   return frozenset(stops)
+
+
+SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def suggested_sampling(directory: Path | None) -> dict[str, float]:
+  """Return the options of sampling in generation_config.json, which transformers uses by default; empty if there are none.
+
+  Args:
+    directory: as for ``stop_tokens``.
+
+  Raises:
+    UserError: the file is malformed.
+  """
+  path = None if directory is None else directory / "generation_config.json"
+  if path is None or not path.is_file():
+    return {}
+  values = parse_file(path, limit=4 << 20)
+  if not isinstance(values, dict):
+    raise UserError(f"{printable(path)}: not a JSON object", fix="download the file of the model again")
+  if not values.get("do_sample"):
+    return {}
+  return {name: values[name] for name in SUGGESTED if isinstance(values.get(name), int | float)}
 
 
 def _listed(directory: Path) -> set[int]:

@@ -1,11 +1,11 @@
-"""``Context``: the arguments of a layer other than the residual stream, the values that it reports, and caches for generation.
+"""``Context``: the arguments of a layer other than the residual stream, and the values that it reports.
 
 Mixers and feed-forward layers have the signature ``part(p, x, ctx) -> out``. Their other results (statistics, captured arrays,
 probes, cache entries, keys and values for later layers) are collected in the context. A layer creates a collecting context
 inside its own call (``ctx.collecting()``) and returns the collected values as aux. This is needed because a value can only
 leave a transformed function (scan, remat) as a result.
 
-B batch, T position (in generation, the new tokens), D model, P per-layer width, C slots of a cache.
+B batch, T position (in generation, the new tokens), D model, P per-layer width.
 """
 
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.attention.masks import Tokens, causal_mask, same_image
+from maxtext_like.layers.attention.masks import Tokens
+from maxtext_like.layers.cache import Step, extended, split_over_mesh
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name
 from maxtext_like.layers.probe import probe
 from maxtext_like.layers.sharding_rules import RULES, Rules
@@ -25,20 +26,6 @@ KeysValues = tuple[jax.Array, jax.Array]
 CAPTURES = ("hidden", "router", "indexer", "ple", "vision")
 PROBED = ("attention", "mlp", "residual")
 """Points that probes can observe: the output of the mixer, that of the feed-forward layer, and the stream after the layer."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Step:
-  """The position of the new tokens in their rows.
-
-  Attributes:
-    start: int32 scalar, index of the first new token. The cache holds tokens with smaller indices.
-    first: int32 [B], index of the first real token of each row. Smaller indices are padding.
-  """
-
-  start: jax.Array
-  first: jax.Array
 
 
 class Taps:
@@ -128,10 +115,13 @@ class Context:
     self.aux[name] = self.aux[name] + value if name in self.aux else value
 
   def update_cache(self, **new: jax.Array) -> dict[str, jax.Array]:
-    """Return arrays of all tokens so far, [B, S, ...] by name. In generation, store them in the cache for later tokens.
+    """Store the entries of the new tokens in the cache. Return the entries that these tokens may see, by name.
 
     Args:
-      new: [B, T, ...], arrays of the current tokens.
+      new: [B, T, ..., X], entries of the new tokens.
+
+    Returns:
+      Without a cache, the arguments. Otherwise [B, ..., S, X], see ``Step.extended``.
     """
     # Without a cache, the layer reads only the current tokens.
     if self.cache is None or self.step is None:
@@ -141,58 +131,13 @@ class Context:
         "context: a layer has a cache, but its context does not collect values, so new cache entries would be lost\n  fix: use "
         "ctx.collecting()"
       )
-    # Store the new entries, and return them together with the cached ones.
-    self.aux["cache"] = {name: store_in_cache(self.cache[name], x, self.step) for name, x in new.items()}
-    return {name: with_cached(self.cache[name], x) for name, x in new.items()}
+    stored, held = {}, {}
+    for name, x in new.items():
+      arrays, held[name] = extended(self.step, self.cache, name, x)
+      stored |= {key: split_over_mesh(x, self.rules) for key, x in arrays.items()}
+    self.aux["cache"] = stored
+    return held
 
   def share_kv(self, name: str, kv: KeysValues) -> None:
     """Share keys and values with later layers, which find them in ``shared`` under this name."""
     self.aux["shared_kv"] = self.aux.get("shared_kv", {}) | {name: kv}
-
-
-# Caches for generation. Rows are padded on the left, so the next token of every row has the same index. A cache of C slots
-# holds index i in slot i % C: the complete row if C is its length, or the last C tokens if C is the window of a sliding layer.
-
-
-def cache_slots(window: int | None, length: int) -> int:
-  """Return the number of slots that a layer needs for rows of ``length`` tokens."""
-  return length if window is None else min(window, length)
-
-
-def cached_mask(step: Step, new: int, slots: int, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
-  """Return a mask of the keys that each new token sees.
-
-  Args:
-    step: position of the new tokens.
-    new: T.
-    slots: C.
-    window: number of keys a token sees, including itself; None: all earlier keys.
-    images: int32 [B, T], image numbers of the new tokens. Tokens of one image see each other. None: there are no images.
-
-  Returns:
-    bool [B, T, C + T].
-  """
-  # Find the token index in each slot: the newest index before ``start`` that maps to it.
-  slot = jnp.arange(slots)
-  held = step.start - 1 - jnp.mod(step.start - 1 - slot, slots)  # the newest index before start that maps to the slot
-  query = step.start + jnp.arange(new)
-  key = jnp.concatenate([held, query])
-  # Only new tokens have image numbers, so cached keys belong to no image.
-  same = None if images is None else jnp.pad(same_image(images, images), ((0, 0), (0, 0), (slots, 0)))
-  mask = causal_mask(query, key, window=window, images=same)
-  # An index below the first real token of the row is padding, or (below 0) an empty slot.
-  return mask & (key[None, :] >= step.first[:, None])[:, None]
-
-
-def with_cached(cache: jax.Array, new: jax.Array) -> jax.Array:
-  """Concatenate cached and new entries to [B, C + T, ...]."""
-  return jnp.concatenate([cache, new.astype(cache.dtype)], axis=1)
-
-
-def store_in_cache(cache: jax.Array, new: jax.Array, step: Step) -> jax.Array:
-  """Return the cache [B, C, ...] with the new entries [B, T, ...] stored. Of more than C entries, the last C are stored."""
-  # A ring buffer: index i goes to slot i % C.
-  slots, T = cache.shape[1], new.shape[1]
-  kept = min(slots, T)
-  at = jnp.mod(step.start + jnp.arange(T - kept, T), slots)
-  return cache.at[:, at].set(new[:, T - kept :].astype(cache.dtype), unique_indices=True)

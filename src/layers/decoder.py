@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.attention.masks import Tokens, numbered_images, soft_cap
 from maxtext_like.layers.block import Block, Carry
-from maxtext_like.layers.context import CAPTURES, Aux, Context, Step
+from maxtext_like.layers.cache import Step, split_over_mesh
+from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name
 from maxtext_like.layers.moe.load_balance import LOAD
@@ -24,7 +25,7 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy, keeps, remat
 from maxtext_like.layers.sharding_rules import RULES, Rules
-from maxtext_like.layers.stack import Stack, captured, find_stacks, totals
+from maxtext_like.layers.stack import Stack, captured, find_stacks, taken_caches, totals
 from maxtext_like.layers.weight import cuts_rows, unstacked
 
 
@@ -199,39 +200,39 @@ class Decoder:
     with jax.named_scope("soft_cap"):
       return soft_cap(logits, self.cfg.final_soft_cap)
 
-  def empty_cache(self, batch: int, length: int) -> dict:
-    """Create the caches of all layers for generation: zeros in ``dtype``, {stack: {layer: {name: [repeats, B, slots, ...]}}}.
-
-    Layers that are stored in one array share a dtype that can hold the entries of each of them.
+  def empty_cache(self, rows: int, capacity: int, *, apart: bool = False, int8: bool = False) -> dict:
+    """Create the caches of all layers for generation: zeros in ``dtype``, or an 8-bit cache with ``int8``.
 
     Args:
-      batch: B, rows.
-      length: tokens of the longest row, including the prompt and the answer.
+      rows: R, see ``layers.cache``.
+      capacity: tokens of the longest row, including the prompt and the answer.
+      apart: every layer has its own arrays, for parameters of ``apart``.
+
+    Returns:
+      {stack: {layer: {name: [repeats, R, ..., C, X]}}}, or {stack: ({layer: {name: [R, ..., C, X]}}, ...)} with ``apart``.
     """
-    caches = {}
-    for s in self.stacks:
-      caches[s.name] = {}
-      for j, layer in enumerate(s.layers):
-        slots, shapes = layer.mixer.cache_shapes(length)
-        dtype = functools.reduce(jnp.promote_types, {row[j].precision.dtype for _, row in s.split(self.layers)})
-        arrays = {name: jnp.zeros((s.repeats, batch, slots, *shape), dtype) for name, shape in shapes.items()}
-        caches[s.name][f"layer_{j}"] = arrays
-    return caches
+    caches = {s.name: s.empty_cache(self.layers, rows, capacity, apart=apart, int8=int8) for s in self.stacks}
+    return jax.tree.map(lambda x: split_over_mesh(x, self.cfg.rules, stacked=not apart), caches)
+
+  def apart(self, p: dict) -> dict:
+    """Return parameters in which every layer of a stack has its own arrays: a tuple of rows for each stack.
+    A product reads such arrays in place, but a slice of a stacked array is copied before it. ``hidden`` accepts both forms."""
+    each = {s.name: tuple(unstacked(s.params(), p[s.name], None)) for s in self.stacks if isinstance(p[s.name], dict)}
+    return p | each
 
   def extend(self, p: dict, batch: dict, cache: dict, step: Step) -> tuple[jax.Array, dict, jax.Array]:
     """Process T tokens that follow the cached ones.
 
     Args:
       p: parameters.
-      batch: "tokens" and "positions" int32 [B, T]; images and "token_types" in the first call only.
+      batch: "tokens" and "positions" int32 [B, T]; images and "token_types" only for fresh rows.
       cache: ``empty_cache``, or the caches that the previous call returned.
-      step: position of the tokens in their rows; see ``layers.cache``.
+      step: position of the tokens in their rows.
 
     Returns:
       Normed hidden states [B, T, D], the updated caches, and the number of values that were clamped with float16, int32.
     """
-    # Tokens before the first real token of a row are padding.
-    real = (step.start + jnp.arange(batch["tokens"].shape[1]))[None, :] >= step.first[:, None]
+    real = step.real(batch["tokens"].shape[1])
     x, aux = self.hidden(p, batch | {"segments": real.astype(jnp.int32)}, cache=cache, step=step)
     return x, aux["cache"], aux["clamped"]
 
@@ -259,14 +260,12 @@ class Decoder:
     # Embed, run every stack, apply the final norm.
     ctx = self.context(batch, capture, step)
     carry, per_layer, first = self.enter(p, batch, ctx, cache)
-    collected = []
+    collected, caches = [], {}
     for s in self.stacks:
-      carry, aux = self._run(s, carry, self.rows(s, p, per_layer, cache, probes), ctx)
+      carry, aux, caches[s.name] = self._run(s, carry, self.rows(s, p, per_layer, cache, probes), ctx)
       collected.append((s, aux))
     x, aux = self.leave(p, carry, collected, first, ctx)
-    if cache is not None:
-      aux["cache"] = {s.name: {j: a.get("cache", {}) for j, a in layers.items()} for s, layers in collected}
-    return x, aux
+    return x, aux if cache is None else aux | {"cache": caches}
 
   # The following methods are the parts of a pass. ``hidden`` calls them in order. The step that updates each layer as soon as
   # its gradient is available (training/step/in_backward/step.py) calls them in another order.
@@ -316,9 +315,14 @@ class Decoder:
     carry: Carry = {"x": x}
     if self.shared_kv:
       B, T = batch["tokens"].shape
-      lengths = {name: T + self._cached(name, cache) for name in self.shared_kv}
-      empty = {name: jnp.zeros((B, lengths[name], *shape), self.precision.dtype) for name, shape in self.shared_kv.items()}
-      empty = {name: ctx.rules.constrain(zeros, "batch", "sequence") for name, zeros in empty.items()}
+      # With a cache, they are its entries [B, K, S, H].
+      step, shapes = ctx.step, {name: (B, T, *shape) for name, shape in self.shared_kv.items()}
+      if cache is not None and step is not None:
+        slots = {name: count for s in self.stacks for name, count in s.shared_slots(cache[s.name]).items()}
+        shapes = {name: (B, *s[2:-1], step.held(T, slots[name]), s[-1]) for name, s in shapes.items()}
+      empty = {name: jnp.zeros(shape, self.precision.dtype) for name, shape in shapes.items()}
+      axes = ("batch", "sequence") if ctx.step is None else ("batch",)
+      empty = {name: ctx.rules.constrain(zeros, *axes) for name, zeros in empty.items()}
       carry["kv"] = {name: (zeros, zeros) for name, zeros in empty.items()}
     return carry, per_layer, ctx.aux
 
@@ -395,7 +399,8 @@ class Decoder:
     carry = carry | {"x": ctx.rules.constrain(carry["x"], "batch", "sequence")}
     if "kv" in carry:
       # Shared keys and values have the model's dtype, whatever the dtypes of the layer and its cache are.
-      carry["kv"] = jax.tree.map(lambda kv: ctx.rules.constrain(self.precision.cast(kv), "batch", "sequence"), carry["kv"])
+      axes = ("batch", "sequence") if ctx.step is None else ("batch",)
+      carry["kv"] = jax.tree.map(lambda kv: ctx.rules.constrain(self.precision.cast(kv), *axes), carry["kv"])
     return carry, aux
 
   def leave(
@@ -416,14 +421,6 @@ class Decoder:
     aux["clamped"] = aux.get("clamped", jnp.zeros((), jnp.int32)) + first.get("clamped", 0)
     aux |= {name: value for name, value in first.items() if name != "clamped"}
     return x, aux | ({"hidden.final_norm": x} if "hidden" in ctx.capture else {})
-
-  def _cached(self, name: str, cache: dict | None) -> int:
-    """Return the number of cache slots of the layers that share keys and values under this name."""
-    for s in self.stacks:
-      for j, layer in enumerate(s.layers):
-        if cache is not None and name in layer.mixer.shared_kv():
-          return next(iter(cache[s.name][f"layer_{j}"].values())).shape[2]
-    return 0
 
   def _embed(self, p: dict, batch: dict, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return embedded inputs [B, T, D], the looked-up rows, and which tokens are placeholders (None: no token can be one)."""
@@ -454,11 +451,13 @@ class Decoder:
     chosen = jnp.take_along_axis(flat, place[..., None], axis=1).reshape(x.shape)
     return jnp.where(is_image[..., None], chosen, x), tokens, placeholder
 
-  def _run(self, s: Stack, carry: Carry, rows: dict[str, Any], ctx: Context) -> tuple[Carry, dict[str, Aux]]:
-    """Run one stack, scanned or unrolled. Every leaf of aux has a leading axis of ``repeats``."""
+  def _run(self, s: Stack, carry: Carry, rows: dict[str, Any], ctx: Context) -> tuple[Carry, dict[str, Aux], Any]:
+    """Run one stack, scanned or unrolled. Return the carry, aux, and the caches. Every leaf of aux has a leading axis of
+    ``repeats``, and so have the caches, unless the rows are apart."""
     parts, outs = s.split(self.layers), []
+    apart = isinstance(rows["params"], tuple)
     # Scanned: one scan for each part with equal precision.
-    if self.cfg.scan_layers and s.repeats > 1:
+    if self.cfg.scan_layers and s.repeats > 1 and not apart:
       sizes = [count for count, _ in parts]
       # Weights that slice their rows themselves (``cuts_rows``) stay outside the scanned inputs; the row number replaces them.
       mixed, tree = jax.tree.flatten(rows, is_leaf=cuts_rows)
@@ -479,15 +478,23 @@ class Decoder:
         with jax.named_scope(f"row_{sum(sizes[:i])}") if len(parts) > 1 else contextlib.nullcontext():
           carry, aux = jax.lax.scan(body, carry, list(part))
         outs.append(aux)
-      return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+      aux = outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+      return carry, aux, taken_caches(aux)
     # Unrolled: cut the parameters and the other inputs into rows, and run them one by one.
-    alike = all(layer.precision.dtype == self.precision.dtype for _, layers in parts for layer in layers)
-    params = unstacked(s.params(), rows["params"], self.precision if alike and self.cfg.remat_policy == "none" else None)
-    leaves, tree = jax.tree.flatten(rows | {"params": None})
+    caches = rows["cache"] if apart and rows["cache"] else None
+    params = rows["params"]
+    if not apart:
+      alike = all(layer.precision.dtype == self.precision.dtype for _, layers in parts for layer in layers)
+      params = unstacked(s.params(), params, self.precision if alike and self.cfg.remat_policy == "none" else None)
+    leaves, tree = jax.tree.flatten(rows | {"params": None} | ({"cache": None} if caches else {}))
     others = zip(*map(rows_of, leaves), strict=True) if leaves else [()] * s.repeats
     every = [layers for count, layers in parts for _ in range(count)]
     for i, (layers, own, other) in enumerate(zip(every, params, others, strict=True)):
+      row = tree.unflatten(other) | {"params": own} | ({"cache": caches[i]} if caches else {})
       with jax.named_scope(f"row_{i}"):
-        carry, aux = self.run_row(s, layers, carry, tree.unflatten(other) | {"params": own}, ctx)
+        carry, aux = self.run_row(s, layers, carry, row, ctx)
       outs.append(aux)
-    return carry, jax.tree.map(lambda *a: jnp.stack(a), *outs)
+    # Caches of rows apart stay apart, because stacking would copy them.
+    own = tuple(map(taken_caches, outs)) if apart else None
+    aux = jax.tree.map(lambda *a: jnp.stack(a), *outs)
+    return carry, aux, own or taken_caches(aux)

@@ -1,6 +1,7 @@
 """``Stack``: groups the layers of a model into runs of equal rows, so that ``lax.scan`` can run each of them. Also combines the
 statistics, losses and captured arrays of all layers of a decoder."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.block import Block
+from maxtext_like.layers.cache import cache_arrays
 from maxtext_like.layers.context import CAPTURES, PROBED, Aux
 from maxtext_like.layers.moe import load_balance
 from maxtext_like.layers.moe.load_balance import LOAD, NAMES
@@ -38,6 +40,32 @@ class Stack:
     period = len(self.layers)
     rows = [tuple(layers[self.first + r * period : self.first + (r + 1) * period]) for r in range(self.repeats)]
     return [(len(list(same)), row) for row, same in itertools.groupby(rows)]
+
+  def empty_cache(self, layers: Sequence[Block], rows: int, capacity: int, *, apart: bool, int8: bool) -> Any:
+    """Create the caches of the stack, see ``Decoder.empty_cache``. ``layers`` are all layers of the model."""
+
+    def zeros(*first: int) -> dict[str, dict[str, jax.Array]]:
+      found: dict[str, dict[str, jax.Array]] = {}
+      for j, layer in enumerate(self.layers):
+        slots, shapes = layer.mixer.cache_shapes(capacity)
+        dtype = functools.reduce(jnp.promote_types, {row[j].precision.dtype for _, row in self.split(layers)})
+        own = found[f"layer_{j}"] = {}
+        for name, shape in shapes.items():
+          own |= cache_arrays(name, (*first, rows, *shape[:-1], slots, shape[-1]), dtype, int8=int8)
+      return found
+
+    return tuple(zeros() for _ in range(self.repeats)) if apart else zeros(self.repeats)
+
+  def shared_slots(self, cache: Any) -> dict[str, int]:
+    """Return the number of cache slots of the keys and values that layers of this stack share, by name."""
+    row = cache[0] if isinstance(cache, tuple) else cache
+    layers = ((layer.mixer, row[f"layer_{j}"]) for j, layer in enumerate(self.layers))
+    return {name: next(iter(own.values())).shape[-2] for mixer, own in layers for name in mixer.shared_kv()}
+
+
+def taken_caches(aux: dict[str, Aux]) -> dict[str, Any]:
+  """Remove the caches from the aux values of the layers of a row. Return them by layer."""
+  return {name: values.pop("cache", {}) for name, values in aux.items()}
 
 
 def find_stacks(layers: Sequence[Block]) -> tuple[Stack, ...]:

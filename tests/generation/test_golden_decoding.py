@@ -11,12 +11,12 @@ import pytest
 from maxtext_like.api.forward import open_weights
 from maxtext_like.checkpoint.huggingface.inputs import IMAGE_INPUTS, make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
-from maxtext_like.layers.context import Step
+from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
 from tests.models.test_golden import GOLDEN, QUICK, TOLERANCE, Case, rms
 
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
-SHORTER = 3  # the second row's prompt is shorter by this many tokens, which are padding
+SHORTER = 3  # the second row's prompt is shorter by this many tokens, which padding follows
 DECODED = 9  # tokens decoded one by one, more than the smallest window if the images leave that many
 # The other models use the same caches in other ways; test_engine.py runs tiny models of them.
 QUICK_CASES = ("gemma3_vision",)
@@ -36,36 +36,37 @@ def decode(name: str, *words: str) -> tuple[Any, np.ndarray, np.ndarray]:
   decoded = min(DECODED, S - 1 - last - SHORTER)  # the images are in the prompts
   assert decoded >= 3
   T = S - decoded
-  first = SHORTER * np.arange(B, dtype=np.int32)  # padding before each row
-  lengths = T - first
+  lengths = T - SHORTER * np.arange(B, dtype=np.int32)
 
-  def left(array: np.ndarray) -> np.ndarray:
-    return np.stack([np.pad(row[:length], (T - length, 0)) for row, length in zip(array, lengths, strict=True)])
+  def right(array: np.ndarray) -> np.ndarray:
+    return np.stack([np.pad(row[:length], (0, T - length)) for row, length in zip(array, lengths, strict=True)])
 
-  prompt = {"tokens": left(tokens), "positions": left(np.broadcast_to(np.arange(S, dtype=np.int32), (B, S)))}
+  prompt = {"tokens": right(tokens), "positions": right(np.broadcast_to(np.arange(S, dtype=np.int32), (B, S)))}
   prompt |= {key: batch[key] for key in IMAGE_INPUTS if key in batch}
   if "token_types" in batch:
-    prompt["token_types"] = left(batch["token_types"])
+    prompt["token_types"] = right(batch["token_types"])
   at = lengths[:, None] + np.arange(decoded)
   following = np.take_along_axis(tokens, at, axis=1)
   program = jax.jit(run, static_argnums=0, compiler_options=QUICK)
-  logits = program(weights.decoder, weights.load(), prompt, following, first)
+  logits = program(weights.decoder, weights.load(), prompt, following, lengths)
   return case, np.concatenate([lengths[:, None] - 1, at], axis=1), np.asarray(logits, np.float32)
 
 
-def run(decoder: Decoder, params, prompt, following, first):
+def run(decoder: Decoder, params, prompt, following, lengths):
   """Returns logits [B, 1 + N, V] of the prompts' last tokens and of the N tokens after them."""
   (B, T), N = prompt["tokens"].shape, following.shape[1]
-  x, cache, _ = decoder.extend(params, prompt, decoder.empty_cache(B, T + N), Step(jnp.zeros((), jnp.int32), first))
+  step = Step(jnp.zeros(B, jnp.int32), lengths, fresh=True)
+  x, cache, _ = decoder.extend(params, prompt, decoder.empty_cache(B, T + N), step)
+  last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
 
   def one(cache, item):
-    token, start = item
-    batch = {"tokens": token[:, None], "positions": (start - first)[:, None]}
-    x, cache, _ = decoder.extend(params, batch, cache, Step(start, first))
+    token, begin = item
+    batch = {"tokens": token[:, None], "positions": begin[:, None]}
+    x, cache, _ = decoder.extend(params, batch, cache, Step(begin, jnp.ones(B, jnp.int32)))
     return cache, x[:, 0]
 
-  _, after = jax.lax.scan(one, cache, (following.T, T + jnp.arange(N)))
-  return decoder.head(params, jnp.concatenate([x[:, -1:], after.swapaxes(0, 1)], axis=1))
+  _, after = jax.lax.scan(one, cache, (following.T, lengths + jnp.arange(N)[:, None]))
+  return decoder.head(params, jnp.concatenate([last, after.swapaxes(0, 1)], axis=1))
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK_CASES else pytest.param(n, marks=pytest.mark.slow) for n in CASES])

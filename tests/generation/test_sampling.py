@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 
 from maxtext_like.errors import UserError
-from maxtext_like.generation.sampling import Sampling, allowed_tokens, draw
+from maxtext_like.generation import sampling
+from maxtext_like.generation.sampling import Sampling, allowed_tokens
 
 PROBS = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
 LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
+
+
+def draw(logits, keys, how: Sampling):
+  found = sampling.draw(logits, keys, how.rule(), how.values(logits.shape[1]))
+  return found["token"], found["finite"]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,8 @@ LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
   ],
 )
 def test_which_tokens_may_be_drawn(options, expected):
-  rows = np.asarray(allowed_tokens(LOGITS, Sampling(**options)))
+  how = Sampling(**options)
+  rows = np.asarray(allowed_tokens(LOGITS, how.rule(), how.values(5)))
   assert np.flatnonzero(rows[0]).tolist() == expected
   assert np.flatnonzero(rows[1][::-1]).tolist() == expected
 
@@ -77,3 +84,61 @@ def test_a_seed_of_more_than_32_bits_is_refused(seed):
   with pytest.raises(UserError, match=f"seed {seed}\n.*32 bits"):
     Sampling(seed=seed)
   assert Sampling(seed=2**32 - 1).seed == 2**32 - 1
+
+
+def test_penalties_and_biases_against_written_numbers():
+  logits = np.array([[2.0, -1.0, 0.5, 3.0, 0.1]], np.float32)
+  prompt, counts = np.array([[True, True, False, False, False]]), np.array([[0, 0, 2, 1, 0]], np.int32)
+  how = Sampling(
+    repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5, logit_bias={4: 1.0}, temperature=0.5, top_k=4
+  )
+  # Bias, repetition, presence and frequency, then the temperature.
+  scores = np.array([2.0 / 1.5, -1.0 * 1.5, 0.5 / 1.5 - 0.25 - 1.0, 3.0 / 1.5 - 0.25 - 0.5, 1.1]) / 0.5
+  scores[np.argmin(scores)] = -np.inf
+  want = scores - np.log(np.sum(np.exp(scores)))
+  n = 400
+  arrays = (jnp.broadcast_to(jnp.asarray(x), (n, 5)) for x in (logits, prompt, counts))
+  keys = jax.random.split(jax.random.key(0), n)
+  rows, prompts, counted = arrays
+  found = sampling.draw(rows, keys, how.rule(logprobs=True), how.values(5), prompt=prompts, counts=counted)
+  token = np.asarray(found["token"])
+  assert set(token.tolist()) == {0, 2, 3, 4}
+  np.testing.assert_allclose(found["logprob"], want[token], atol=1e-6)
+  model = logits[0] - np.log(np.sum(np.exp(logits[0])))
+  np.testing.assert_allclose(found["model_logprob"], model[token], atol=1e-6)
+
+
+def test_barred_tokens_are_not_drawn_and_greedy_draws_have_probability_one():
+  barred = jnp.asarray([[False, True, False, False, False]] * 2)
+  for temperature in (0.0, 9.0):
+    how = Sampling(temperature=temperature)
+    keys = jax.random.split(jax.random.key(3), 2)
+    found = sampling.draw(LOGITS, keys, how.rule(logprobs=True), how.values(5), barred=barred)
+    assert 1 not in found["token"].tolist()
+    if temperature == 0:
+      assert found["token"].tolist() == [3, 3]
+      assert found["logprob"].tolist() == [0.0, 0.0]
+
+
+def test_importance_weights_of_filtered_draws_have_mean_one():
+  """The model's probability over the sampling probability, for draws that the filters renormalized."""
+  n, how = 100_000, Sampling(top_p=0.9, temperature=0.7)
+  keys = jax.random.split(jax.random.key(5), n)
+  draws = jax.jit(lambda logits, keys: sampling.draw(logits, keys, how.rule(logprobs=True), how.values(5)))
+  found = draws(jnp.broadcast_to(LOGITS[0], (n, 5)), keys)
+  kept = np.asarray(allowed_tokens(LOGITS[:1] / 0.7, how.rule(), how.values(5)))[0]
+  ratio = np.exp(np.asarray(found["model_logprob"], np.float64) - np.asarray(found["logprob"]))
+  # Restricted to the tokens that can be drawn, the model's probabilities sum to less than 1.
+  expected, error = PROBS[kept].sum(), ratio.std() / n**0.5
+  assert abs(ratio.mean() - expected) < 3 * error
+  assert not kept.all()
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 0.0}, {"presence_penalty": float("inf")}, {"min_tokens": -1}])
+def test_impossible_penalties_are_refused(options):
+  with pytest.raises(UserError, match="finite penalties"):
+    Sampling(**options)
+  with pytest.raises(UserError, match="logit_bias has -1"):
+    Sampling(logit_bias={-1: 1.0})
+  with pytest.raises(UserError, match="ids 0 to 4"):
+    Sampling(logit_bias={5: 1.0}).values(5)

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.data.tokenization.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
-from maxtext_like.generation.stop import stop_tokens
+from maxtext_like.generation.stop import stop_tokens, suggested_sampling
 from tests.generation.letters import write_letters
 
 
@@ -44,3 +44,12 @@ def test_files_that_are_no_objects(tmp_path: Path):
   (tmp_path / "generation_config.json").write_text("[1]")
   with pytest.raises(UserError, match="not a JSON object"):
     stop_tokens(load_tokenizer("bytes"), tmp_path)
+
+
+def test_options_of_sampling_that_transformers_would_use(tmp_path: Path):
+  assert suggested_sampling(None) == suggested_sampling(tmp_path) == {}
+  file = tmp_path / "generation_config.json"
+  file.write_text('{"do_sample": true, "top_k": 64, "top_p": 0.95, "temperature": null, "eos_token_id": 1}')
+  assert suggested_sampling(tmp_path) == {"top_k": 64, "top_p": 0.95}
+  file.write_text('{"top_k": 64}')
+  assert suggested_sampling(tmp_path) == {}, "transformers is greedy without do_sample"

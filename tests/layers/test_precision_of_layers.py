@@ -11,7 +11,8 @@ import pytest
 
 from maxtext_like.config.precision_keys import LAYER_KEYS, idle_reason
 from maxtext_like.layers.attention.masks import Tokens
-from maxtext_like.layers.context import Context, Step
+from maxtext_like.layers.cache import Step
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.precision import Precision
 from maxtext_like.training.step.program import make_apply
@@ -136,7 +137,7 @@ def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_
     whole, _ = decoder.hidden(p, {"tokens": tokens, "positions": positions, "segments": jnp.ones((2, 7), jnp.int32)})
     cache, parts = decoder.empty_cache(2, 7), []
     for start, end in ((0, 4), (4, 7)):
-      step = Step(jnp.asarray(start), jnp.zeros(2, jnp.int32))
+      step = Step(jnp.full(2, start), jnp.full(2, end - start), fresh=start == 0)
       part = {"tokens": tokens[:, start:end], "positions": positions[:, start:end]}
       x, cache, _ = decoder.extend(p, part, cache, step)
       parts.append(x)

@@ -10,7 +10,7 @@ from typing import Any
 
 from maxtext_like.config.schema import LoggingConfig
 from maxtext_like.data.tokenization.tokenizer import Tokenizer
-from maxtext_like.errors import NonFiniteError, UserError
+from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
 from maxtext_like.generation.engine import check, generate
 from maxtext_like.generation.prompts import Prompt, chat_renderer, continuation, encode
 from maxtext_like.generation.sampling import Sampling
@@ -61,7 +61,8 @@ class Samples:
     """Sample from the parameters after ``step`` steps.
 
     Returns:
-      Rows of samples.jsonl: step, prompt, text, tokens; also "error" if logits are not finite or no token may follow.
+      Rows of samples.jsonl: step, prompt, text, tokens; also "error" if logits are not finite, no token may follow, or the
+      caches do not fit.
     """
     answers: list[list[int]] = [[] for _ in self._texts]
     error = None
@@ -77,8 +78,9 @@ class Samples:
         ):
           for answer, new in zip(answers, rows, strict=True):
             answer.extend(new)
-    except (NonFiniteError, UserError) as raised:
-      # Only a warning: float16 may overflow for one prompt alone, and training has its own finiteness checks.
+    except (DoesNotFitError, NonFiniteError, UserError) as raised:
+      # Only a warning: float16 may overflow for one prompt alone, and training has its own finiteness checks. Caches may not
+      # fit in the memory that training leaves.
       error = str(raised).splitlines()[0]
       _log.warning("step %d: no samples: %s", step, error)
     # One row per prompt.

@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.attention.masks import Tokens, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate
-from maxtext_like.layers.context import Context, KeysValues, cache_slots, cached_mask
+from maxtext_like.layers.cache import cache_slots
+from maxtext_like.layers.context import Context, KeysValues
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -135,8 +136,7 @@ class Attention:
     return spec
 
   def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Return the number of cache slots for rows of ``length`` tokens, and the shapes of the cached arrays without batch and
-    slots.
+    """Return the number of cache slots for rows of ``length`` tokens, and the shapes of one token's entries.
 
     There are no arrays if the layer reuses the keys and values of another layer."""
     c = self.cfg
@@ -212,7 +212,7 @@ class Attention:
     Args:
       p: parameters.
       x_BTD: normed input.
-      ctx: positions and tokens; in generation the cache {"k", "v"} [B, C, K, H] of earlier tokens; shared keys and values. The
+      ctx: positions and tokens; in generation the cache {"k", "v"} [R, K, C, H] of earlier tokens; shared keys and values. The
         layer adds its own keys and values to ``ctx`` if later layers reuse them.
 
     Returns:
@@ -244,14 +244,12 @@ class Attention:
       k, v = self._keys_and_values(p, heads, table)
       held = ctx.update_cache(k=k, v=v)
       kv = held["k"], held["v"]
-    # Attend. Generation uses the cached mask and the unfused kernel; other passes use the kernel that fits the case.
+    # Attend. Generation uses the mask of its cache and the unfused kernel; other passes use the kernel that fits the case.
     if ctx.step is not None:
-      # S counts the cached keys and the new ones.
-      T, S = x_BTD.shape[1], kv[0].shape[1]
       images = ctx.tokens.images if c.bidirectional_images else None
-      mask = cached_mask(ctx.step, T, S - T, window=c.window, images=images)
+      mask = ctx.step.mask(x_BTD.shape[1], kv[0].shape[2], window=c.window, images=images)
       how = {"scale": c.scale, "precision": self.precision, "soft_cap": c.soft_cap}
-      out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, **how)
+      out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, cached=True, **how)
     else:
       T, tokens = x_BTD.shape[1], ctx.tokens
       # The case decides the kernel: shapes, mask, dtypes, and devices that share a row.

@@ -3,7 +3,6 @@
 B batch, T query, S key, D model, R query latent, X index heads, H index head dimension.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -15,9 +14,9 @@ from maxtext_like.layers.norms import LayerNorm, NormConfig, named
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.partition import vary
 from maxtext_like.layers.precision import Precision
+from maxtext_like.layers.threshold import count, largest, ordered
+from maxtext_like.layers.threshold import rank as rank_of
 from maxtext_like.layers.weight import product
-
-_DIGIT = 4  # bits found in one pass over the scores, by comparing them with fifteen numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,59 +142,21 @@ class Indexer:
     if self.cfg.topk >= S:
       return jnp.broadcast_to(mask, scores_BTS.shape)
     # Find the score at the threshold. Masked keys have rank 0.
-    rank = jnp.where(mask, _rank(jax.lax.stop_gradient(scores_BTS)), jnp.uint32(0))
-    cut = _largest(lambda cut: _count(rank[:, :, None] >= cut) >= self.cfg.topk, 32, rank[..., :1])
+    rank = jnp.where(mask, rank_of(jax.lax.stop_gradient(scores_BTS)), jnp.uint32(0))
+    cut = largest(lambda cut: count(rank[:, :, None] >= cut) >= self.cfg.topk, 32, rank[..., :1])
     # Fill the remaining places with the earliest keys that have exactly the threshold score.
     equal, key = rank == cut, jax.lax.broadcasted_iota(jnp.uint32, rank.shape, rank.ndim - 1)
-    left = self.cfg.topk - _count(rank > cut)[..., None]
-    end = _largest(lambda end: _count(equal[:, :, None] & (key[:, :, None] < end)) <= left, S.bit_length(), rank[..., :1])
+    left = self.cfg.topk - count(rank > cut)[..., None]
+    end = largest(lambda end: count(equal[:, :, None] & (key[:, :, None] < end)) <= left, S.bit_length(), rank[..., :1])
     return ((rank > cut) | (equal & (key < end))) & mask
 
   @jax.named_scope("indexer")
   def best(self, scores_BTS: jax.Array, mask: jax.Array) -> jax.Array:
     """Return the keys of ``select`` as indices [B, T, min(topk, S)] int32, best first. If fewer keys are visible, the last
     indices are masked keys."""
-    scores = jnp.maximum(_ordered(jax.lax.stop_gradient(scores_BTS)), jnp.finfo(scores_BTS.dtype).min)
+    scores = jnp.maximum(ordered(jax.lax.stop_gradient(scores_BTS)), jnp.finfo(scores_BTS.dtype).min)
     scores = jnp.where(mask, scores, -jnp.inf)  # masked keys are lower than a visible key with -inf, which is the lowest finite
     return jax.lax.top_k(scores, min(self.cfg.topk, scores.shape[-1]))[1]
-
-
-def _ordered(scores: jax.Array) -> jax.Array:
-  """Prepare scores for comparison: -0 equals 0, and NaN of either sign equals the best score.
-
-  A NaN key is therefore selected, and makes the loss non-finite. Otherwise the fault would remain unnoticed."""
-  return jnp.where(jnp.isnan(scores), jnp.inf, jnp.where(scores == 0, 0, scores))
-
-
-def _rank(scores: jax.Array) -> jax.Array:
-  """Map scores (of 16 or 32 bits) to uint32 above 0 in the same order."""
-  # Flip the bits of negative numbers, so that the bits are ordered like the numbers.
-  bits = jax.lax.bitcast_convert_type(_ordered(scores.astype(jnp.float32)), jnp.uint32)
-  return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _count(found: jax.Array) -> jax.Array:
-  """Count the true elements along the last axis."""
-  return jnp.sum(found, axis=-1, dtype=jnp.int32)
-
-
-def _largest(holds: Callable[[jax.Array], jax.Array], bits: int, like: jax.Array) -> jax.Array:
-  """Find the largest uint32 [B, T, 1] for which a condition holds. The condition must hold for all smaller numbers too.
-
-  Args:
-    holds: maps numbers uint32 [B, T, n, 1] to bool [B, T, n].
-    bits: number of bits to search, rounded up to a multiple of ``_DIGIT``.
-    like: any uint32 array [B, T, 1]; only its shape and sharding are used.
-  """
-
-  def step(i, found):
-    # Try all values of the next digit at once, and keep the largest that holds.
-    place = (_DIGIT * (digits - 1 - i)).astype(jnp.uint32)
-    larger = found | (jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32) << place)
-    return found | (_count(holds(larger[..., None])).astype(jnp.uint32)[..., None] << place)
-
-  digits = -(-bits // _DIGIT)
-  return jax.lax.fori_loop(0, digits, step, like & jnp.uint32(0))
 
 
 @jax.named_scope("indexer_loss")

@@ -14,11 +14,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.attention import context_parallel, sparse_attention_tiles
+from maxtext_like.layers.attention.absorbed import absorbed
 from maxtext_like.layers.attention.indexer import Indexer, IndexerConfig, divergence, indexer_loss
-from maxtext_like.layers.attention.masks import Keys, Tokens, masked_softmax, softmax_scores, zeroed
+from maxtext_like.layers.attention.masks import Keys, Tokens, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate, yarn_mscale
 from maxtext_like.layers.attention.sparse_attention_tiles import Arrays, chosen, over_queries
-from maxtext_like.layers.context import CAPTURES, Aux, Context, cached_mask
+from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -32,6 +33,9 @@ Axes = tuple[str, ...]
 
 # DeepSeek uses this epsilon for the norms of latents. The epsilon of the configuration applies to the other norms.
 LATENT_EPSILON = 1e-6
+# In generation a token gathers its selected keys if the cache has more than this many times their number. Gathering reads and
+# writes each latent once before it is read.
+_GATHERED_SHARE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +170,11 @@ class MLA:
     return named(self._latent_norm(c.kv_lora_rank), p, "kv_a_norm", latent), rotate(k_rope, table, interleave=c.rope.interleave)
 
   def cache_shapes(self, length: int) -> tuple[int, dict[str, tuple[int, ...]]]:
-    """Return the number of cache slots for rows of ``length`` tokens, and the shapes of the arrays without batch and slots."""
+    """Return the number of cache slots for rows of ``length`` tokens, and the shapes of one token's entries.
+
+    "latent" is the normed latent followed by the rotated part of the keys."""
     c = self.cfg
-    shapes = {"latent": (c.kv_lora_rank,), "k_rope": (c.rope_dim,)}
+    shapes = {"latent": (c.kv_lora_rank + c.rope_dim,)}
     return length, shapes | ({"index_k": (c.indexer.head_dim,)} if c.indexer else {})
 
   def shared_kv(self) -> dict[str, tuple[int, ...]]:
@@ -264,8 +270,8 @@ class MLA:
     Args:
       p: parameters.
       x_BTD: normed input.
-      ctx: positions and segments; in generation the cache {"latent" [B, S', C], "k_rope" [B, S', P], "index_k"} of earlier
-        tokens. With an indexer the layer reports "indexer_loss", and "indexer.topk_idx" [B, T, min(topk, S)] if captured.
+      ctx: positions and segments; in generation the cache {"latent" [R, S', C + P], "index_k" [R, S', ...]} of earlier tokens.
+        With an indexer the layer reports "indexer_loss", and "indexer.topk_idx" [B, T, min(topk, S)] if captured.
 
     Returns:
       [B, T, D] in ``dtype`` (float32 with float16). The values at padding are undefined if ``Tokens.real`` is set.
@@ -282,14 +288,14 @@ class MLA:
       indexer = Indexer(c.indexer, self.precision)
       queries["index_q"], queries["index_weights"] = indexer.queries(p["indexer"], x_BTD, q_latent, ctx.positions)
       keys["index_k"] = indexer.keys(p["indexer"], x_BTD, ctx.positions)
-    # In generation, add the cached entries.
-    keys = ctx.update_cache(**keys)
     named, wanted = False, "indexer" in ctx.capture
     # Attend. There are four cases: generation, rows split over devices, an indexer, and plain attention with a kernel.
     if ctx.step is not None:
-      visible = cached_mask(ctx.step, T, keys["latent"].shape[1] - T, window=None)
-      k, v = self.expand(p["kv_b"], keys["latent"], keys["k_rope"])
-      found = self._attend(keys | {"k": k, "v": v}, queries, visible, wanted=k.shape[1] if wanted else None)
+      # A cached entry is the latent followed by the rotated part of the keys.
+      held = ctx.update_cache(
+        latent=jnp.concatenate([latent, k_rope], axis=-1), **{n: k for n, k in keys.items() if n == "index_k"}
+      )
+      found = self._attend_cached(p["kv_b"], held, queries, ctx.step.mask(T, held["latent"].shape[1], window=None), wanted)
       out_BTNV, indices, loss = found["out"], found.get("indices"), None
     else:
       parts = ctx.rules.row_parts(T)
@@ -361,38 +367,47 @@ class MLA:
       found["divergence"] = divergence(scores, heads_summed, mask)
     return found
 
+  def _attend_cached(self, kv_b: Any, held: Arrays, queries: Arrays, visible: jax.Array, wanted: bool) -> Arrays:
+    """Compute attention over the entries of a cache. The arguments and the result are as in ``_attend``.
+
+    A single new token reads the latents, with the weight absorbed into its query: heads are never expanded. Many new tokens
+    expand the latents, which takes fewer multiplications. float16 always expands (see ``may_gather``)."""
+    c, (T, S) = self.cfg, visible.shape[1:]
+    if T > 1 or self.precision.dtype == "float16":
+      k, v = self.expand(kv_b, *jnp.split(held["latent"], [c.kv_lora_rank], axis=-1))
+      return self._attend(held | {"k": k, "v": v}, queries, visible, wanted=S if wanted else None)
+    weight, latent = values(self.precision, kv_b), held["latent"]
+    if not c.indexer:
+      return {"out": absorbed(weight, queries["q"], latent, visible, scale=c.scale, precision=self.precision)[0]}
+    # Of a long row, the latents of the selected keys are gathered. Otherwise the other keys are masked.
+    indexer = Indexer(c.indexer, self.precision)
+    scores = indexer.score(queries["index_q"], queries["index_weights"], held["index_k"])
+    found = {"indices": indexer.best(scores, visible)} if wanted else {}
+    if c.indexer_sparse and c.platform != "tpu" and _GATHERED_SHARE * c.indexer.topk < S:
+      indices = indexer.best(scores, visible)
+      mask = jnp.take_along_axis(visible, indices, axis=-1)
+      latent = jax.vmap(rows)(latent, indices)
+    else:
+      mask = indexer.select(scores, visible) if c.indexer_sparse else visible
+    return found | {"out": absorbed(weight, queries["q"], latent, mask, scale=c.scale, precision=self.precision)[0]}
+
   def _gathered(
     self, keys: Arrays, q_BTNH: jax.Array, scores_BTS: jax.Array, visible: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Compute attention over gathered keys. All heads share the latents of the selected keys.
 
-    Queries are multiplied by the key part of the weight that expands latents, so that scores are computed with latents. The
-    outputs are multiplied by its value part (DeepSeek-V2, section 2.1.2: the weight is absorbed).
-
     Returns:
       For the K selected keys: index scores [B, T, K], bool [B, T, K] which of them are visible, the output [B, T, N, V], and
       the probabilities [B, N, T, K].
     """
-    c, precision = self.cfg, self.precision
-    assert c.indexer is not None
+    assert self.cfg.indexer is not None
     # Gather the latents of the selected keys.
-    indices = chosen(Indexer(c.indexer, precision).best(scores_BTS, visible))
+    indices = chosen(Indexer(self.cfg.indexer, self.precision).best(scores_BTS, visible))
     seen = jnp.take_along_axis(jnp.broadcast_to(visible, scores_BTS.shape), indices, axis=-1)
     latent_BTKC, rope_BTKP = (jax.vmap(rows)(keys[name], indices) for name in ("latent", "k_rope"))
-    # Absorb the key part of the weight into the queries.
-    of_keys, of_values = jnp.split(keys["kv_b"], [c.nope_dim], axis=-1)
-    nope, rope = jnp.split(q_BTNH, [c.nope_dim], axis=-1)
-    # Queries in the space of latents, followed by their rotated part.
-    q_BTNC = jnp.concatenate([precision.einsum("BTNQ,CNQ->BTNC", nope, of_keys, large=True), rope], axis=-1)
     with jax.named_scope("qk_product"):
       k_BTKC = jnp.concatenate([latent_BTKC, rope_BTKP], axis=-1)
-      products = precision.einsum("BTNC,BTKC->BNTK", q_BTNC, k_BTKC, out=precision.qk_dtype) * c.scale
-    scores_BNTK = softmax_scores(products, precision, None)
-    with jax.named_scope("softmax"):
-      probs_BNTK = masked_softmax(scores_BNTK, seen[:, None])
-    with jax.named_scope("pv_product"):
-      latent_BTNC = precision.einsum("BNTK,BTKC->BTNC", probs_BNTK, latent_BTKC)
-    out = precision.einsum("BTNC,CNV->BTNV", latent_BTNC, of_values, large=True)
+    out, probs_BNTK = absorbed(keys["kv_b"], q_BTNH, k_BTKC, seen, scale=self.cfg.scale, precision=self.precision)
     return jnp.take_along_axis(scores_BTS, indices, axis=-1), seen, out, probs_BNTK
 
   def _indexed(

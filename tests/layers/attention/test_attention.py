@@ -12,7 +12,8 @@ from written_out import attention, causal, rms, rope, tree64
 from maxtext_like.layers.attention.attention import Attention, AttentionConfig
 from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
-from maxtext_like.layers.context import Context, Step
+from maxtext_like.layers.cache import Step
+from maxtext_like.layers.context import Context
 from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 
@@ -97,9 +98,9 @@ def test_scores_beside_a_cache_are_capped_too(random_params):
   layer = Attention(dataclasses.replace(BASE, soft_cap=0.3, window=3), FLOAT32)
   p, x = random_params(layer.params()), jnp.asarray(X, jnp.float32)
   slots, shapes = layer.cache_shapes(T)
-  parts, cache = [], {name: jnp.zeros((B, slots, *shape)) for name, shape in shapes.items()}
+  parts, cache = [], {name: jnp.zeros((B, *shape[:-1], slots, shape[-1])) for name, shape in shapes.items()}
   for begin, end in ((0, 5), (5, T)):
-    step = Step(jnp.asarray(begin), jnp.zeros(B, jnp.int32))
+    step = Step(jnp.full(B, begin), jnp.full(B, end - begin), fresh=begin == 0)
     positions = jnp.broadcast_to(jnp.arange(begin, end), (B, end - begin))
     ctx = Context(positions, step=step).collecting(cache=cache)
     parts.append(layer(p, x[:, begin:end], ctx))

@@ -20,6 +20,7 @@ def dot_product_attention(
   scale: float,
   precision: Precision,
   soft_cap: float | None = None,
+  cached: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention with all scores in memory. It follows ``float32_qk_product`` and ``float32_logits``.
 
@@ -29,21 +30,23 @@ def dot_product_attention(
     scale: factor on the scores.
     precision: selects the dtypes.
     soft_cap: soft cap of the scaled, unmasked scores; None: no cap.
+    cached: keys and values have the axes of a cache, [B, K, S, H] and [B, K, S, V].
 
   Returns:
     The attention output [B, T, N, V] in ``dtype``, and the probabilities [B, K, G, T, S] (float32 with float32_logits).
   """
   B, T, N, H = q_BTNH.shape
-  K = k_BSKH.shape[2]
+  K = k_BSKH.shape[1 if cached else 2]
+  keys, values = ("BKSH", "BKSV") if cached else ("BSKH", "BSKV")
   # Group the query heads by the key-value head that they read.
   q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
   with jax.named_scope("qk_product"):
-    scores = precision.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=precision.qk_dtype) * scale
+    scores = precision.einsum(f"BTKGH,{keys}->BKGTS", q_BTKGH, k_BSKH, out=precision.qk_dtype) * scale
   scores = softmax_scores(scores, precision, soft_cap)
   with jax.named_scope("softmax"):
     probs_BKGTS = masked_softmax(scores, mask_BTS[:, None, None])
   with jax.named_scope("pv_product"):
-    out_BTKGV = precision.einsum("BKGTS,BSKV->BTKGV", probs_BKGTS, v_BSKV)
+    out_BTKGV = precision.einsum(f"BKGTS,{values}->BTKGV", probs_BKGTS, v_BSKV)
   return out_BTKGV.reshape(B, T, N, -1), probs_BKGTS
 
 

@@ -1,0 +1,253 @@
+"""Speed of text generation with random weights and prompts, with the bound of the memory bandwidth, and transformers.
+
+python benchmarks/generation.py                                       every case, on one GPU
+python benchmarks/generation.py --cases gemma3-4b/1 gemma3-4b/64      some of them
+python benchmarks/generation.py --torch PYTHON                        also transformers, by a Python that has torch
+python benchmarks/generation.py --cases tiny                          a CPU, for a look
+
+Each case runs in a process of its own: it compiles in a first pass, then generates twice and reports the second pass. All
+answers have the same length. "step" is the time of one token of all rows, without the prompts. "bound" is the number of
+tokens/s if a step took only the time to read the weights and the entries of the caches once (of a mixture of experts, those
+weights that the rows of a batch choose on average; of quantized weights, their stored bytes). --out has all numbers as JSON.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+COMMON = ("dtype=bfloat16", "weight_dtype=bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+  """What to measure.
+
+  Attributes:
+    model, words: of the configuration.
+    rows: answers at the same time.
+    prompt, new: tokens of every prompt and answer.
+    form: "nf4" or "int8": storage of the weights; "" for bfloat16.
+    transformers: also measure transformers.
+  """
+
+  model: str
+  words: tuple[str, ...] = ()
+  rows: int = 64
+  prompt: int = 128
+  new: int = 256
+  form: str = ""
+  transformers: bool = False
+
+
+LAYERS = ("num_decoder_layers=4", "first_num_dense_layers=1", "num_experts=64", "n_routing_groups=8")
+CASES = {
+  "tiny": Case(model="gemma3-tiny", rows=4, prompt=20, new=12),
+  "gemma3-4b/1": Case(model="gemma3-4b", rows=1),
+  "gemma3-4b/64": Case(model="gemma3-4b", transformers=True),
+  "gemma3-4b/256": Case(model="gemma3-4b", rows=256),
+  "qwen3-8b/64": Case(model="qwen3-8b", transformers=True),
+  "gemma4-26b/64": Case(model="gemma4-26b"),
+  "gemma4-31b/nf4": Case(model="gemma4-31b", rows=16, form="nf4"),
+  "gemma4-31b/int8": Case(model="gemma4-31b", rows=16, form="int8"),
+  "deepseek3/4 layers": Case(model="deepseek3-671b", words=LAYERS),
+  "deepseek3.2/4 layers": Case(model="deepseek3.2-671b", words=LAYERS, rows=8, prompt=8192),
+}
+
+
+def bytes_of_a_step(decoder: Any, params: Any, rows: int, length: float) -> tuple[float, float]:
+  """Bytes of the weights and of the caches that a step must read. ``length``: tokens of a row, on average."""
+  import jax
+
+  own = {jax.tree_util.keystr(path): x.nbytes for path, x in jax.tree_util.tree_leaves_with_path(params)}
+  weights = 0.0
+  experts = next((layer.cfg.ffn.experts for layer in decoder.layers if layer.cfg.ffn.experts is not None), None)
+  # The share of the experts that at least one of the rows chooses, if all are equally likely.
+  share = 1.0 if experts is None else 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** rows
+  for name, size in own.items():
+    if "'vision'" in name or ("'embedding'" in name and not decoder.cfg.tied) or "'ple']['table'" in name:
+      continue  # only rows of these tables are read
+    weights += size * (share if "'experts'" in name else 1)
+  cached = 0.0
+  for layer in decoder.layers:
+    slots, shapes = layer.mixer.cache_shapes(math.ceil(length))
+    cached += rows * slots * sum(math.prod(shape) for shape in shapes.values()) * 2
+  return weights, cached
+
+
+def measure(case: Case) -> dict[str, Any]:
+  """Generates, and returns the numbers."""
+  import jax
+  import numpy as np
+
+  from maxtext_like.capacity.chips import find_chip
+  from maxtext_like.config.load import load_config
+  from maxtext_like.generation.sampling import Sampling
+  from maxtext_like.generation.schedule import Request, Schedule
+  from maxtext_like.generation.slots import TOKENS_PER_CALL
+  from maxtext_like.generation.weights import DecodingWeights
+  from maxtext_like.models.model import make_model
+
+  config = load_config(case.model, [*COMMON, *case.words]).config
+  model = make_model(config, runs_attention=False)
+  decoder = model.decoder
+  if case.form:
+    params = quantized(decoder, case.form)
+  else:
+    params = model.lower_init().compile()(np.uint32(0))
+  stored = params
+  weights = DecodingWeights(decoder, params, model.platform)
+  del params
+  draw = np.random.default_rng(0).integers
+  asked = [
+    Request(tokens=draw(3, config.model.vocab_size, case.prompt).tolist(), limit=case.new, seed=0, stream=i)
+    for i in range(case.rows)
+  ]
+  needed = bytes_of_a_step(decoder, stored, case.rows, case.prompt + case.new / 2)
+  del stored
+  slots = 1 << (case.rows - 1).bit_length()
+
+  def run(requests: list[Request]) -> float:
+    begin = time.perf_counter()
+    schedule = Schedule(decoder, weights.for_decoding, requests, Sampling(), frozenset(), largest=slots, turn=TOKENS_PER_CALL)
+    made = sum(len(piece.tokens) for pieces in schedule.run() for piece in pieces)
+    assert made == sum(r.limit for r in requests)
+    return time.perf_counter() - begin
+
+  # The time of the prompts is that of answers of one token, which have caches of the same capacity for a single long answer.
+  first = run(asked)
+  whole = min(run(asked) for _ in range(2))
+  short = [Request(tokens=r.tokens, limit=1, seed=0, stream=r.stream) for r in asked]
+  run(short)
+  prompts = run(short)
+  device = jax.local_devices()[0]
+  chip = find_chip(device.device_kind)
+  bandwidth = chip.memory if chip else None
+  step = (whole - prompts) / (case.new - 1)
+  bound = None if bandwidth is None else case.rows / (sum(needed) / bandwidth)
+  return {
+    "device": device.device_kind, "jax": jax.__version__, "compile_seconds": first - whole,
+    "tokens_per_second": case.rows * case.new / whole, "step_ms": step * 1e3, "prompt_seconds": prompts,
+    "decode_tokens_per_second": case.rows / step, "weight_gb": needed[0] / 1e9, "cache_gb": needed[1] / 1e9,
+    "bound_tokens_per_second": bound, "share_of_bound": bound and case.rows / step / bound,
+    "peak_gib": (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB,
+  }  # fmt: skip
+
+
+def quantized(decoder: Any, form: str) -> Any:
+  """Random weights, of which every large product's is quantized."""
+  import jax
+
+  from maxtext_like.models.naming import path_keys, row_names
+  from maxtext_like.models.quantized_base import make_base
+
+  names = {
+    name
+    for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())
+    if len(p.shape) > 2 and p.contracts and "embedding" not in path_keys(path)
+    for name in row_names(decoder, path_keys(path))
+  }
+  base = make_base(decoder, frozenset(names), form)  # pyright: ignore[reportArgumentType]
+  return base.attach(jax.jit(lambda: base.init(decoder.params(), jax.random.key(0)))())
+
+
+def theirs(case: Case, python: str) -> dict[str, Any]:
+  """The same by transformers."""
+  import tempfile
+
+  from peer import write_config
+
+  from maxtext_like.config.load import load_config
+
+  config = load_config(case.model, [*COMMON, *case.words]).config
+  with tempfile.TemporaryDirectory() as folder:
+    write_config(config.model, "bfloat16", folder)
+    given = {"folder": folder, "rows": case.rows, "prompt": case.prompt, "new": case.new}
+    return apart([python, "-P", __file__, "--peer", json.dumps(given)])
+
+
+def peer(folder: str, rows: int, prompt: int, new: int) -> dict[str, Any]:
+  """Generates with transformers, in a Python that has torch."""
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
+
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  config = transformers.AutoConfig.from_pretrained(folder)
+  torch.set_default_dtype(torch.bfloat16)
+  with torch.device(device):
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+  ids = torch.randint(3, config.get_text_config().vocab_size, (rows, prompt), device=device)
+  how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "temperature": 1.0, "pad_token_id": 0}
+  with torch.no_grad():
+    seconds = []
+    for _ in range(2):
+      begin = time.perf_counter()
+      model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+      if device == "cuda":
+        torch.cuda.synchronize()
+      seconds.append(time.perf_counter() - begin)
+  peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
+  return {"tokens_per_second": rows * new / seconds[-1], "peak_gib": peak, "transformers": transformers.__version__}
+
+
+def apart(command: list[str]) -> dict[str, Any]:
+  """The JSON that a program prints last, or {"error": its last lines}."""
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if done.returncode:
+    return {"error": " | ".join(line for line in done.stderr.splitlines()[-3:] if line.strip())}
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(name: str, case: Case, found: dict[str, Any]) -> str:
+  """A row of the table."""
+  size = f"{case.rows} x ({case.prompt} + {case.new})"
+  ours, other = found["ours"], found.get("transformers", {})
+  if "error" in ours:
+    return f"| {name} | {size} | failed: {ours['error'][:200]} |"
+  bound = ours["bound_tokens_per_second"]
+  shares = (f"{bound:,.0f}", f"{ours['share_of_bound']:.0%}") if bound else ("", "")
+  theirs_text = f"{other['tokens_per_second']:,.0f}" if "tokens_per_second" in other else other.get("error", "")[:80]
+  numbers = (f"{ours['tokens_per_second']:,.0f}", f"{ours['step_ms']:.2f}", f"{ours['decode_tokens_per_second']:,.0f}", *shares)
+  rest = (f"{ours['prompt_seconds']:.2f}", f"{ours['peak_gib']:.1f}", f"{ours['compile_seconds']:.0f}", theirs_text)
+  return f"| {name} | {size} | {' | '.join((*numbers, *rest))} |"
+
+
+def main() -> None:
+  """Prints the table."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if name != "tiny"])
+  parser.add_argument("--torch", metavar="PYTHON", help="Python with torch and transformers")
+  parser.add_argument("--out", type=Path, help="file for all numbers")
+  parser.add_argument("--one", help=argparse.SUPPRESS)
+  parser.add_argument("--peer", help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.peer:
+    print(json.dumps(peer(**json.loads(args.peer))))
+    return
+  if args.one:
+    print(json.dumps(measure(CASES[args.one])))
+    return
+  heads = (
+    "case|rows x (prompt + new)|tokens/s|step ms|decode tokens/s|bound|share|prompts s|peak GiB|compile s|transformers tokens/s"
+  )
+  print(f"|{heads}|\n{'|---' * (heads.count('|') + 1)}|")
+  every = {}
+  for name in args.cases:
+    case = CASES[name]
+    found = {"ours": apart([sys.executable, __file__, "--one", name])}
+    if args.torch and case.transformers:
+      found["transformers"] = theirs(case, args.torch)
+    every[name] = {"case": asdict(case), **found}
+    print(line(name, case, found), flush=True)
+    if args.out:
+      args.out.write_text(json.dumps(every, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,268 @@
+"""Answers of ``generate``: their types, and how prompts and options of the API become ``generation.texts``."""
+
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+from maxtext_like.api.arguments import require_number, words
+from maxtext_like.config.overrides import is_key
+from maxtext_like.config.problems import did_you_misspell
+from maxtext_like.errors import UserError
+
+if TYPE_CHECKING:
+  from pathlib import Path
+
+  from jax.sharding import Mesh
+
+  from maxtext_like.config.schema import Config
+  from maxtext_like.data.tokenization.tokenizer import Tokenizer
+  from maxtext_like.generation.prompts import Prompt
+  from maxtext_like.generation.texts import Growing, Texts
+  from maxtext_like.layers.decoder import Decoder
+
+
+class LoadedModel(Protocol):
+  """The parts of ``Pretrained`` that answers need."""
+
+  @property
+  def config(self) -> "Config": ...
+  @property
+  def decoder_without_kernels(self) -> "Decoder": ...
+  @property
+  def tokenizer(self) -> "Tokenizer": ...
+  @property
+  def files(self) -> "Path | None": ...
+  @property
+  def mesh(self) -> "Mesh": ...
+
+
+class GenerateOptions(TypedDict, total=False):
+  """Keyword arguments of ``maxtext_like.generate`` that describe the answers. See there."""
+
+  max_tokens: int
+  temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
+  min_tokens: int
+  repetition_penalty: float
+  presence_penalty: float
+  frequency_penalty: float
+  logit_bias: Mapping[int, float]
+  seed: int
+  seeds: Sequence[int] | None
+  n: int
+  stop: str | Sequence[str]
+  stop_ids: Iterable[int]
+  stop_strings: str | Sequence[str]
+  logprobs: bool
+  slots: int
+  int8_cache: bool
+
+
+_WHOLE = ("max_tokens", "top_k", "min_tokens", "seed", "n", "slots")
+_REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True)
+class Answer:
+  """Generated continuation of a prompt.
+
+  Attributes:
+    prompt: text of the prompt.
+    text: generated text.
+    tokens: ids of the generated tokens.
+    sample: index of the answer among those to the prompt.
+    ended: "stop" if a token or a string ended it, "length" if it has max_tokens tokens.
+    logprobs: natural logarithm of each token's probability under the distribution that it was drawn from (after temperature,
+      penalties and filters); None without ``logprobs``.
+    model_logprobs: the same under the model's own distribution.
+  """
+
+  prompt: str
+  text: str
+  tokens: tuple[int, ...]
+  sample: int = 0
+  ended: str | None = None
+  logprobs: tuple[float, ...] | None = None
+  model_logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+  """Answers in the order of the prompts, with statistics.
+
+  Attributes:
+    answers: one answer per prompt, or ``n`` per prompt, those to one prompt together.
+    clamped: number of values that overflowed in float16 and were clipped or set to zero; None without float16.
+    first_tokens: number of tokens from the first call, over all prompts.
+    first_seconds: time until the first tokens, including compilation.
+    seconds: time after the first tokens.
+  """
+
+  answers: tuple[Answer, ...]
+  clamped: int | None
+  first_tokens: int
+  first_seconds: float
+  seconds: float
+
+  @property
+  def text(self) -> str:
+    """Text of the only answer. Raises ValueError if there are several."""
+    if len(self.answers) != 1:
+      raise ValueError(
+        f"text needs exactly one answer, but there are {len(self.answers)}\n"
+        "  fix: use [answer.text for answer in generation.answers]"
+      )
+    return self.answers[0].text
+
+
+def require_options(of: Callable[..., Any], options: Mapping[str, Any]) -> None:
+  """Raise UserError if an option is not a number, or not a whole one where that is needed."""
+  for names, whole in ((_WHOLE, True), (_REAL, False)):
+    for name in names:
+      if name in options:
+        require_number(of, name, options[name], whole=whole)
+  bias, seeds = options.get("logit_bias"), options.get("seeds")
+  if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(t, numbers.Integral) for t in bias)):
+    raise UserError(
+      f"{of.__name__}: logit_bias={bias!r:.60}: not a dict of token ids and numbers", fix="pass logit_bias={106: -2.5}"
+    )
+  if seeds is not None and not all(isinstance(s, numbers.Integral) and 0 <= int(s) < 2**32 for s in seeds):
+    raise UserError(
+      f"{of.__name__}: seeds={seeds!r:.60}: not whole numbers from 0 to {2**32 - 1}", fix="pass a list, as seeds=[1, 2]"
+    )
+
+
+def translated_options(of: Callable[..., Any], options: Mapping[str, Any], keys: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
+  """Return the options together with options of transformers among the other keywords, and the remaining keywords.
+
+  Raises:
+    UserError: an option of transformers is not supported, or the same option is set twice.
+  """
+  from maxtext_like.generation.transformers_options import translated
+
+  found, others = translated(keys)
+  if twice := [name for name in found if name in options]:
+    raise UserError(f"{of.__name__}: {twice[0]}: set twice, also by its name in transformers\n  fix: remove one of the two")
+  return {**options, **found}, others
+
+
+def texts_of(
+  model: LoadedModel,
+  of: Callable[..., Any],
+  prompts: "str | Prompt | Sequence[str | Prompt]",
+  options: Mapping[str, Any],
+  *,
+  turn: int,
+  numbers: Sequence[int] | None = None,
+  continues: bool = False,
+  on_clamped: Callable[[int], None] | None = None,
+) -> "tuple[list[Prompt], Texts]":
+  """Return the prompts as a list, and their answers, which are not generated yet.
+
+  Args:
+    model: the model.
+    of: the called function, for errors.
+    prompts: as for ``generate``.
+    options: ``GenerateOptions``, options of transformers, or other keywords, which are an error.
+    turn: tokens of each answer between two pieces of text.
+    numbers: numbers of the prompts, which their draws depend on; None: 0, 1, 2, ...
+    continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
+    on_clamped: called with numbers of values that float16 clamped.
+
+  Raises:
+    UserError: a prompt or an option is invalid.
+  """
+  from maxtext_like.generation.prompts import chat_renderer, continuation, encode
+  from maxtext_like.generation.sampling import Sampling
+  from maxtext_like.generation.stop import stop_tokens
+  from maxtext_like.generation.texts import Options, Texts
+
+  # Options, and keywords that are none.
+  own = {name: value for name, value in options.items() if name in GenerateOptions.__annotations__}
+  given, keys = translated_options(of, own, {name: value for name, value in options.items() if name not in own})
+  if "adapters" in keys:
+    raise UserError("generate: adapters: the model is already loaded\n  fix: pass it to load")
+  for name in keys:
+    if not is_key(name) and (near := did_you_misspell(name, list(GenerateOptions.__annotations__))):
+      known = ", ".join(GenerateOptions.__annotations__)
+      raise UserError(f"{of.__name__}: unknown argument {name!r}{near}", fix=f"write one of {known}")
+  if extra := words((), keys):
+    raise UserError(f"generate: {extra[0]}: the model is already loaded\n  fix: pass it to load")
+  require_options(of, given)
+  listed = as_prompts(prompts)
+  tokenizer, vocabulary = model.tokenizer, model.config.model.vocab_size
+  numbers_of = {name: given[name] for name in (*_REAL, "top_k", "min_tokens", "seed") if name in given}
+  bias = {int(token): float(number) for token, number in (given.get("logit_bias") or {}).items()}
+  sampling = Sampling(**numbers_of, logit_bias=bias, vocabulary=tokenizer.vocab_size)
+  # Tokens that end an answer: those of the model's files, of the chat template, and of the call.
+  stop, strings = ((named,) if isinstance(named := given.get(name, ()), str) else named for name in ("stop", "stop_strings"))
+  ends = stop_tokens(tokenizer, model.files, stop, model.config.model)
+  ends |= _require_ids(given.get("stop_ids", ()), vocabulary)
+  renderer = None
+  if any(prompt.conversation is not None for prompt in listed):
+    renderer, of_answers = chat_renderer(model.config, tokenizer)
+    ends |= of_answers
+  encoded = encode(listed, tokenizer, model.config.vision, renderer, special_tokens=model.config.data.special_tokens_in_text)
+  seeds = given.get("seeds")
+  made = Options(
+    sampling=sampling,
+    max_tokens=given.get("max_tokens", 128),
+    stop=frozenset(ends),
+    stop_strings=tuple(strings),
+    answers=given.get("n", 1),
+    seeds=None if seeds is None else tuple(map(int, seeds)),
+    numbers=None if numbers is None else tuple(numbers),
+    logprobs=bool(given.get("logprobs", False)),
+    int8_cache=bool(given.get("int8_cache", False)),
+    continues=continues,
+    turn=turn,
+    **({"slots": given["slots"]} if "slots" in given else {}),
+  )
+  sampling.values(vocabulary)  # checks the ids of biases before weights are read
+  decode = lambda prompt, ids: continuation(tokenizer, prompt, ids)
+  return listed, Texts(model.decoder_without_kernels, encoded, made, decode, mesh=model.mesh, on_clamped=on_clamped)
+
+
+def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt]":
+  """Return one or several texts or prompts as a list of ``Prompt``.
+
+  Raises:
+    UserError: an entry is neither a text nor a ``Prompt``, or there is none.
+  """
+  from maxtext_like.generation.prompts import Prompt
+
+  listed = list(prompts) if isinstance(prompts, Iterable) and not isinstance(prompts, str) else [prompts]
+  found = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in listed]
+  if not found or not all(isinstance(prompt, Prompt) for prompt in found):
+    raise UserError(f"prompts: {prompts!r:.60}: neither texts nor Prompts\n  fix: pass a text, a Prompt, or a list of them")
+  return found
+
+
+def _require_ids(ids: Iterable[int], vocabulary: int) -> set[int]:
+  given = list(ids) if isinstance(ids, Iterable) else [ids]
+  for token in given:
+    if not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
+      raise UserError(
+        f"generate: stop_ids: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}",
+        fix=f"pass ids from 0 to {vocabulary - 1}",
+      )
+  return {int(token) for token in given}
+
+
+def results(listed: "Sequence[Prompt]", texts: "Texts") -> tuple[Answer, ...]:
+  """Return the answers that ``texts`` has generated."""
+
+  return tuple(
+    result(prompt, sample, growing, logprobs=texts.options.logprobs)
+    for prompt, samples in zip(listed, texts.answers, strict=True)
+    for sample, growing in enumerate(samples)
+  )
+
+
+def result(prompt: "Prompt", sample: int, growing: "Growing", *, logprobs: bool) -> Answer:
+  """Return a generated answer. ``logprobs``: with log-probabilities."""
+  both = [tuple(x) if logprobs else None for x in (growing.logprobs, growing.model_logprobs)]
+  return Answer(prompt.text, growing.text, tuple(growing.tokens), sample, growing.ended, *both)

@@ -1,0 +1,64 @@
+"""Memory of generation, estimated before anything is allocated."""
+
+from typing import Any
+
+import jax
+
+from maxtext_like.errors import DoesNotFitError
+from maxtext_like.generation import shapes
+from maxtext_like.layers.decoder import Decoder
+
+_GIB = 1 << 30
+
+
+def cache_bytes(decoder: Decoder, slots: int, capacity: int, *, int8: bool = False) -> int:
+  """Return the bytes of the caches of all layers."""
+  arrays = jax.eval_shape(lambda: decoder.empty_cache(slots, capacity, int8=int8))
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def work_bytes(decoder: Decoder, slots: int, capacity: int) -> int:
+  """Return an estimate of the temporary bytes of the programs: the larger one of drawing tokens and of a prefill call."""
+  # Logits in float32, their copy after the filters, and the random numbers.
+  drawing = 3 * 4 * slots * decoder.cfg.embedding.vocab_size
+  # Scores of the attention heads in float32, and their softmax.
+  chunk = shapes.CHUNKS[-1]
+  rows = shapes.prefill_rows(chunk, slots)
+  heads = max(layer.mixer.case(chunk, images=False).query_heads for layer in decoder.layers)
+  return max(drawing, 2 * 4 * rows * heads * chunk * (capacity + chunk))
+
+
+def require_room(decoder: Decoder, slots: int, longest: int, *, grows: bool, int8: bool, device: Any) -> None:
+  """Raise DoesNotFitError if the caches of ``slots`` answers do not fit the free memory of a device.
+
+  Args:
+    decoder: the model, whose weights are in memory.
+    slots: number of slots.
+    longest: tokens of the longest prompt with its answer.
+    grows: the caches start smaller and are copied to larger ones.
+    int8: 8-bit caches.
+    device: the device; None if it is unknown. Devices that do not report their memory are not checked.
+  """
+  stats = None if device is None else device.memory_stats()
+  if not stats or "bytes_limit" not in stats:
+    return
+  free = stats["bytes_limit"] - stats["bytes_in_use"]
+  capacity = shapes.grown_capacity(longest, longest)
+
+  def needed(slots: int, int8: bool) -> float:
+    # While caches grow, half of the final size is still in use by the previous ones.
+    return cache_bytes(decoder, slots, capacity, int8=int8) * (1.5 if grows else 1) + work_bytes(decoder, slots, capacity)
+
+  if (wanted := needed(slots, int8)) <= free:
+    return
+  fitting = slots
+  while fitting > 1 and needed(fitting, int8) > free:
+    fitting //= 2
+  remedies = [f"slots={fitting} (--slots {fitting})"] if needed(fitting, int8) <= free else []
+  if not int8 and needed(slots, True) <= free:
+    remedies.append("int8_cache=True (--int8-cache)")
+  raise DoesNotFitError(
+    f"generation does not fit: {slots} answers of up to {longest:,} tokens, with their prompts, need about "
+    f"{wanted / _GIB:.1f} GiB for caches and logits, and {free / _GIB:.1f} GiB are free\n"
+    f"  fix: {', or '.join([*remedies, 'a smaller max_tokens'])}"
+  )

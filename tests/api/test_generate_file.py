@@ -1,0 +1,70 @@
+"""Answers with their options, streams of text, and files of answers, with a golden model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maxtext_like import generate_file, load
+from maxtext_like.cli.main import main
+from maxtext_like.errors import NonFiniteError, UserError
+from tests.generation.letters import copy_golden
+
+PROMPTS = ["the fox", "a", "hello there", "the fox"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  return copy_golden("gemma3_text", tmp_path_factory.mktemp("golden") / "text", eos=[1, 4])
+
+
+@pytest.mark.slow
+def test_options_and_streams(folder: Path):
+  model = load(folder, "dtype=float32")
+  found = model.generate(PROMPTS, n=2, seeds=[5, 6, 7, 5], max_tokens=9, top_p=0.9, logprobs=True)
+  assert [(a.prompt, a.sample) for a in found.answers] == [(prompt, sample) for prompt in PROMPTS for sample in (0, 1)]
+  assert found.answers[0].tokens == found.answers[6].tokens, "a seed decides the draws, and not the place"
+  assert found.answers[0].tokens != found.answers[1].tokens
+  for answer in found.answers:
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.tokens)
+    assert answer.ended == ("length" if len(answer.tokens) == 9 else "stop")
+  greedy = {"max_tokens": 9, "do_sample": False}
+  text = {0: "", 1: ""}
+  for piece in model.stream(PROMPTS[:2], **greedy):
+    text[piece.prompt] += piece.text
+  whole = model.generate(PROMPTS[:2], **greedy)
+  assert list(text.values()) == [answer.text for answer in whole.answers]
+  cut = whole.answers[1].text[3:5]
+  stopped = model.generate(PROMPTS[1], **greedy, stop_strings=cut)
+  assert (stopped.text, stopped.answers[0].ended) == (whole.answers[1].text.partition(cut)[0], "stop")
+  with pytest.raises(UserError, match="num_beams=4 is an option of transformers"):
+    model.generate("a", num_beams=4)
+
+
+@pytest.mark.slow
+def test_a_killed_job_continues(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+  prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+  prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+  words = ["generate", "--checkpoint", str(folder), "--batch", str(prompts), "--output", str(output), "dtype=float32"]
+  words += ["--n", "2", "--max-tokens", "7", "--logprobs"]
+  assert main(words) == 0
+  whole = output.read_bytes()
+  records = {record["index"]: record for record in map(json.loads, whole.splitlines())}
+  assert [records[i]["prompt"] for i in range(4)] == PROMPTS
+  assert all(len(record["answers"]) == 2 for record in records.values())
+  # The job was killed while it wrote the second line.
+  output.write_bytes(whole[: whole.index(b"\n") + 30])
+  assert main(words) == 0
+  assert "4 of 4 prompts (1 by an earlier job)" in capsys.readouterr().err
+  assert {record["index"]: record for record in map(json.loads, output.read_bytes().splitlines())} == records
+  assert main([*words, "--seed", "1"]) == 2
+  assert "not an answer of this job" in capsys.readouterr().err
+  # A prompt that fails has no line, and the others are answered.
+  model = load(folder, "dtype=float32")
+  model.params["final_norm"]["scale"] = model.params["final_norm"]["scale"].at[0].set(float("nan"))
+  with pytest.raises(
+    NonFiniteError, match=r"4 of 4 prompts failed, the others are answered\. The first, with index 0: row 0, token 0"
+  ):
+    generate_file(model, PROMPTS, tmp_path / "failed.jsonl", max_tokens=3)
+  assert (tmp_path / "failed.jsonl").read_bytes() == b""

@@ -1,0 +1,76 @@
+"""Caches: what is stored and which entries a token sees, against a list of the entries of each row."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext_like.layers.cache import Step, cache_arrays, cache_slots, extended, grown
+
+ROWS, HEADS, WIDTH = 4, 2, 3
+
+
+def entry(row: int, position: int) -> np.ndarray:
+  """A number of its own for each entry, [HEADS, WIDTH]."""
+  return 100 * row + position + np.arange(HEADS * WIDTH, dtype=np.float32).reshape(HEADS, WIDTH) / 10
+
+
+def seen(held: np.ndarray, mask: np.ndarray) -> list[float]:
+  """The first numbers of the entries that a query sees, in the order of their positions."""
+  return sorted(held[0, mask, 0].tolist())
+
+
+@pytest.mark.parametrize("window", [None, 3, 5])
+@pytest.mark.parametrize("chunks", [[5, 1, 1, 1, 1], [2, 4, 1, 3, 1], [1, 7, 1, 1]])
+def test_every_token_sees_the_tokens_before_it(window, chunks):
+  capacity, rows = 12, np.array([2, 0, 9])  # the last row of the batch belongs to no row of the cache
+  cache = jnp.zeros((ROWS, HEADS, cache_slots(window, capacity), WIDTH))
+  start = np.zeros(3, np.int32)
+  for number, T in enumerate(chunks):
+    # The second row has fewer real tokens in chunks of several.
+    count = np.array([T, max(1, T - 1), 0], np.int32)
+    new = np.stack([np.stack([entry(int(r), int(s) + t) for t in range(T)]) for r, s in zip(rows, start, strict=True)])
+    step = Step(jnp.asarray(start), jnp.asarray(count), jnp.asarray(rows), fresh=number == 0)
+    cache, held = step.extended(cache, jnp.asarray(new))
+    assert held.shape[2] == step.held(T, cache.shape[2])
+    mask = np.asarray(step.mask(T, held.shape[2], window=window))
+    for b in range(2):
+      for t in range(count[b]):
+        last = start[b] + t
+        first = 0 if window is None else max(0, last - window + 1)
+        want = [float(entry(rows[b], position)[0, 0]) for position in range(first, last + 1)]
+        assert seen(np.asarray(held)[b], mask[b, t]) == want, (number, b, t)
+    start += count
+  assert not np.asarray(cache)[[1, 3]].any(), "rows that are not in the batch are untouched"
+
+
+def test_images_see_their_later_tokens():
+  images = jnp.asarray([[0, 1, 1, 0, 2]])
+  step = Step(jnp.zeros(1, jnp.int32), jnp.asarray([5]), fresh=True)
+  mask = np.asarray(step.mask(5, 5, window=None, images=images))[0]
+  want = np.tril(np.ones((5, 5), bool))
+  want[1, 2] = True
+  np.testing.assert_array_equal(mask, want)
+
+
+def test_a_larger_cache_holds_the_same_entries():
+  cache = jnp.arange(24.0).reshape(2, 2, 3, 2)
+  larger = grown(cache, 5)
+  assert larger.shape == (2, 2, 5, 2)
+  np.testing.assert_array_equal(larger[:, :, :3], cache)
+  assert not larger[:, :, 3:].any()
+
+
+def test_an_8_bit_cache_returns_rounded_entries():
+  draw = np.random.default_rng(0).normal(size=(2, 6, HEADS, WIDTH)).astype(np.float32) * [[[[100]]], [[[1e-4]]]]
+  draw[1, 3] = 0
+  cache = cache_arrays("k", (2, HEADS, 8, WIDTH), jnp.float32, int8=True)
+  assert {name: x.dtype for name, x in cache.items()} == {"k": jnp.int8, "k.scale": jnp.float32}
+  for begin, end in ((0, 4), (4, 5), (5, 6)):
+    step = Step(jnp.full(2, begin), jnp.full(2, end - begin), fresh=begin == 0)
+    new, held = extended(step, cache, "k", jnp.asarray(draw[:, begin:end], jnp.float32))
+    assert set(new) == set(cache)
+    cache = new
+  want = draw.transpose(0, 2, 1, 3)
+  half = np.abs(want).max(-1, keepdims=True) / 127 / 2
+  assert (np.abs(held[:, :, :6] - want) <= 1.001 * half + 1e-12).all()
+  assert not np.asarray(held)[:, :, 6:].any()
