@@ -129,13 +129,6 @@ def test_every_file_has_its_place_in_the_order():
   assert len(paths) > 150
 
 
-# Cycles among modules, each with the reason why it stays or who removes it.
-ALLOWED_CYCLES = {
-  "layers.partition layers.sharding_rules": "to be removed with the layers",
-  "layers.attention.context_parallel layers.kernels.attention.registry": "to be removed with the layers",
-}
-
-
 def module_graph() -> dict[str, set[str]]:
   """Every module with the modules that it imports, at its top, inside functions and for type checkers."""
   paths = {
@@ -191,10 +184,8 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 def test_no_modules_import_each_other():
   """Fix: move what both need into a module below, or pass it as an argument."""
-  found = {frozenset(name.removeprefix("maxtext_like.") for name in cycle) for cycle in cycles(module_graph())}
-  allowed = {frozenset(names.split()) for names in ALLOWED_CYCLES}
-  assert not [sorted(cycle) for cycle in found - allowed], "cycles that are not in ALLOWED_CYCLES"
-  assert not [sorted(cycle) for cycle in allowed - found], "cycles of ALLOWED_CYCLES that are gone: remove them there"
+  found = cycles(module_graph())
+  assert not [sorted(name.removeprefix("maxtext_like.") for name in cycle) for cycle in found]
 
 
 def test_cycles_are_found():

@@ -23,7 +23,7 @@ PARTS = {
   "capacity": ("capacity", "does it fit, how fast can it be: memory, roofline, ahead-of-time compilation"),
   "training.step": ("training/step", "the compiled update of the weights"),
   "training.objectives": ("training/objectives", "losses"),
-  "training.optimizers": ("training/optimizers", "update rules"),
+  "training.optimizers": ("training/optimizers", "update rules, learning rate"),
   "training.sinks": ("training/sinks", "output files"),
   "generation": ("generation", "text from a model: prefill, decoding, sampling"),
   "data": ("data", "documents, tokens, packed rows, batches"),

@@ -22,9 +22,8 @@ import numpy as np
 
 from maxtext_like import atomic
 from maxtext_like.analysis import step_xray
-from maxtext_like.checkpoint import compatibility
-from maxtext_like.checkpoint.store import manifest, restore, tree, zarr_arrays
-from maxtext_like.checkpoint.store.disk_space import free_bytes, megabytes
+from maxtext_like.checkpoint.store import manifest, stored_state, zarr_arrays
+from maxtext_like.checkpoint.store.stored_state import free_bytes, megabytes
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import ExitError, NonFiniteError, RetryableError, UserError
 from maxtext_like.layers.partition import Mesh
@@ -128,9 +127,9 @@ def keep(program: TrainProgram, directory: Path | Place, step: int, state: State
     OSError: there is not enough space, or writing failed in one of the processes.
     RetryableError: another process did not finish.
   """
-  flat, seconds = tree.flatten(state), program.config.watchdog.watchdog_peers_seconds
+  flat, seconds = stored_state.flatten(state), program.config.watchdog.watchdog_peers_seconds
   here, problem = directory / str(step - 1), ""
-  processes.on_primary(lambda: _make_room(directory, here, tree.total_bytes(flat)), seconds)
+  processes.on_primary(lambda: _make_room(directory, here, stored_state.total_bytes(flat)), seconds)
   try:
     _write_arrays(here / manifest.STATE_NAME, flat, seconds)
   except Exception as error:  # as orbax raises them
@@ -150,7 +149,7 @@ def _write_arrays(place: Path | Place, flat: dict[str, Any], seconds: float) -> 
   import orbax.checkpoint as ocp
 
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    checkpointer.save(restore.for_orbax(place), args=ocp.args.PyTreeSave(flat))
+    checkpointer.save(stored_state.for_orbax(place), args=ocp.args.PyTreeSave(flat))
 
 
 def _remove(directory: Path | Place) -> None:
@@ -184,9 +183,9 @@ def _complete(
   record = manifest.Manifest(
     step=step - 1,
     finite=False,  # not checked
-    config=compatibility.record(program.config),
+    config=manifest.record(program.config),
     extra={},
-    leaves=tree.describe(flat),
+    leaves=stored_state.describe(flat),
     files=manifest.describe_objects(here) if isinstance(here, Place) else manifest.hash_files(here),
     versions=manifest.versions(),
   )

@@ -15,19 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.capacity import memory
+from maxtext_like.capacity import memory_limits
+from maxtext_like.capacity.memory_limits import GB
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import DoesNotFitError, NonFiniteError
 from maxtext_like.layers import precision, weight
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.layers.param import path_keys
+from maxtext_like.models.naming import row_names
 from maxtext_like.numerics import plan
 from maxtext_like.numerics.cause import Loop
 from maxtext_like.numerics.explain import Cause
-from maxtext_like.numerics.tensor_record import Tensor
 from maxtext_like.numerics.tensor_statistics import Stats
 from maxtext_like.numerics.xray import XRay, on_host, xray
-from maxtext_like.numerics.xray_report import Report
+from maxtext_like.numerics.xray_report import Report, Tensor
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.loop.remedies import Spot, step_remedies
@@ -104,16 +105,14 @@ def _require_fit(program: TrainProgram, compiled: Any) -> None:
 def _does_not_fit(program: TrainProgram, compiled: Any) -> str:
   needed = compiled.memory_analysis()
   here = [d for d in program.model.devices if d.process_index == jax.process_index()]
-  limit = memory.device_limit(here[0], len(here))
+  limit = memory_limits.device_limit(here[0], len(here))
   if needed is None or limit is None:
     return ""
   # A CPU's limit is its free memory, and the arguments are already allocated. A GPU's limit is its total memory.
   more = needed.temp_size_in_bytes + (0 if here[0].platform == "cpu" else needed.argument_size_in_bytes)
   if more <= limit.bytes:
     return ""
-  return (
-    f"x-ray: needs {more / memory.GB:.1f} GB on each device, {limit.bytes / memory.GB:.1f} GB are available ({limit.source})"
-  )
+  return f"x-ray: needs {more / GB:.1f} GB on each device, {limit.bytes / GB:.1f} GB are available ({limit.source})"
 
 
 # Names.

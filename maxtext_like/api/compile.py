@@ -15,8 +15,9 @@ if TYPE_CHECKING:
   from maxtext_like.api.config import Configuration
   from maxtext_like.capacity.aot_gpu import CompiledForGpus
   from maxtext_like.capacity.aot_tpu import CompiledStep, MachineCode, Work
-  from maxtext_like.capacity.memory import Limit, MemoryEstimate
+  from maxtext_like.capacity.memory import MemoryEstimate
   from maxtext_like.capacity.memory_layout import MemoryLayout
+  from maxtext_like.capacity.memory_limits import Limit
   from maxtext_like.config.schema import Config
   from maxtext_like.training.step.program import TrainProgram
 

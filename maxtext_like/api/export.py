@@ -204,7 +204,7 @@ def _own(step: Path, stored: "Manifest") -> tuple[Any, Any, Any, Any]:
   """Return sections model and vision, decoder and weights of a complete step, on the first device of this process."""
   import jax
 
-  from maxtext_like.checkpoint.store import restore
+  from maxtext_like.checkpoint.store import stored_state
   from maxtext_like.checkpoint.store.stored_config import section
   from maxtext_like.layers.param import abstract
   from maxtext_like.layers.precision import Precision
@@ -215,7 +215,7 @@ def _own(step: Path, stored: "Manifest") -> tuple[Any, Any, Any, Any]:
   decoder = build_decoder(model, Precision(weight_dtype=weight_dtype), vision=vision)
   local = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=local), abstract(decoder.params()))
-  return model, vision, decoder, restore.load(step, {"params": like}).state["params"]
+  return model, vision, decoder, stored_state.load(step, {"params": like}).state["params"]
 
 
 def _origin(step: Path, stored: Any) -> "Origin":

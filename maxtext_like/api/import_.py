@@ -143,7 +143,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
 def _require_finite(params: dict) -> None:
   import numpy as np
 
-  from maxtext_like.checkpoint.store.tree import flatten
+  from maxtext_like.checkpoint.store.stored_state import flatten
 
   for name, leaf in flatten(params).items():
     if not all(np.isfinite(np.asarray(shard.data)).all() for shard in leaf.addressable_shards):

@@ -10,9 +10,10 @@ import jax
 
 from maxtext_like.capacity.chips import find_chip
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.quantization.quantized import CODES
 from maxtext_like.models.adapter import model_path
-from maxtext_like.models.naming import ADAPTER, path_keys
+from maxtext_like.models.naming import ADAPTER
 from maxtext_like.training.step.trainable import Selection
 
 

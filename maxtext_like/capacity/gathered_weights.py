@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.sharding_rules import GATHERED
 from maxtext_like.layers.tpu_layout import ROWS, filled
 from maxtext_like.models.adapter import model_path
-from maxtext_like.models.naming import path_keys
 from maxtext_like.training.step.program import TrainProgram
 
 TABLE = "table"

@@ -3,21 +3,19 @@
 import contextlib
 import dataclasses
 import math
-import os
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from maxtext_like.capacity import container_memory, gpu_memory
+from maxtext_like.capacity import gpu_memory, memory_limits
 from maxtext_like.capacity.array_bytes import Numbers, as_dtype, by_place, bytes_as, bytes_of
 from maxtext_like.capacity.gathered_weights import TABLE, gathered_weights
-from maxtext_like.capacity.topologies import GpuHost, assumed_gpu, memory_of
+from maxtext_like.capacity.memory_limits import GB, PINNED, Limit
+from maxtext_like.capacity.topologies import GpuHost, assumed_gpu
 from maxtext_like.config.schema import Config
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
@@ -34,11 +32,6 @@ from maxtext_like.training.optimizers.by_layer import parts_of, take
 from maxtext_like.training.optimizers.registry import make_rule
 from maxtext_like.training.step.program import TrainProgram, make_program
 from maxtext_like.training.step.trainable import merge
-
-GB = 1e9
-
-PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Environment variable with the host memory in GiB that JAX allows the GPUs of a process to use together; 64 by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +86,6 @@ class Saved(NamedTuple):
   kept: int
   everything: int
   host: int = 0
-
-
-@dataclass(frozen=True)
-class Limit:
-  """The available memory: bytes that one device may use, and the source of the number."""
-
-  bytes: int
-  source: str
 
 
 def _saved_bytes(objective: Objective, program: TrainProgram, casts: bool = True) -> tuple[int, int]:
@@ -338,55 +323,6 @@ def _together(gradient: Any, numbers: Numbers) -> int:
   return bytes_of(outside, numbers) + layer
 
 
-def device_limit(device: Any, devices_here: int) -> Limit | None:
-  """Return the memory that one jax device may use, or None if it is unknown. CPU devices share the memory of the machine."""
-  if device.platform == "cpu":
-    limit = host_limit()
-    return limit and Limit(limit.bytes // devices_here, limit.source)
-  stats = device.memory_stats() or {}
-  if "bytes_limit" in stats:
-    return Limit(stats["bytes_limit"], f"{device.device_kind}, memory_stats")
-  known = memory_of(device.device_kind)  # with an allocator other than JAX's own
-  return None if known is None else Limit(known, f"{device.device_kind}, all of it")
-
-
-def in_use(devices: Iterable[Any]) -> dict[str, float]:
-  """Return memory_gb and memory_peak_gb of the fullest device of this process, now and since the start; {} if the device does
-  not report them."""
-  here = [stats for d in devices if d.process_index == jax.process_index() and (stats := d.memory_stats())]
-  names = {"memory_gb": "bytes_in_use", "memory_peak_gb": "peak_bytes_in_use"}
-  return {key: max(s[name] for s in here) / GB for key, name in names.items() if here and all(name in s for s in here)}
-
-
-def host_limit(
-  meminfo: Path = Path("/proc/meminfo"),
-  cgroup: Path = Path("/sys/fs/cgroup"),
-  membership: Path = Path("/proc/self/cgroup"),
-) -> Limit | None:
-  """Return the memory of this machine that is available now, or that its container may still use; None without /proc."""
-  if not meminfo.exists():
-    return None
-  fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-  found = [Limit(int(fields["MemAvailable"].split()[0]) * 1024, "MemAvailable of /proc/meminfo")]
-  found += [Limit(left, f"{file} of the container") for left, file in container_memory.left(cgroup, membership)]
-  return min(found, key=lambda limit: limit.bytes)
-
-
-def host_room(platform: str) -> Limit | None:
-  """Return the host memory that the devices of this process may use together; None if it is unknown.
-
-  Raises:
-    UserError: the environment variable for GPUs is not a number.
-  """
-  found = [host_limit()]
-  if platform == "gpu":
-    text = os.environ.get(PINNED, "").strip() or "64"
-    if not text.isdecimal():
-      raise UserError(f"environment variable {PINNED}={text}: not an integer number of GiB\n  fix: unset it, or {PINNED}=64")
-    found.append(Limit(int(text) << 30, f"{PINNED}, 64 unless set"))
-  return min((limit for limit in found if limit is not None), key=lambda limit: limit.bytes, default=None)
-
-
 def table(need: MemoryEstimate, limit: Limit | None) -> str:
   """Format the estimate in GB (1e9 bytes) per device."""
   parts = [(f.name, getattr(need, f.name)) for f in dataclasses.fields(need) if f.name != "host"]
@@ -425,7 +361,7 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
   """
   need = estimate(program, saved=saved)
   here = [d for d in program.model.devices if d.process_index == jax.process_index()]
-  limit = device_limit(here[0], len(here))
+  limit = memory_limits.device_limit(here[0], len(here))
   if limit is not None and need.total > limit.bytes:
     raise DoesNotFitError(
       f"{program.config.model.model_name} does not fit: {need.total / GB:.1f} GB are needed on each of "
@@ -433,7 +369,7 @@ def require_fit(program: TrainProgram, saved: Saved | None = None) -> tuple[Memo
       f"{table(need, limit)}\n{remedies(program, need, limit)}"
     )
   # Host memory is shared by the devices of the process.
-  room, together = host_room(_platform(program)), need.host * len(here)
+  room, together = memory_limits.host_room(_platform(program)), need.host * len(here)
   if together and room is not None and together > room.bytes:
     t = program.config.training
     keys = {"remat_offload": t.remat_offload, on_host.KEY: t.optimizer_memory_host_offload}

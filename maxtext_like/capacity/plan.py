@@ -28,8 +28,8 @@ from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
 from maxtext_like.layers import tpu_layout
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.remat import offload_under
-from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.step.program import TrainProgram, make_program
 

@@ -16,10 +16,10 @@ from maxtext_like.capacity.array_bytes import by_place
 from maxtext_like.capacity.gathered_weights import TABLE, GatheredWeight
 from maxtext_like.capacity.transfers import passes, pieces, summed_bytes
 from maxtext_like.layers.moe.expert_parallel import SLACK
-from maxtext_like.layers.param import count
+from maxtext_like.layers.param import count, path_keys
 from maxtext_like.layers.quantization.quantized import CODES
 from maxtext_like.models.adapter import model_path
-from maxtext_like.models.naming import ADAPTER, path_keys
+from maxtext_like.models.naming import ADAPTER
 from maxtext_like.training.step.program import TrainProgram
 
 PASSES = 5.5

@@ -15,10 +15,10 @@ from maxtext_like.capacity.compiled_program import HOST_COPIES, Transfer
 from maxtext_like.capacity.gathered_weights import TABLE, GatheredWeight
 from maxtext_like.layers.attention.context_parallel import past_of
 from maxtext_like.layers.moe.expert_parallel import SLACK
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.partition import axes_of
 from maxtext_like.layers.sharding_rules import GATHERED
 from maxtext_like.models.adapter import model_path
-from maxtext_like.models.naming import path_keys
 from maxtext_like.training.objectives.adapted import Adapted
 from maxtext_like.training.step.program import TrainProgram
 

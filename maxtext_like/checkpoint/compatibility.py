@@ -4,8 +4,6 @@ Orbax refuses other shapes but casts dtypes silently (float32 to int8 included),
 the RoPE base changed when all shapes agree. The configuration is therefore stored with each step and compared key by key.
 """
 
-import dataclasses
-import json
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
@@ -26,19 +24,6 @@ _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
 )
 _SHOWN = 12
-
-
-def record(config: Any) -> dict[str, Any]:
-  """Returns a configuration (dataclass or mapping) or other data as the JSON values that a manifest stores.
-
-  Raises:
-    ValueError: a value cannot be represented in JSON.
-  """
-  values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
-  try:
-    return json.loads(json.dumps(values, allow_nan=False))
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"cannot be stored in a checkpoint, which holds JSON values: {error}") from error
 
 
 def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.adapters import adapter_step
 from maxtext_like.checkpoint.added_rows import with_added_rows, with_stored_vocabulary
 from maxtext_like.checkpoint.huggingface import tensors
@@ -16,7 +15,7 @@ from maxtext_like.checkpoint.huggingface.config import compared_with_file, read_
 from maxtext_like.checkpoint.huggingface.weights import load_hugging_face
 from maxtext_like.checkpoint.model_changes import Comparison, compared
 from maxtext_like.checkpoint.quantized_rows import read_quantized
-from maxtext_like.checkpoint.store import manifest, restore
+from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.partial_read import StoredArrays
 from maxtext_like.checkpoint.weight_sources import (
   find_step,
@@ -81,7 +80,7 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
     step = local_step(step)  # single layers are read from it
   step = readable_step(step)
   stored = _manifest(step)
-  comparison = compared(stored.config, compatibility.record(model.config), subset=True)
+  comparison = compared(stored.config, manifest.record(model.config), subset=True)
   if adapter_step.holds_adapter_alone(stored):
     if model.base is not None:
       raise UserError(
@@ -100,7 +99,7 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
   lacking = _lacking(comparison, model, starts is not None)
   quantized = set() if model.base is None else set(model.base.weights)
   wanted = {".".join(path): x for path, x in tensors.flatten(params) if path[:-1] not in quantized and path not in lacking}
-  found = restore.load(step, {"params": wanted}, config=model.config, allow_dtype_change=allow, adds=starts is not None)
+  found = stored_state.load(step, {"params": wanted}, config=model.config, allow_dtype_change=allow, adds=starts is not None)
   drawn = {".".join(path): x for path, x in _drawn(lacking, model).items()}
   read = _finite(_nested(params, found.state["params"], drawn, _quantized_rows(step, model)), step, model)
   _say(starts, comparison, lacking, model.config.training.seed)

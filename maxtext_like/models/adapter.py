@@ -22,10 +22,10 @@ import numpy as np
 from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.dropout import Dropout, folded
-from maxtext_like.layers.param import Param, constant
+from maxtext_like.layers.param import Param, constant, path_keys
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization.low_rank import Layout, LowRank, factors, merged
-from maxtext_like.models.naming import ADAPTER, path_keys, row_names
+from maxtext_like.models.naming import ADAPTER, row_names
 from maxtext_like.models.quantized_base import QuantizedBase
 
 Path = tuple[str, ...]

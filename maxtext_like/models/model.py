@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
@@ -27,7 +27,7 @@ from maxtext_like.models.float8_products import require_units
 from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.numerics import attention_selfcheck, grouped_selfcheck, norm_selfcheck
 from maxtext_like.sharding.divisibility import copied_kv_heads, require_divisible
-from maxtext_like.sharding.mesh import batch_sharding, make_mesh, use_mesh
+from maxtext_like.sharding.mesh import make_mesh, use_mesh
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -138,7 +138,7 @@ class Model:
   @property
   def batch_sharding(self) -> NamedSharding:
     """Sharding of a batch [B, T]: sequences are split over every mesh axis that the rules assign to "batch"."""
-    return batch_sharding(self.mesh, self.decoder.cfg.rules)
+    return NamedSharding(self.mesh, PartitionSpec(self.decoder.cfg.rules.batch))
 
   def own_rows(self, rows: int) -> frozenset[int] | None:
     """Return the rows of a batch on this process's devices; None: all rows."""

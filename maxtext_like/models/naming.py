@@ -3,17 +3,10 @@
 Paths are the keys into the nested dict of ``Decoder.params()``.
 """
 
-from typing import Any
-
 from maxtext_like.layers.decoder import Decoder
 
 ADAPTER = "adapter"
 """Key of an adapter in a tree of parameters. The adapter's tree repeats the paths of the model's parameters."""
-
-
-def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-  """Convert a ``jax.tree_util`` path to dict keys."""
-  return tuple(str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path)
 
 
 def row_names(decoder: Decoder, path: tuple[str, ...]) -> list[str]:

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.param import Param, count, init
+from maxtext_like.layers.param import Param, count, init, path_keys
 from maxtext_like.layers.quantization.low_rank import one_layer
 from maxtext_like.layers.quantization.quantized import FORMS, Form, FormName, Quantized, quantize, stored_params
 from maxtext_like.layers.sharding_rules import Rules
-from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.models.naming import row_names
 
 Path = tuple[str, ...]
 

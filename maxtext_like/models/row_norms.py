@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.naming import ADAPTER, parameter_name, path_keys, row_names
+from maxtext_like.layers.param import path_keys
+from maxtext_like.models.naming import ADAPTER, parameter_name, row_names
 from maxtext_like.sharding import host_memory
 
 Tree = Any

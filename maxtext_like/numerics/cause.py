@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.numerics import jaxprs, tensor_statistics
-from maxtext_like.numerics.measured_tensors import propagates
-from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Plan, Site
+from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Plan, Site, propagates
 
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()

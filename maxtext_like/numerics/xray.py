@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from maxtext_like.numerics import cause, xray_report
 from maxtext_like.numerics import plan as planning
 from maxtext_like.numerics.interpreter import Interpreter
-from maxtext_like.numerics.measured_tensors import MeasuredTensors
+from maxtext_like.numerics.plan import MeasuredTensors
 from maxtext_like.numerics.xray_report import Report
 
 _ROUNDS = 5  # programs that one call may run with a thin plan: the fault's region, sites that may mask it, ...
@@ -45,7 +45,7 @@ def xray(
       is found regardless of `only`.
     while_history: number of iterations of each while loop (within 4 MiB) that are kept separate; later ones are merged.
     key_tensors_only: measure only key tensors, which compiles in a fraction of the time. If there is a fault, a second program
-      finds its origin (see measured_tensors.py). The first cause is the same.
+      finds its origin (see ``MeasuredTensors``). The first cause is the same.
     key: with key_tensors_only, a regular expression like `only`: matching tensors are also measured in full.
     before_run: called with each program (jax.stages.Compiled) before it runs, for instance to check its memory.
 

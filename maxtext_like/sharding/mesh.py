@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.partition import Mesh
-from maxtext_like.layers.sharding_rules import MESH_AXES, Rules
+from maxtext_like.layers.sharding_rules import MESH_AXES
 
 
 def abstract_mesh(config: MeshConfig, devices: int, slices: int | None = None) -> AbstractMesh:
@@ -87,11 +87,6 @@ def _grid(devices: list[Any], dcn: tuple[int, ...], ici: tuple[int, ...]) -> np.
 def in_words(sizes: Mapping[str, int]) -> str:
   """Returns the axis sizes in words: "data 2 x fsdp 4". Axes other than data and fsdp appear only if larger than 1."""
   return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ("data", "fsdp"))
-
-
-def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-  """Returns the sharding of a batch [B, T]: sequences are split over the mesh axes of the rule "batch"."""
-  return NamedSharding(mesh, PartitionSpec(rules.batch))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

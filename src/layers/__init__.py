@@ -1,6 +1,6 @@
 """Layers: parameters and equations. This package imports jax and flax only.
 
-A ``Decoder`` (decoder.py) embeds tokens, runs stacks (stack.py) of ``Block``s (block.py), applies a final norm and computes
+A ``Decoder`` (decoder.py) embeds tokens, runs stacks of ``Block``s (both in block.py), applies a final norm and computes
 logits with a head (embedding.py). A block consists of
 
 - a mixer: ``Attention`` (attention/attention.py) or ``MLA`` (attention/mla.py, with indexer.py),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.attention.masks import Tokens, numbered_images, soft_cap
-from maxtext_like.layers.block import Block, Carry
+from maxtext_like.layers.block import Block, Carry, Stack, captured, find_stacks, taken_caches, totals
 from maxtext_like.layers.cache import Step, split_over_mesh
 from maxtext_like.layers.context import CAPTURES, Aux, Context
 from maxtext_like.layers.embedding import Embedding, EmbeddingConfig, Head, Lookup
@@ -25,7 +25,6 @@ from maxtext_like.layers.per_layer import PerLayerInput, PerLayerInputConfig
 from maxtext_like.layers.precision import LAYER_KEYS, Precision
 from maxtext_like.layers.remat import RematOffload, RematPolicy, keeps, remat
 from maxtext_like.layers.sharding_rules import RULES, Rules
-from maxtext_like.layers.stack import Stack, captured, find_stacks, taken_caches, totals
 from maxtext_like.layers.weight import cuts_rows, unstacked
 
 

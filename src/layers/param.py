@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxtext_like.layers import tpu_layout
-from maxtext_like.layers.partition import Mesh, free_mesh, on_devices
-from maxtext_like.layers.sharding_rules import RULES, Rules
+from maxtext_like.layers.partition import Mesh, on_devices
+from maxtext_like.layers.sharding_rules import RULES, Rules, free_mesh
 
 Spec = Any  # a nested dict of Param
 
@@ -277,6 +277,11 @@ def in_stored_order(arrays, spec: Spec, rules: Rules = RULES):
     return on_devices(lambda x: with_layout_constraint(x, Layout(tpu_layout.order(own))), mesh, spec, spec)(x)
 
   return jax.tree.map(ordered, arrays, spec)
+
+
+def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """Convert a ``jax.tree_util`` path to dict keys."""
+  return tuple(str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path)
 
 
 def count(spec: Spec) -> int:

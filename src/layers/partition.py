@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, PartitionSpec
 
 from maxtext_like.layers import tpu_layout
-from maxtext_like.layers.sharding_rules import MeshAxes, Rules, free_axes
+from maxtext_like.layers.sharding_rules import MeshAxes, Rules, free_axes, free_mesh
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -24,12 +24,6 @@ def on_every_device(x: jax.Array) -> jax.Array:
   """Replicate x on every device of the current mesh, so that any process can read it. Return x if no mesh is set."""
   mesh = jax.sharding.get_abstract_mesh()
   return x if mesh.empty else jax.lax.with_sharding_constraint(x, PartitionSpec())
-
-
-def free_mesh() -> Mesh | None:
-  """Return the current mesh, or None if no mesh is set or if all its axes are manual (inside shard_map)."""
-  mesh = jax.sharding.get_abstract_mesh()
-  return None if mesh.empty or all(kind == AxisType.Manual for kind in mesh.axis_types) else mesh
 
 
 def on_devices(

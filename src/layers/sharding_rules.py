@@ -13,7 +13,7 @@ if TYPE_CHECKING:
   import jax
   from jax.sharding import PartitionSpec
 
-  from maxtext_like.layers.partition import Mesh
+  Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh  # defined in partition.py too, for use at run time
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Axes of every mesh, from the outermost to the innermost. Neighbors along the last axis communicate most, in every layer."""
@@ -73,8 +73,6 @@ class Rules:
 
   def row_parts(self, length: int) -> int:
     """Return the number of parts that rows of ``length`` positions are split into on this mesh; 1 if they do not divide."""
-    from maxtext_like.layers.partition import free_mesh
-
     mesh = free_mesh()
     ways = 1 if mesh is None else self.ways("sequence", mesh)
     # Uneven rows are not split over ``context``.
@@ -135,8 +133,6 @@ class Rules:
     such axis is split. Other axes stay split as the rules say."""
     import jax
 
-    from maxtext_like.layers.partition import free_mesh
-
     mesh = free_mesh()
     if mesh is None or not any(self.mesh_axes(axis, mesh) for axis in axes if axis in GATHERED):
       return x
@@ -147,10 +143,16 @@ class Rules:
   def share(self, x: "jax.Array", *axes: str | None) -> "jax.Array":
     """Split an activation inside a layer as ``constrain`` does. Return x inside shard_map, and if the last of the axes is not
     split."""
-    from maxtext_like.layers.partition import free_mesh
-
     mesh = free_mesh()
     return x if mesh is None or not self.mesh_axes(axes[-1], mesh) else self.constrain(x, *axes)
+
+
+def free_mesh() -> "Mesh | None":
+  """Return the current mesh, or None if no mesh is set or if all its axes are manual (inside shard_map)."""
+  import jax
+
+  mesh = jax.sharding.get_abstract_mesh()
+  return None if mesh.empty or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types) else mesh
 
 
 def free_axes(mesh: "Mesh") -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import pytest
 
 from maxtext_like.analysis import step_xray
 from maxtext_like.analysis.step_xray import cause_lines, line_of, place_of, remedies, xray_step
-from maxtext_like.layers.stack import Stack
+from maxtext_like.layers.block import Stack
 from maxtext_like.numerics.jaxprs import frames
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.step.program import make_program
@@ -211,7 +211,7 @@ def test_keys_against_overflows_outside_the_layers():
 
 @pytest.mark.slow
 def test_no_room_is_said_in_one_line(monkeypatch):
-  monkeypatch.setattr(step_xray.memory, "device_limit", lambda *_: step_xray.memory.Limit(100, "this test"))
+  monkeypatch.setattr(step_xray.memory_limits, "device_limit", lambda *_: step_xray.memory_limits.Limit(100, "this test"))
   program, state = toy_program(toy_config("opt_type=sgd"), Scanned())
   with pytest.raises(step_xray.DoesNotFitError, match=r"^x-ray: needs .* GB are available \(this test\)$"):
     xray_step(program, state, toy_batch())

@@ -2,13 +2,11 @@
 
 import functools
 import math
-from dataclasses import replace
-from pathlib import Path
 
 import jax
 import pytest
 
-from maxtext_like.capacity import memory
+from maxtext_like.capacity import memory, memory_limits
 from maxtext_like.capacity.topologies import assumed_gpu, find_gpus
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError
@@ -279,7 +277,7 @@ def test_monotonic(smaller, larger, part):
 
 @pytest.mark.slow  # test_run.py ends a run with it
 def test_a_31b_is_refused_with_a_table_and_remedies(monkeypatch):
-  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
+  monkeypatch.setattr(memory_limits, "host_limit", lambda: memory_limits.Limit(24 * 10**9, "a test"))
   with pytest.raises(DoesNotFitError) as caught:
     memory.require_fit(make_program(load_config("gemma4-31b").config))
   text = str(caught.value)
@@ -324,61 +322,7 @@ def test_remedies_are_those_that_this_run_can_have(words, tried, not_tried):
 
 
 def test_what_fits_is_not_refused(monkeypatch):
-  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(24 * 10**9, "a test"))
+  monkeypatch.setattr(memory_limits, "host_limit", lambda: memory_limits.Limit(24 * 10**9, "a test"))
   need, limit = memory.require_fit(make_program(load_config("gemma4-tiny").config))
   assert limit is not None
   assert need.total < 1e9
-
-
-def test_the_container_counts_when_it_has_less_than_the_machine(tmp_path: Path):
-  meminfo = tmp_path / "meminfo"
-  meminfo.write_text("MemTotal:       100 kB\nMemAvailable:   80 kB\n")
-  nowhere = tmp_path / "none"
-  assert memory.host_limit(meminfo, nowhere, nowhere) == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
-  (tmp_path / "memory.max").write_text("50000\n")
-  (tmp_path / "memory.current").write_text("20000\n")
-  limit = memory.host_limit(meminfo, tmp_path, tmp_path / "none")
-  assert limit is not None
-  assert limit.bytes == 30000
-  # The kernel frees 15 kB of files that were read before it enforces the limit.
-  (tmp_path / "memory.stat").write_text("anon 4000\nactive_file 1000\ninactive_file 15000\n")
-  assert memory.host_limit(meminfo, tmp_path, tmp_path / "none") == replace(limit, bytes=45000)
-  (tmp_path / "memory.max").write_text("max\n")
-  assert memory.host_limit(meminfo, tmp_path, tmp_path / "none") == memory.Limit(80 * 1024, "MemAvailable of /proc/meminfo")
-  assert memory.host_limit(tmp_path / "absent", tmp_path) is None
-
-
-@pytest.mark.parametrize(
-  ("membership", "group", "names"),
-  [
-    ("0::/system.slice/job.scope\n", "system.slice", ("memory.max", "memory.current")),
-    ("0::/system.slice/job.scope\n", "system.slice/job.scope", ("memory.max", "memory.current")),
-    ("4:cpu:/x\n5:memory:/slurm/job_1/step\n", "memory/slurm/job_1", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-    ("4:cpu,memory:/slurm\n0::/\n", "memory/slurm", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-    ("0::/../../outside\n", "", ("memory.max", "memory.current")),
-  ],
-)
-def test_a_limit_of_any_group_above_this_process_counts(tmp_path: Path, membership, group, names):
-  (meminfo := tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 80 kB\n")
-  (own := tmp_path / "cgroup").write_text(membership)
-  (place := tmp_path / "fs" / group).mkdir(parents=True)
-  (place / names[0]).write_text("50000\n")
-  (place / names[1]).write_text("20000\n")
-  cache = {"memory.max": "inactive_file 5000\n", "memory.limit_in_bytes": "inactive_file 1\ntotal_inactive_file 5000\n"}
-  (place / "memory.stat").write_text(cache[names[0]])
-  limit = memory.host_limit(meminfo, tmp_path / "fs", own)
-  assert limit == memory.Limit(35000, f"{place / names[0]} of the container")
-
-
-def test_a_device_that_does_not_say_how_much_it_has_is_known_by_its_name():
-  class Device:
-    platform, device_kind = "gpu", "NVIDIA H200"
-
-    def memory_stats(self):
-      return None
-
-  limit = memory.device_limit(Device(), 1)
-  assert limit is not None
-  assert (limit.bytes, limit.source) == (150_109_880_320, "NVIDIA H200, all of it")
-  Device.device_kind = "NVIDIA GeForce"
-  assert memory.device_limit(Device(), 1) is None

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import pytest
 
-from maxtext_like.checkpoint.compatibility import check_state, record
+from maxtext_like.checkpoint.compatibility import check_state
 from maxtext_like.checkpoint.model_changes import compared
-from maxtext_like.checkpoint.store import tree
+from maxtext_like.checkpoint.store import stored_state
+from maxtext_like.checkpoint.store.manifest import record
 from maxtext_like.config.key_class import KeyClass, marks
 from maxtext_like.config.load import load_config
 from maxtext_like.config.yaml_file import to_text
@@ -78,7 +79,7 @@ def loaded(model: str, words: tuple[str, ...] = ()) -> tuple[dict[str, Any], dic
   """A configuration as a manifest stores it, and the shapes of its parameters."""
   config = load_config(model, ["max_target_length=64", *words]).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
-  return record(config), tree.describe(tree.flatten({"params": abstract(decoder.params())}))
+  return record(config), stored_state.describe(stored_state.flatten({"params": abstract(decoder.params())}))
 
 
 def test_every_key_of_a_model_declares_its_class():

@@ -244,7 +244,7 @@ def test_the_exit_code_says_it_where_no_stream_does(redirect):
 
 def test_warnings_are_lines_of_their_own(capsys):
   with streams.LogLines():
-    logging.getLogger("maxtext_like.checkpoint.store.restore").warning("cast %d arrays", 3)
+    logging.getLogger("maxtext_like.checkpoint.store.stored_state").warning("cast %d arrays", 3)
     logging.getLogger("some.library").error("no")
     logging.getLogger("maxtext_like.data").info("what nobody asked for")
     logging.basicConfig()  # as libraries do

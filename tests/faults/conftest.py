@@ -179,12 +179,12 @@ def read_state(step_directory):
   """Reads every array of a step, in this process, after checking its hashes."""
   import jax
 
-  from maxtext_like.checkpoint.store import manifest, restore
+  from maxtext_like.checkpoint.store import manifest, stored_state
 
   stored = manifest.read(step_directory)
   manifest.check_hashes(step_directory, stored)
   like = {name: jax.ShapeDtypeStruct(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for name, leaf in stored.leaves.items()}
-  return {name: np.asarray(array) for name, array in restore.read(step_directory, stored, like).items()}
+  return {name: np.asarray(array) for name, array in stored_state.read(step_directory, stored, like).items()}
 
 
 def assert_bitwise_equal(one, other):

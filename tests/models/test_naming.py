@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from maxtext_like.config.load import load_config
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
-from maxtext_like.models.naming import parameter_name, path_keys, row_names
+from maxtext_like.models.naming import parameter_name, row_names
 
 TINY = ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3-tiny", "deepseek3.2-tiny"]
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from maxtext_like.numerics import tensor_statistics
-from maxtext_like.numerics import xray_html as html_page
+from maxtext_like.numerics import xray_report as html_page
 from maxtext_like.numerics.xray import xray
 
 

@@ -12,9 +12,9 @@ from maxtext_like.capacity.flops import train_flops
 from maxtext_like.capacity.roofline import roofline
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.layers.param import path_keys
 from maxtext_like.models import float8_products
 from maxtext_like.models.build import build_decoder, precision_of
-from maxtext_like.models.naming import path_keys
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.run.run import train
 from maxtext_like.training.sinks.metrics import METRICS, read

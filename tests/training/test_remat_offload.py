@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from maxtext_like.capacity import memory
+from maxtext_like.capacity import memory, memory_limits
 from maxtext_like.capacity.compiled_program import HOST_COPIES
 from maxtext_like.capacity.plan import Plan, plan
 from maxtext_like.capacity.topologies import TOPOLOGIES, find_gpus
@@ -82,38 +82,20 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
   """One that a run would find out of in the middle of its first step."""
   config = load_config("qwen3-tiny", [*WORDS, OFFLOAD]).config
   program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
-  monkeypatch.setattr(memory, "device_limit", lambda *_: None)
+  monkeypatch.setattr(memory_limits, "device_limit", lambda *_: None)
   monkeypatch.setattr(type(program.model), "devices", [type("Device", (), {"process_index": 0})] * 2)
-  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(2 * STREAM, "a test"))
-  monkeypatch.delenv(memory.PINNED, raising=False)
+  monkeypatch.setattr(memory_limits, "host_limit", lambda: memory_limits.Limit(2 * STREAM, "a test"))
+  monkeypatch.delenv(memory_limits.PINNED, raising=False)
   need = for_gpus(config)
   monkeypatch.setattr(memory, "estimate", lambda _, **how: need)
   assert memory.require_fit(program)[0].host == STREAM
-  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(2 * STREAM - 1, "a test"))
+  monkeypatch.setattr(memory_limits, "host_limit", lambda: memory_limits.Limit(2 * STREAM - 1, "a test"))
   with pytest.raises(DoesNotFitError, match=r"remat_offload = layer_inputs: .* the 2 device\(s\) of this process"):
     memory.require_fit(program)
-  monkeypatch.setattr(memory, "host_limit", lambda: None)
-  monkeypatch.setenv(memory.PINNED, "0")
-  with pytest.raises(DoesNotFitError, match=memory.PINNED):
+  monkeypatch.setattr(memory_limits, "host_limit", lambda: None)
+  monkeypatch.setenv(memory_limits.PINNED, "0")
+  with pytest.raises(DoesNotFitError, match=memory_limits.PINNED):
     memory.require_fit(program)
-
-
-@pytest.mark.parametrize("text", ["64GB", "0.5", "-1", "1_000"])
-def test_a_limit_that_is_no_number_is_named(text, monkeypatch):
-  monkeypatch.setattr(memory, "host_limit", lambda: None)
-  monkeypatch.setenv(memory.PINNED, text)
-  with pytest.raises(UserError, match=f"{memory.PINNED}={text}: not an integer number of GiB\n  fix: "):
-    memory.host_room("gpu")
-  assert memory.host_room("tpu") is None
-
-
-@pytest.mark.parametrize(("text", "gib"), [("", 64), (" 128 ", 128), ("0", 0)])
-def test_a_limit_that_is_a_number_counts(text, gib, monkeypatch):
-  monkeypatch.setattr(memory, "host_limit", lambda: None)
-  monkeypatch.setenv(memory.PINNED, text)
-  found = memory.host_room("gpu")
-  assert found is not None
-  assert found.bytes == gib << 30
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -20,10 +20,11 @@ from maxtext_like.config.problems import nearest
 from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.quantization.low_rank import one_layer
 from maxtext_like.models.adapter import Adapter, make_adapter
 from maxtext_like.models.model import Model
-from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.models.naming import row_names
 from maxtext_like.models.quantized_base import make_base
 from maxtext_like.models.registry import FAMILIES
 from maxtext_like.sharding.divisibility import require_unsplit_blocks

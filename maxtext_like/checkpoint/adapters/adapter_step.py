@@ -11,7 +11,7 @@ import numpy as np
 
 from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter, with_base
 from maxtext_like.checkpoint.model_changes import Change
-from maxtext_like.checkpoint.store import manifest, restore
+from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.fingerprint import fingerprint, of_files
 from maxtext_like.checkpoint.store.stored_config import section
 from maxtext_like.checkpoint.weight_sources import located
@@ -121,7 +121,7 @@ def read_adapter(step: Path | Place, stored: manifest.Manifest, model: Model) ->
   """
   adapter = stored_adapter(stored, model)
   like = placed(adapter.params(), model.mesh, model.decoder.cfg.rules)
-  found = restore.load(step, {"params": {ADAPTER: like}}, config=model.config, allow_dtype_change=True)
+  found = stored_state.load(step, {"params": {ADAPTER: like}}, config=model.config, allow_dtype_change=True)
   return adapter, found.state["params"][ADAPTER]
 
 

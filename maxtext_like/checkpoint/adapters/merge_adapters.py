@@ -16,12 +16,13 @@ from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.store.fingerprint import of_files
 from maxtext_like.checkpoint.store.stored_config import section
-from maxtext_like.checkpoint.store.tree import flatten
+from maxtext_like.checkpoint.store.stored_state import flatten
 from maxtext_like.checkpoint.weight_sources import find_step
 from maxtext_like.errors import UserError
+from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.quantization.low_rank import Layout, factors, with_magnitude
 from maxtext_like.models.model import Model
-from maxtext_like.models.naming import ADAPTER, path_keys
+from maxtext_like.models.naming import ADAPTER
 
 _log = logging.getLogger(__name__)
 

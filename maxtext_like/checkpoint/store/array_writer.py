@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_like.abandoned_threads import abandon
-from maxtext_like.checkpoint.store import restore, zarr_arrays
+from maxtext_like.checkpoint.store import stored_state, zarr_arrays
 from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place
 
@@ -61,7 +61,7 @@ class ArrayWriter:
       self._inner = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
       logging.getLogger("absl").addFilter(drop_reported)
       hide_calls_into_closed_loops()
-    self._inner.save(restore.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.to_numpy(flat)))
+    self._inner.save(stored_state.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.to_numpy(flat)))
 
   def wait_until_finished(self) -> None:
     """Waits for the slow phase. Raises the errors of orbax or TensorStore."""

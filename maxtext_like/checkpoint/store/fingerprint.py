@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.checkpoint.store import manifest
-from maxtext_like.checkpoint.store.tree import flatten
+from maxtext_like.checkpoint.store.stored_state import flatten
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face
 from maxtext_like.storage import Place
 

@@ -33,12 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from maxtext_like.atomic import Fence
-from maxtext_like.checkpoint import compatibility
-from maxtext_like.checkpoint.store import manifest, restore, tree
-from maxtext_like.checkpoint.store.disk_space import free_bytes, megabytes, require_disk_space
+from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.step_writer import PendingSave, StepWriter, Watch, reason
 from maxtext_like.checkpoint.store.steps import StepDirectories
+from maxtext_like.checkpoint.store.stored_state import free_bytes, megabytes, require_disk_space
 from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.sharding import processes
@@ -115,7 +114,7 @@ class CheckpointManager:
     token = processes.from_primary(lambda: secrets.token_hex(4), peers_seconds)
     self._steps = open_steps(self.directory, fence, token)
     self._saved, self._watch = saved, watch
-    self.config = compatibility.record({} if config is None else config)
+    self.config = manifest.record({} if config is None else config)
     self.statistics = Statistics()
     self._interval = interval
     self._max_to_keep = max_to_keep
@@ -201,7 +200,7 @@ class CheckpointManager:
     """
     if isinstance(self.directory, Place):
       return
-    size = tree.total_bytes(tree.flatten(state))
+    size = stored_state.total_bytes(stored_state.flatten(state))
     require_disk_space(self.directory, size, existing=len(self.complete_steps()), kept=self._max_to_keep)
 
   # Saving.
@@ -267,18 +266,18 @@ class CheckpointManager:
       return True
 
     # Describe the state, and start writing. The thread completes the step after the arrays are written.
-    flat = tree.flatten(state)
+    flat = stored_state.flatten(state)
     record = manifest.Manifest(
       step=step,
       finite=True,
       config=self.config,
-      extra=compatibility.record(extra or {}),
-      leaves=tree.describe(flat),
+      extra=manifest.record(extra or {}),
+      leaves=stored_state.describe(flat),
       files={},
       versions=manifest.versions(),
       run=self._run,
     )
-    needed_bytes = tree.total_bytes(flat) + sum(map(len, self._tokenizer.values()))
+    needed_bytes = stored_state.total_bytes(flat) + sum(map(len, self._tokenizer.values()))
     pending = self._pending = PendingSave(step, needed_bytes, best=best)
     self._writer.start(pending, record, flat, begin)
     self.statistics.blocked_seconds += time.monotonic() - begin
@@ -433,7 +432,7 @@ class CheckpointManager:
 
   # Restoring.
 
-  def restore(self, like: Any, *, step: int | None = None, allow_dtype_change: bool = False) -> restore.Restored | None:
+  def restore(self, like: Any, *, step: int | None = None, allow_dtype_change: bool = False) -> stored_state.Restored | None:
     """Reads the newest valid step into the shapes, dtypes and shardings of ``like``.
 
     A step whose files no longer match their hashes is logged and renamed to ``N.corrupt``, and the step before it is used.
@@ -449,10 +448,10 @@ class CheckpointManager:
     Raises:
       UserError: all steps are corrupt, the newest has another model or other arrays, or a step has another step's name.
     """
-    wanted = tree.flatten(like)
+    wanted = stored_state.flatten(like)
     same = {"config": self.config or None, "allow_dtype_change": allow_dtype_change, "resumes": True}
-    choose = lambda: restore.newest_valid(
-      self._steps, lambda p, m: restore.check(p, m, wanted, **same), self._copied_back, step
+    choose = lambda: stored_state.newest_valid(
+      self._steps, lambda p, m: stored_state.check(p, m, wanted, **same), self._copied_back, step
     )
     try:
       number = processes.from_primary(choose, self._peers_seconds)
@@ -463,7 +462,7 @@ class CheckpointManager:
       stored = manifest.read(path)
     except OSError as error:
       raise failed(error) from error
-    return restore.Restored(number, restore.read(path, stored, like), stored.extra, stored.config, path)
+    return stored_state.Restored(number, stored_state.read(path, stored, like), stored.extra, stored.config, path)
 
   def abandon_after(self, step: int) -> None:
     """Discards the steps after ``step``, to which the run has gone back, here and in the mirror. No save may be in progress.

@@ -295,3 +295,16 @@ def check_hashes(step_directory: Path | Place, manifest: Manifest, below: str = 
   with ThreadPoolExecutor(_THREADS, "hash") as pool:
     for checked in pool.map(check, (name for name in manifest.files if name.startswith(below))):
       assert checked is None  # map raises the error of the first damaged file here
+
+
+def record(config: Any) -> dict[str, Any]:
+  """Returns a configuration (dataclass or mapping) or other data as the JSON values that a manifest stores.
+
+  Raises:
+    ValueError: a value cannot be represented in JSON.
+  """
+  values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else config
+  try:
+    return json.loads(json.dumps(values, allow_nan=False))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"cannot be stored in a checkpoint, which holds JSON values: {error}") from error

@@ -18,10 +18,10 @@ from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint.store import manifest, sidecar_files
 from maxtext_like.checkpoint.store.array_writer import ArrayWriter
 from maxtext_like.checkpoint.store.best_steps import record_best, recorded_best
-from maxtext_like.checkpoint.store.disk_space import free_bytes
 from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.store.steps import StepDirectories
+from maxtext_like.checkpoint.store.stored_state import free_bytes
 from maxtext_like.errors import RetryableError
 from maxtext_like.sharding import processes
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from maxtext_like.checkpoint.store.manifest import Manifest
 from maxtext_like.config.schema import Config
-from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.errors import NonFiniteError
+from maxtext_like.training.loop.remedies import after_a_rise, lower_rate
 
 EXTRA = "divergence"  # name in a checkpoint's extra values
 
@@ -241,20 +241,3 @@ def failed_run(what: str, reasons: list[str], config: Config, *other: str) -> No
       "an earlier checkpoint, from before the loss rose: init_from=RUN/checkpoints/N with another run_name",
     ],
   )
-
-
-def lower_rate(training: TrainingConfig) -> str:
-  """The remedy for numbers that grow from step to step."""
-  return f"a lower learning_rate (now {training.learning_rate:g})"
-
-
-def after_a_rise(config: Config) -> list[str]:
-  """Remedies after a loss or parameter norm that rose by an order of magnitude in one step, the most likely cause first."""
-  t = config.training
-  # A high learning rate is the most likely cause, missing warm-up or clipping the next ones.
-  found = [lower_rate(t)]
-  if t.warmup_steps_fraction == 0:
-    found.append("warmup_steps_fraction=0.1")
-  if t.gradient_clipping_threshold == 0:
-    found.append("gradient_clipping_threshold=1")
-  return [*found, "check the data of this step"]

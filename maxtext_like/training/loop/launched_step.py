@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext_like.capacity import memory
+from maxtext_like.capacity import memory_limits
 from maxtext_like.training.sinks.metrics import Row
 from maxtext_like.training.step import update_retention
 from maxtext_like.training.step.program import TrainProgram
@@ -72,7 +72,7 @@ class LaunchedStep:
     if peak_tflops:
       row["mfu"] = row["tflops_per_device"] / peak_tflops
     # Memory, and the position in the data.
-    row |= memory.in_use(program.model.devices)
+    row |= memory_limits.in_use(program.model.devices)
     row |= self.read
     if logging.numerics_every and self.step % logging.numerics_every == 0:
       row |= by_layer

@@ -184,7 +184,7 @@ class Loop:
         # If this step may end the run, read its metrics before the next step replaces the state.
         last = self.explainer is not None and self.guard.may_end_the_run
         traced = self.profile is not None and self.profile.ends(step)
-        measured = self.moved_weights is not None and self.moved_weights.due(step)
+        measured = self.moved_weights is not None and step == self.moved_weights.step
         # The first step is read at once, so that its progress line appears without delay.
         if (
           evaluating
@@ -262,8 +262,8 @@ class Loop:
     """Starts a step."""
     if self.explainer is not None:
       self.explainer.remember(self.state)
-    if self.moved_weights is not None:
-      self.moved_weights.before(step, self.state)
+    if self.moved_weights is not None and step == self.moved_weights.step:
+      self.moved_weights.before(self.state)
     self.state, metrics = self.stepper.launch(self.state, batch)
     return metrics
 
@@ -445,8 +445,10 @@ class Loop:
     ):
       self._warned_survival = True
       self.progress.say(low)
-    if self.moved_weights is not None and (few := self.moved_weights.after(step, self.state, skipped=bool(scalars["skipped"]))):
-      self.progress.say(few)
+    if self.moved_weights is not None and step == self.moved_weights.step:
+      few = self.moved_weights.after(self.state, skipped=bool(scalars["skipped"]))
+      if few is not None:
+        self.progress.say(few)
     # Look for divergence and loss spikes.
     result = StepResult(step, scalars, finite)
     self.finite, failure = result.state_finite, None

@@ -29,6 +29,9 @@ class MovedWeights:
   Args:
     program: program of the run.
     start: number of finished steps.
+
+  Attributes:
+    step: number of the step that is measured, starting at 1; None if no step is measured any more.
   """
 
   def __init__(self, program: TrainProgram, start: int) -> None:
@@ -36,7 +39,7 @@ class MovedWeights:
     # Find the step with the highest learning rate that is still ahead.
     last = max(program.config.training.last_step, start + 1)
     rates = np.asarray(program.step.schedule(jnp.arange(start, last)))
-    self._step = start + 1 + int(np.argmax(rates))
+    self.step: int | None = start + 1 + int(np.argmax(rates))
     self._rate = float(rates.max())
     # Choose the arrays to sample.
     masks, _ = jax.tree.flatten(program.selection.masks)
@@ -49,34 +52,29 @@ class MovedWeights:
     # Nothing to warn about: rounding is stochastic, or the share is measured exactly, or the rate is 0.
     if program.step.rounding or program.step.survival or self._rate == 0:
       self._leaves = {}
+    if not self._leaves:
+      self.step = None
     self._split, self._before = program.selection.split, np.zeros(0)
     self._sample: Callable[[list[jax.Array]], list[jax.Array]] = jax.jit(lambda arrays: [_strided(x) for x in arrays])
 
-  def due(self, step: int) -> bool:
-    """Return True if this step is measured."""
-    return bool(self._leaves) and step == self._step
+  def before(self, state: State) -> None:
+    """Call this with the state before ``step``."""
+    self._before = self._sampled(state)
 
-  def before(self, step: int, state: State) -> None:
-    """Call this with the state before each step."""
-    if self.due(step):
-      self._before = self._sampled(state)
-
-  def after(self, step: int, state: State, *, skipped: bool) -> str | None:
-    """Call this after each step, before the next one starts. Returns a warning if few weights changed.
+  def after(self, state: State, *, skipped: bool) -> str | None:
+    """Call this after ``step``, before the next one starts. Returns a warning if few weights changed.
 
     Args:
-      step: number of the step, starting at 1.
       state: state after the step.
       skipped: True if the update was not applied; then the next step is measured.
     """
-    if not self.due(step):
-      return None
+    assert self.step is not None
     if skipped:
-      self._step += 1
+      self.step += 1
       return None
     # Compare the sample before and after the step, once per run.
-    before, after = self._before, self._sampled(state)
-    self._leaves = {}
+    step, before, after = self.step, self._before, self._sampled(state)
+    self.step = None
     if not before.size or (share := float(np.mean(before != after))) >= LOW:
       return None
     dtype = self._config.precision.weight_dtype

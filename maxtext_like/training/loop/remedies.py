@@ -1,11 +1,11 @@
-"""Lists remedies after a non-finite step: which keys to change, from the failed part of the step or from its exact cause."""
+"""Lists remedies: the keys to change after a non-finite step (from its failed part or its exact cause), or after a rise."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from maxtext_like.config.precision_keys import REMEDIES, PrecisionKey
 from maxtext_like.config.schema import Config
-from maxtext_like.training.loop.divergence import lower_rate
+from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.training.optimizers.registry import make_rule
 
 
@@ -104,3 +104,20 @@ def _helps(key: PrecisionKey, config: Config, failed: str, cause: Spot | None) -
   if key.repairs in ("forward", "hides"):  # with dtype=float32 these keys only reduce rounding errors
     return failed.startswith(("loss", "gradients")) and (values["dtype"] != "float32" or key.safer == "float32")
   return key.repairs == failed
+
+
+def after_a_rise(config: Config) -> list[str]:
+  """Remedies after a loss or parameter norm that rose by an order of magnitude in one step, the most likely cause first."""
+  t = config.training
+  # A high learning rate is the most likely cause, missing warm-up or clipping the next ones.
+  found = [lower_rate(t)]
+  if t.warmup_steps_fraction == 0:
+    found.append("warmup_steps_fraction=0.1")
+  if t.gradient_clipping_threshold == 0:
+    found.append("gradient_clipping_threshold=1")
+  return [*found, "check the data of this step"]
+
+
+def lower_rate(training: TrainingConfig) -> str:
+  """The remedy for numbers that grow from step to step."""
+  return f"a lower learning_rate (now {training.learning_rate:g})"

@@ -6,16 +6,16 @@ from typing import Any
 from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.model_changes import compared
 from maxtext_like.checkpoint.store import manifest
-from maxtext_like.checkpoint.store.restore import Restored
 from maxtext_like.checkpoint.store.stored_config import section
+from maxtext_like.checkpoint.store.stored_state import Restored
 from maxtext_like.config.load import base_values
 from maxtext_like.config.problems import InvalidSectionError
 from maxtext_like.config.schema import LEAVES, Config
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
+from maxtext_like.training.optimizers.optimizer import make_schedule
 from maxtext_like.training.step import kept_moments
 from maxtext_like.training.step.program import TrainProgram
-from maxtext_like.training.step.schedule import make_schedule
 
 # Keys that do not influence the results: locations, how the run was started, and what it shows.
 _UNTOLD = frozenset({
@@ -38,8 +38,8 @@ def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
   """
   # Changed keys.
   config: Config = program.config
-  model = {c.key: c.note for c in compared(restored.config, compatibility.record(config)).changes if c.note}
-  for name, was, now in compatibility.differences(_complete(restored.config), compatibility.record(config)):
+  model = {c.key: c.note for c in compared(restored.config, manifest.record(config)).changes if c.note}
+  for name, was, now in compatibility.differences(_complete(restored.config), manifest.record(config)):
     if name not in _UNTOLD:
       key = name.partition(".")[2]
       note = f" ({model[key]})" if key in model else ""
@@ -65,7 +65,7 @@ def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
 
 
 def _complete(stored: dict[str, Any]) -> dict[str, Any]:
-  defaults = compatibility.record(dict(base_values()))
+  defaults = manifest.record(dict(base_values()))
   sections: dict[str, dict[str, Any]] = {}
   for leaf, (name, _) in LEAVES.items():
     # A model file sets only the keys of its family. Changes of the model were reported above.

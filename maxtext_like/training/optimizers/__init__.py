@@ -1,1 +1,2 @@
-"""Optimizers: one update rule per file, and the optimizer that adds weight decay, precision and sharding to any rule."""
+"""Optimizers: one update rule per file. ``optimizer.py`` adds weight decay, precision and sharding to any rule, and has the
+learning-rate schedule."""

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext_like.layers.param import Param
-from maxtext_like.layers.partition import free_mesh
-from maxtext_like.layers.sharding_rules import free_axes
+from maxtext_like.layers.sharding_rules import free_axes, free_mesh
 from maxtext_like.training.optimizers import dynamic8
 from maxtext_like.training.optimizers.dynamic8 import Blocks
 

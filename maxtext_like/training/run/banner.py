@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.capacity import memory
+from maxtext_like.capacity import memory, memory_limits
 from maxtext_like.checkpoint.huggingface.peft_targets import find_targets
 from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import base_values
@@ -17,11 +17,11 @@ from maxtext_like.models import float8_products
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.sharding.mesh import in_words
+from maxtext_like.training.optimizers.optimizer import make_schedule
 from maxtext_like.training.step.program import TrainProgram
-from maxtext_like.training.step.schedule import make_schedule
 
 
-def banner(program: TrainProgram, run: str, need: memory.MemoryEstimate, limit: memory.Limit | None) -> str:
+def banner(program: TrainProgram, run: str, need: memory.MemoryEstimate, limit: memory_limits.Limit | None) -> str:
   """Return the lines about model, devices, batch and directory, with notes about the schedule and kernels if needed.
 
   Args:

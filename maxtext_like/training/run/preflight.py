@@ -58,7 +58,7 @@ def preflight(loaded: Loaded) -> str | None:
     state.require(config.checkpoint)
   # A finished run needs no start. With a mirror or with epochs this is decided later.
   if state.newest is not None and (stored := _manifest(state.checkpoints / str(state.newest))) is not None:
-    current = compatibility.record(config)
+    current = manifest.record(config)
     compatibility.require_same_model(str(state.checkpoints / str(state.newest)), stored.config, current)
     early, steps = stopped_early(stored, config.training), config.training.steps  # steps of epochs are not counted yet
     over = early is not None or (steps is not None and state.newest >= steps)

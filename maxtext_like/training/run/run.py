@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from maxtext_like.capacity import memory
+from maxtext_like.capacity import memory, memory_limits
 from maxtext_like.capacity.flops import peak_tflops, train_flops
 from maxtext_like.checkpoint.store.best_steps import NAME as BEST
 from maxtext_like.checkpoint.store.manager import CheckpointManager
-from maxtext_like.checkpoint.store.tree import flatten, total_bytes
+from maxtext_like.checkpoint.store.stored_state import flatten, total_bytes
 from maxtext_like.checkpoint.weight_sources import located, require_source
 from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import Loaded
@@ -37,9 +37,8 @@ from maxtext_like.training.loop.goodput import Goodput, summary
 from maxtext_like.training.loop.loop import Loop
 from maxtext_like.training.loop.moved_weights import MovedWeights
 from maxtext_like.training.loop.profile import Profile
-from maxtext_like.training.loop.progress import Progress, Shown
+from maxtext_like.training.loop.progress import Progress, Shown, duration
 from maxtext_like.training.loop.samples import Samples
-from maxtext_like.training.loop.screens import duration
 from maxtext_like.training.loop.signals import StopRequest, StopRequested
 from maxtext_like.training.loop.spikes import Spikes
 from maxtext_like.training.loop.watchdog import Watchdog
@@ -105,7 +104,7 @@ class _Resources:
   program: TrainProgram
   start: int  # number of finished steps in the newest checkpoint
   need: memory.MemoryEstimate
-  limit: memory.Limit | None
+  limit: memory_limits.Limit | None
   settings: DataConfig
   data: DataSource
   held_out: dict[str, DataSource]

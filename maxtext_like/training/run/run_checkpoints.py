@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.checkpoint.store import manifest, restore, sidecar_files, zarr_arrays
+from maxtext_like.checkpoint.store import manifest, sidecar_files, stored_state, zarr_arrays
 from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.steps import StepDirectories
-from maxtext_like.checkpoint.store.tree import flatten
+from maxtext_like.checkpoint.store.stored_state import flatten
 from maxtext_like.config.schema import CheckpointConfig, Config
 from maxtext_like.data.loader import DataSource
 from maxtext_like.errors import UserError
@@ -117,7 +117,7 @@ def finished(program: TrainProgram, manager: CheckpointManager) -> tuple[manifes
   if newest < config.training.last_step and early is None:
     return None
   # The run is finished. Its arrays must still fit the configuration, or the message would be wrong.
-  restore.check(
+  stored_state.check(
     path, stored, flatten(program.abstract_checkpoint),
     config=manager.config, allow_dtype_change=config.checkpoint.allow_dtype_change, resumes=True,
   )  # fmt: skip

@@ -14,7 +14,7 @@ from maxtext_like.checkpoint.adapters.init_adapter import require_base
 from maxtext_like.checkpoint.compatibility import LOSS_SCALE
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.checkpoint.store.manager import CheckpointManager
-from maxtext_like.checkpoint.store.restore import Restored
+from maxtext_like.checkpoint.store.stored_state import Restored
 from maxtext_like.checkpoint.weight_sources import located
 from maxtext_like.config.schema import Config
 from maxtext_like.data.loader import DataSource
@@ -26,9 +26,8 @@ from maxtext_like.training.loop.best import EXTRA as BEST
 from maxtext_like.training.loop.best import Best
 from maxtext_like.training.loop.divergence import Divergence
 from maxtext_like.training.loop.goodput import Goodput
-from maxtext_like.training.loop.progress import Progress
+from maxtext_like.training.loop.progress import Progress, duration
 from maxtext_like.training.loop.resume_diff import changes
-from maxtext_like.training.loop.screens import duration
 from maxtext_like.training.loop.spikes import EXTRA as SPIKES
 from maxtext_like.training.loop.spikes import Spikes
 from maxtext_like.training.run.batches import ResumePoint, with_counted_steps

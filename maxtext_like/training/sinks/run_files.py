@@ -1,4 +1,4 @@
-"""The files that a run writes, except its checkpoints. Each file has a thread (``guarded.py``)."""
+"""The files that a run writes, except its checkpoints. Each file has a thread (``output.Guarded``)."""
 
 import contextlib
 import time
@@ -12,8 +12,8 @@ from maxtext_like import atomic
 from maxtext_like.errors import UserError
 from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.events import Events
-from maxtext_like.training.sinks.guarded import Guarded
 from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, Row, finite, keep_until, line
+from maxtext_like.training.sinks.output import Guarded
 from maxtext_like.training.sinks.trackers import Tracker
 
 _FLUSH_SECONDS = 1.0

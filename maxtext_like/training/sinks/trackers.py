@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow: send the rows of metrics.jsonl there.
 
 Both work offline unless their own environment variables say otherwise. They are imported only if they are configured. Each is
-written to by a thread (``guarded.py``), which creates the tracker's run with the first row: no step waits for it, and if it
+written to by a thread (``output.Guarded``), which creates the tracker's run with the first row: no step waits for it, and if it
 fails training continues without it. The id of the tracker's run is stored in ``trackers.json``, so that a resumed run continues
 it. Steps that are trained again appear twice.
 """
@@ -25,8 +25,8 @@ from maxtext_like.config.schema import Config, LoggingConfig
 from maxtext_like.config.yaml_file import to_text
 from maxtext_like.masking import masked
 from maxtext_like.training.sinks.events import scalars
-from maxtext_like.training.sinks.guarded import LostError
 from maxtext_like.training.sinks.metrics import Row
+from maxtext_like.training.sinks.output import LostError
 
 IDS = "trackers.json"
 _LOGIN_SECONDS = 30

@@ -1,1 +1,1 @@
-"""The compiled update: loss and gradients, loss scale, rounding, schedule, router bias and trainable parameters."""
+"""The compiled update: loss and gradients, loss scale, rounding, router bias and trainable parameters."""

@@ -11,7 +11,7 @@ from maxtext_like.checkpoint.adapters import adapter_step
 from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter
 from maxtext_like.checkpoint.adapters.init_adapter import read_init_adapter
 from maxtext_like.checkpoint.read_weights import read_weights
-from maxtext_like.checkpoint.store import manifest, restore
+from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.stored_config import section
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, located, no_checkpoint, readable_step
 from maxtext_like.errors import UserError
@@ -34,11 +34,11 @@ def read_state(directory: Path | Place, program: TrainProgram) -> State:
   # A step of a LoRA run holds only the adapter; the weights are read from their source.
   alone = program.adapter is not None and adapter_step.holds_adapter_alone(stored)
   like = program.abstract_checkpoint if alone else program.abstract_state
-  found = restore.load(directory, like, config=program.config, allow_dtype_change=True)
+  found = stored_state.load(directory, like, config=program.config, allow_dtype_change=True)
   return program.completed(found.state, base_weights(program, found)[0] if alone else found.state["params"])
 
 
-def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any, adapter_step.Base]:
+def base_weights(program: TrainProgram, restored: stored_state.Restored) -> tuple[Any, adapter_step.Base]:
   """Read the weights below the adapter of a restored step, and the record that identifies them.
 
   Raises:
@@ -56,7 +56,7 @@ def base_weights(program: TrainProgram, restored: restore.Restored) -> tuple[Any
   drawn = base.source is None and found.source is None
   scheme = {"init_scheme": adapter_step.stored_init_scheme(restored.config)}
   saved = restored.config | {"training": restored.config.get("training", {}) | scheme}
-  changed = compatibility.changes_of(saved, compatibility.record(c), _OF_BASE + _OF_DRAWN_BASE * drawn)
+  changed = compatibility.changes_of(saved, manifest.record(c), _OF_BASE + _OF_DRAWN_BASE * drawn)
   base.require(found, restored.directory, changed=changed)
   return weights, found
 
@@ -88,7 +88,7 @@ def _require_same_sizes(program: TrainProgram, config: dict[str, Any], step: Pat
     # Name the keys that differ and their stored values.
     keys = ("lora_rank", "lora_alpha", "lora_rslora", "lora_rank_pattern", "lora_alpha_pattern")
     sizes = [f"{ADAPTER}.{key}" for key in keys]
-    differ = compatibility.changes_of(config, compatibility.record(program.config), sizes)
+    differ = compatibility.changes_of(config, manifest.record(program.config), sizes)
     lines = "\n".join(change.line for change in differ)
     raise UserError(
       f"{step}: the adapter has other ranks or scales than this run's\n{lines}\n"

@@ -37,12 +37,11 @@ from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.objectives.registry import make_objective
 from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import ByLayer
-from maxtext_like.training.optimizers.optimizer import make_optimizer
+from maxtext_like.training.optimizers.optimizer import make_optimizer, make_schedule
 from maxtext_like.training.step import compiler_options, kept_moments, loss_scale
 from maxtext_like.training.step.in_backward.step import StepInBackward
 from maxtext_like.training.step.rounding import StochasticRounding
 from maxtext_like.training.step.router_bias import find_router_bias
-from maxtext_like.training.step.schedule import make_schedule
 from maxtext_like.training.step.train_step import NO_UPDATE, UNKNOWN, Batch, Metrics, State, TrainStep
 from maxtext_like.training.step.trainable import Selection, select
 
@@ -273,9 +272,8 @@ class TrainProgram:
         "a batch has rows with several documents, but packing=false compiles a program for one document per row\n"
         "  fix: packing=true, which accepts every batch"
       )
-    sharding = self.model.batch_sharding
-    arrays = {name: batch[name] for name in self.abstract_batch}
-    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in arrays.items()}
+    arrays = {name: (batch[name], x.sharding) for name, x in self.abstract_batch.items()}
+    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, (x, sharding) in arrays.items()}
 
 
 @dataclass
@@ -436,19 +434,14 @@ def make_apply(layer: Any, module_api: ModuleApi) -> Callable[..., Any]:
     module = Linen(layer)
     return lambda params, *args: module.apply({"params": params}, *args)
 
-  @functools.cache
-  def split_module() -> tuple[Any, Any, Any]:
-    """Import Flax and build the module when the function is first traced."""
-    with jax.ensure_compile_time_eval():  # arrays made by the import must not become part of the trace
-      from flax import nnx
+  from flax import nnx
 
-      from maxtext_like.layers.nnx import NNX
-
-      return nnx, *nnx.split(NNX(layer, rngs=None))
+  from maxtext_like.layers.nnx import NNX
 
   # The module is split once; each call merges it with the current parameters.
+  graph, shapes = nnx.split(NNX(layer, rngs=None))
+
   def apply(params, *args):
-    nnx, graph, shapes = split_module()
     state = jax.tree.map(lambda x: x, shapes)  # copy, because the values are written into it
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(*args)

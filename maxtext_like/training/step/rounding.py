@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.models.naming import path_keys
+from maxtext_like.layers.param import path_keys
 
 Tree = Any
 _GOLDEN = np.uint32(0x9E3779B9)  # 2**32 divided by the golden ratio; odd, so that 2**32 steps visit all numbers

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.naming import path_keys
+from maxtext_like.layers.param import path_keys
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,10 @@ from maxtext_like.models.row_norms import (
 )
 from maxtext_like.numerics import probe_statistics
 from maxtext_like.training.objectives.objective import Objective
-from maxtext_like.training.optimizers.optimizer import Optimizer
+from maxtext_like.training.optimizers.optimizer import Optimizer, Schedule
 from maxtext_like.training.step import loss_scale, update_retention
 from maxtext_like.training.step.rounding import StochasticRounding
 from maxtext_like.training.step.router_bias import RouterBias
-from maxtext_like.training.step.schedule import Schedule
 from maxtext_like.training.step.trainable import Selection, merge
 
 State = dict[str, Any]
@@ -176,7 +175,7 @@ class TrainStep:
         "decided": False if the state is unchanged, bit for bit, and the step must be repeated in the checked form.
         "finite": bools: "loss"; per row "gradients"; per row "parameters" and "optimizer" of the update, applied or not;
           "state_parameters" (with frozen ones) and "state_optimizer" of the next state, checked or proved. See
-          ``norms.row_labels`` and ``state_labels``.
+          ``row_norms.row_labels`` and ``state_labels``.
         "update_survival", with ``survival``: float32 [R] "arrived" and "intended" of ``update_retention.products``.
         "numerics/SIDE/NAME/max" and ".../nonfinite", with ``probed_stacks``: float32 [L] of forward values, of their
           cotangents (times the loss scale), and of parameter gradients.
@@ -331,8 +330,8 @@ class TrainStep:
     loss, _, aux = apply(params, batch, cotangent, sink)
     # A mean over tokens is weighted by this microbatch's share of the tokens, a mean over rows by its share of the rows.
     share, share_of_rows = jnp.sum(batch["segments"] > 0) / sizes.tokens, _rows(batch) / sizes.rows
-    by_row = self.objective.decoder.router_losses[0].by_row
-    means = {name: value * (share_of_rows if name in by_row else share) for name, value in aux["means"].items()}
+    router, _ = self.objective.decoder.router_losses
+    means = {name: value * (share_of_rows if name in router.by_row else share) for name, value in aux["means"].items()}
     total = loss / sizes.weight + sum(means.values())
     terms = {name: value / sizes.weight for name, value in aux["terms"].items()} | means
     out = {"loss": terms, "clamped": aux["clamped"], "probes": aux.get("probes", {})}
@@ -475,4 +474,7 @@ def optional_metrics(losses: dict[str, Any], scaling: loss_scale.LossScale | Non
   metrics["clamped"] = losses["clamped"]
   if scaling:
     metrics["loss_scale"] = scaling["scale"]
-  return metrics | probe_statistics.metrics(losses["probes"])
+  # Statistics of layers, if they are recorded.
+  if any(losses["probes"].values()):
+    metrics |= probe_statistics.metrics(losses["probes"])
+  return metrics

@@ -16,8 +16,9 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.vision import VisionTower
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.param import path_keys
 from maxtext_like.models.adapter import Adapter
-from maxtext_like.models.naming import path_keys, row_names
+from maxtext_like.models.naming import row_names
 
 Tree = Any
 

@@ -8,17 +8,17 @@ has most visible keys; all devices compute as much as the last one.
 B batch, T position of a row, t position of a part, S key.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext_like.layers.attention.masks import Keys, Tokens
-from maxtext_like.layers.kernels.attention.registry import Name, kernel
-from maxtext_like.layers.partition import axes_of, free_mesh, gathered, on_devices, vary
-from maxtext_like.layers.sharding_rules import Rules
+from maxtext_like.layers.partition import axes_of, gathered, on_devices, vary
+from maxtext_like.layers.sharding_rules import Rules, free_mesh
 
 _UNIT = 128  # fused kernels need row lengths that are a multiple of this many positions
 
@@ -69,19 +69,28 @@ def past_of(window: int | None, images: bool, size: int, ways: int, *, unit: int
   return past if past <= size * (ways - 1) else None
 
 
+class Kernel(Protocol):
+  """The attributes of an ``AttentionKernel`` that are read here."""
+
+  @property
+  def fused(self) -> bool: ...
+  @property
+  def run(self) -> Callable[..., jax.Array]: ...
+
+
 def attend(
-  name: Name, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, tokens: Tokens, *, rules: Rules, **how: Any
+  kernel: Kernel, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, tokens: Tokens, *, rules: Rules, **how: Any
 ) -> jax.Array:
-  """Compute ``registry.attend`` with the positions of the rows split over devices.
+  """Compute ``kernels.attention.registry.attend`` with the positions of the rows split over devices.
 
   Args:
-    name: name of the kernel that runs on each device.
+    kernel: runs on each device.
     q_BTNH, k_BTKH, v_BTKV, tokens: complete rows, before partitioning.
     rules: sharding of the rows on the current mesh.
     how: window, bidirectional_images, scale, precision; soft_cap if the model has one.
   """
   # Find how rows, positions and heads are split.
-  mesh, chosen = free_mesh(), kernel(name)
+  mesh = free_mesh()
   assert mesh is not None, "rows are split over a mesh"
   heads, kv_heads = (
     rules.spec(x.shape, ("batch", "sequence", axis, None), mesh) for x, axis in ((q_BTNH, "heads"), (k_BTKH, "kv_heads"))
@@ -93,7 +102,7 @@ def attend(
   size = q_BTNH.shape[1] // ways
   # Find how many earlier positions each part needs.
   images = how["bidirectional_images"] and tokens.images is not None
-  past = past_of(how["window"], images, size, ways, unit=_UNIT if chosen.fused else 1)
+  past = past_of(how["window"], images, size, ways, unit=_UNIT if kernel.fused else 1)
   part = Part(axes, past)
 
   def on_device(q, k, v, tokens):
@@ -101,15 +110,15 @@ def attend(
       k, v = (_read_by(x, q.shape[2], q_BTNH.shape[2], heads_on) for x in (k, v))
     k, v = part.fetch(k), part.fetch(v)
     tokens, keys = part.keys(tokens, *q.shape[:2])
-    if not chosen.fused:
-      return chosen.run(q, k, v, tokens, keys=keys, rules=rules, **how)
+    if not kernel.fused:
+      return kernel.run(q, k, v, tokens, keys=keys, rules=rules, **how)
     # Fused kernels need as many queries as keys: pad the queries on the left, and cut the result.
     assert past is not None, "refused: see registry.whole_rows"
     q = jnp.pad(q, ((0, 0), (past, 0), (0, 0), (0, 0)))
-    return chosen.run(q, k, v, keys.tokens, rules=rules, **how)[:, past:]
+    return kernel.run(q, k, v, keys.tokens, rules=rules, **how)[:, past:]
 
   specs = (heads, kv_heads, kv_heads, rows)
-  return on_devices(on_device, mesh, specs, heads, check_vma=not chosen.fused)(q_BTNH, k_BTKH, v_BTKV, tokens)
+  return on_devices(on_device, mesh, specs, heads, check_vma=not kernel.fused)(q_BTNH, k_BTKH, v_BTKV, tokens)
 
 
 def _read_by(k_BTKH: jax.Array, own: int, heads: int, axes: tuple[str, ...]) -> jax.Array:

@@ -24,9 +24,9 @@ from maxtext_like.layers.kernels.attention.dot_product import dot_product_attent
 from maxtext_like.layers.kernels.attention.registry import AttentionKernel, Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import ShardedWeight, axes_of, free_mesh, on_devices, repeated, vary
+from maxtext_like.layers.partition import ShardedWeight, axes_of, on_devices, repeated, vary
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.sharding_rules import Rules
+from maxtext_like.layers.sharding_rules import Rules, free_mesh
 from maxtext_like.layers.weight import Rounded, Weight, own_rows, product, rows, values
 
 Axes = tuple[str, ...]

@@ -21,9 +21,9 @@ from maxtext_like.layers.moe.load_balance import NAMES
 from maxtext_like.layers.moe.router_losses import RouterLosses
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
 from maxtext_like.layers.param import Param, constant, fan_in
-from maxtext_like.layers.partition import as_stored, by_token, free_mesh, in_float32, on_devices, vary
+from maxtext_like.layers.partition import as_stored, by_token, in_float32, on_devices, vary
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.sharding_rules import RULES, Rules
+from maxtext_like.layers.sharding_rules import RULES, Rules, free_mesh
 from maxtext_like.layers.weight import Groups, cast, own_rows, product
 
 

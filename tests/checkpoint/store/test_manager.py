@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxtext_like.checkpoint.store import manifest, restore, tree
+from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.errors import RetryableError, UserError
 
@@ -359,16 +359,16 @@ def test_arrays_come_back_into_the_hosts_memory(tmp_path, dtype):
 def test_a_part_of_a_state_from_another_run(pristine):
   source, state = pristine
   part = {"params": abstract(state)["params"]}
-  loaded = restore.load(source / "20", part, config=CONFIG)
+  loaded = stored_state.load(source / "20", part, config=CONFIG)
   assert_same(loaded.state, {"params": state["params"]})
   with pytest.raises(UserError, match=r"not a complete checkpoint: file .*COMPLETE.json is missing"):
-    restore.load(source / "30", part)
+    stored_state.load(source / "30", part)
 
 
 def test_a_relative_path_is_read(pristine, monkeypatch):
   source, state = pristine
   monkeypatch.chdir(source)
-  loaded = restore.load(Path("20"), abstract({"params": state["params"]}), config=CONFIG)
+  loaded = stored_state.load(Path("20"), abstract({"params": state["params"]}), config=CONFIG)
   assert_same(loaded.state, {"params": state["params"]})
 
 
@@ -435,4 +435,4 @@ def test_bad_arguments_and_states(tmp_path):
     with pytest.raises(UserError, match="there is no step 4"):
       manager.restore({"x": jax.ShapeDtypeStruct((), jnp.int32)}, step=4)
   with pytest.raises(ValueError, match=r"two leaves .*'a\.b'"):
-    tree.flatten({"a.b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}})
+    stored_state.flatten({"a.b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}})

@@ -36,9 +36,10 @@ def said(
   """Warnings of 10 steps, of which ``at`` moves this share of the matrices of these layers, and every other one nothing."""
   watch, lines = MovedWeights(of, start), []
   for step in range(start + 1, start + 11):
-    watch.before(step, state(of))
-    after = state(of, moved, layers) if step == at else state(of)
-    lines.append(watch.after(step, after, skipped=step - start <= skipped))
+    if step == watch.step:
+      watch.before(state(of))
+      after = state(of, moved, layers) if step == at else state(of)
+      lines.append(watch.after(after, skipped=step - start <= skipped))
   return [line for line in lines if line is not None]
 
 

@@ -12,8 +12,7 @@ import types
 import pytest
 
 from maxtext_like.training.loop import progress as progress_module
-from maxtext_like.training.loop.progress import Progress
-from maxtext_like.training.loop.screens import duration
+from maxtext_like.training.loop.progress import Progress, duration
 
 ROW = {"loss": 2.5, "grad_norm": 1.0, "tokens": 10, "tokens_per_second": 1234.5, "step_seconds": 0.25}
 

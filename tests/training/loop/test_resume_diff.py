@@ -7,7 +7,6 @@ from typing import Any, cast
 import jax
 import pytest
 
-from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.config.load import load_config
 from maxtext_like.training.loop.resume_diff import changes
@@ -30,7 +29,7 @@ def told(tmp_path):
   """(words then, words now) -> the lines, for a checkpoint of step 50."""
 
   def told(then, now, rows=8, without=(), versions=None):
-    stored = compatibility.record(program(*then).config)
+    stored = manifest.record(program(*then).config)
     for section, key in without:
       del stored[section][key]
     written = manifest.Manifest(

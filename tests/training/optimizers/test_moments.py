@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.layers.param import Param
-from maxtext_like.models.naming import path_keys
+from maxtext_like.layers.param import Param, path_keys
 from maxtext_like.training.optimizers import moments
 from maxtext_like.training.optimizers.dynamic8 import Blocks, decode, encode, in_blocks, layout
 from maxtext_like.training.optimizers.optimizer import make_optimizer

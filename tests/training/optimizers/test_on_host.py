@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.analysis.step_xray import xray_step
-from maxtext_like.capacity import aot_gpu, memory
+from maxtext_like.capacity import aot_gpu, memory, memory_limits
 from maxtext_like.capacity.array_bytes import by_place, bytes_of
 from maxtext_like.capacity.compiled_program import HOST_COPIES
 from maxtext_like.capacity.plan import plan
@@ -107,15 +107,15 @@ def test_plan_counts_both_ways(topology):
 def test_a_host_without_the_room_is_told_which_key(monkeypatch, words, smaller):
   program = abstract(AWAY, *words)
   need = memory.estimate(program)
-  monkeypatch.setattr(memory, "device_limit", lambda *_: None)
+  monkeypatch.setattr(memory_limits, "device_limit", lambda *_: None)
   monkeypatch.setattr(type(program.model), "devices", [type("Device", (), {"process_index": 0})])
-  monkeypatch.setattr(memory, "host_limit", lambda: memory.Limit(1 << 40, "a test"))
-  monkeypatch.setenv(memory.PINNED, "0")
+  monkeypatch.setattr(memory_limits, "host_limit", lambda: memory_limits.Limit(1 << 40, "a test"))
+  monkeypatch.setenv(memory_limits.PINNED, "0")
   monkeypatch.setattr(memory, "estimate", lambda _, **how: need)
   with pytest.raises(DoesNotFitError) as error:
     memory.require_fit(program)
   assert str(error.value).startswith("optimizer_memory_host_offload = true: ")
-  assert f"{memory.PINNED} above 0" in str(error.value)
+  assert f"{memory_limits.PINNED} above 0" in str(error.value)
   assert f"{smaller}optimizer_memory_host_offload=false" in str(error.value)
   assert "remat_offload" not in str(error.value)
 

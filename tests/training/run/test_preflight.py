@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from maxtext_like.checkpoint import compatibility
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
@@ -14,7 +13,7 @@ from maxtext_like.training.run.preflight import preflight
 
 def finished(place, *words, step=100):
   """A run with a step that was saved with these words."""
-  config = compatibility.record(load_config("gemma4-tiny", words).config)
+  config = manifest.record(load_config("gemma4-tiny", words).config)
   path = place / "gemma4-tiny/checkpoints" / str(step)
   path.mkdir(parents=True)
   manifest.write(path, manifest.Manifest(step=step, finite=True, config=config, extra={}, leaves={}, files={}, versions={}))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from maxtext_like.errors import UserError
-from maxtext_like.training.sinks import guarded
+from maxtext_like.training.sinks import output
 from maxtext_like.training.sinks.appended import AppendedFile
 from maxtext_like.training.sinks.metrics import keep_until, read
 from maxtext_like.training.sinks.run_files import RunFiles
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_refused(tmp_path):
 
 
 def test_the_last_file_knows_what_was_lost(tmp_path, monkeypatch, caplog):
-  monkeypatch.setattr(guarded, "_FIRST_RETRY_SECONDS", 0.01)
+  monkeypatch.setattr(output, "_FIRST_RETRY_SECONDS", 0.01)
   with RunFiles(tmp_path, tensorboard=True, step=0) as files:
     (tmp_path / "tensorboard").write_text("in the way")
     for step in (1, 2):
@@ -124,7 +124,7 @@ def test_a_run_that_goes_back_drops_the_rows_of_the_steps_since(tmp_path):
 
 def test_too_many_rows_behind_a_dead_disk_never_cost_the_way_back(tmp_path, monkeypatch, caplog):
   """The file has no step twice, however many rows are lost."""
-  monkeypatch.setattr(guarded, "_FIRST_RETRY_SECONDS", 0.01)
+  monkeypatch.setattr(output, "_FIRST_RETRY_SECONDS", 0.01)
   dead, append = threading.Event(), AppendedFile.append
 
   def to_a_disk(file, piece):
@@ -144,11 +144,11 @@ def test_too_many_rows_behind_a_dead_disk_never_cost_the_way_back(tmp_path, monk
     while not caplog.records and time.monotonic() < deadline:
       time.sleep(0.01)
     files.rewind(1)
-    for step in range(2, guarded.WAITING + 10):
+    for step in range(2, output.WAITING + 10):
       files.row({"step": step, "loss": 0.5})
     dead.clear()
     lost = files.end("report.html", "\n".join)
   written = rows(tmp_path / "metrics.jsonl")
-  assert [row["step"] for row in written] == [1, *range(12, guarded.WAITING + 10)]
+  assert [row["step"] for row in written] == [1, *range(12, output.WAITING + 10)]
   assert lost == ["metrics.jsonl: 10 rows not written: Input/output error"]
   assert [row["step"] for row in rows(tmp_path / "metrics.dropped.jsonl")] == [2, 3, 4]

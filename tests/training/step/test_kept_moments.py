@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxtext_like.checkpoint.store import manifest, restore
+from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import Param
@@ -90,7 +90,7 @@ def arrays(run: Any, step: int, prefix: str = "params.") -> dict[str, np.ndarray
   directory = run / "checkpoints" / str(step)
   leaves = {name: x for name, x in manifest.read(directory).leaves.items() if name.startswith(prefix)}
   like = {name: jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=PLACE) for name, x in leaves.items()}
-  return {name: np.asarray(x) for name, x in restore.read(directory, manifest.read(directory), like).items()}
+  return {name: np.asarray(x) for name, x in stored_state.read(directory, manifest.read(directory), like).items()}
 
 
 @pytest.mark.slow

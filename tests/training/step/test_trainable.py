@@ -5,7 +5,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from maxtext_like.models.naming import path_keys
+from maxtext_like.layers.param import path_keys
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.trainable import merge, select
 from tests.training.toy import toy_config, toy_decoder

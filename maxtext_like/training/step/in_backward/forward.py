@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.layers.block import Block, Carry
+from maxtext_like.layers.block import Block, Carry, Stack
 from maxtext_like.layers.context import Aux, Context
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.layers.stack import Stack
 from maxtext_like.training.step.in_backward.residuals import Residuals
 
 Tree = Any

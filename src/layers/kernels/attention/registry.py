@@ -226,7 +226,7 @@ def attend(
   if causal and rules.row_parts(q_BTNH.shape[1]) > 1:
     from maxtext_like.layers.attention import context_parallel
 
-    return context_parallel.attend(name, q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
+    return context_parallel.attend(kernel(name), q_BTNH, k_BSKH, v_BSKV, tokens, rules=rules, **how)
   positions = "sequence" if causal else None  # non-causal rows are never split
   own = ("batch", positions, "heads")
   of_kv = own if k_BSKH.shape[2] == q_BTNH.shape[2] else ("batch", positions, "kv_heads")

@@ -1,9 +1,16 @@
-"""Finds the newest valid step of a run, and reads one step into the shardings of this run, whatever devices wrote it.
+"""The training state as a checkpoint stores it: the names of its arrays, the disk space that it needs, and how a stored step is
+found, checked and read.
 
-Dtypes change only on request.
+``flatten`` makes a flat dictionary of named arrays. Names are tree paths joined with dots
+(``params.stack_0.layer_0.mlp.down``, ``opt_state.0.mu.embedding.table``). ``None`` and empty tuples (optax's masked leaves)
+contain no arrays and are dropped; the caller's tree restores them.
+
+``newest_valid`` finds the newest valid step of a run, and ``read`` reads one step into the shardings of this run, whatever
+devices wrote it. Dtypes change only on request.
 """
 
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from maxtext_like.checkpoint import compatibility
-from maxtext_like.checkpoint.store import manifest, tree, zarr_arrays
+from maxtext_like.checkpoint.store import manifest, zarr_arrays
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.errors import UserError
@@ -20,6 +29,97 @@ from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
 _REPORTED = 1.0  # GB; the speed of reading less is not reported
+
+
+def _name(path: tuple[Any, ...]) -> str:
+  parts = []
+  for key in path:
+    match key:
+      case jax.tree_util.DictKey(key=part) | jax.tree_util.FlattenedIndexKey(key=part):
+        parts.append(str(part))
+      case jax.tree_util.SequenceKey(idx=part):
+        parts.append(str(part))
+      case jax.tree_util.GetAttrKey(name=part):
+        parts.append(part)
+      case _:
+        raise ValueError(f"tree path {path}: cannot name a key of type {type(key).__name__}")
+  return ".".join(parts)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of ``tree`` (arrays or ``ShapeDtypeStruct``) by name, in tree order.
+
+  Raises:
+    ValueError: two leaves get the same name, a leaf is not an array, or it is a typed random key.
+  """
+  flat: dict[str, Any] = {}
+  for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    name = _name(path)
+    if name in flat:
+      raise ValueError(f"two leaves of the state are named {name!r}; rename a key that contains a dot")
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+      raise ValueError(f"state leaf {name} is a {type(leaf).__name__}, not an array; store it in `extra` instead")
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      raise ValueError(f"state leaf {name} is a typed random key; store its jax.random.key_data instead")
+    flat[name] = leaf
+  return flat
+
+
+def unflatten(like: Any, flat: dict[str, Any]) -> Any:
+  """Returns a tree with the structure of ``like`` whose leaves are taken from ``flat`` by name."""
+  paths, structure = jax.tree_util.tree_flatten_with_path(like)
+  return jax.tree_util.tree_unflatten(structure, [flat[_name(path)] for path, _ in paths])
+
+
+def describe(flat: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns the shape and dtype of every leaf in the format of the manifest."""
+  return {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in flat.items()}
+
+
+def total_bytes(flat: dict[str, Any]) -> int:
+  """Returns the bytes of all leaves, each counted once even if it is replicated."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in flat.values())
+
+
+def free_bytes(path: Path | Place) -> int | None:
+  """Returns the free bytes of a file system, or None if unknown: for a store, and for network disks that report 0 of 0."""
+  if isinstance(path, Place):
+    return None
+  usage = shutil.disk_usage(path)
+  return usage.free if usage.total else None
+
+
+def megabytes(count: float) -> str:
+  """Formats a number of bytes as decimal MB or GB."""
+  return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def require_disk_space(directory: Path | Place, size: int, *, existing: int, kept: int | None) -> None:
+  """Compares the space that checkpoints need with the free space. During every save one more exists than is kept.
+
+  Args:
+    directory: directory of the checkpoints.
+    size: bytes of one checkpoint.
+    existing: number of existing checkpoints.
+    kept: number of checkpoints to keep; None for all. Too little space for these logs a warning.
+
+  Raises:
+    UserError: not even one more checkpoint fits.
+  """
+  free = free_bytes(directory)
+  if free is None:
+    return
+  wanted = size * max(1, (kept or 1) + 1 - existing)
+  if free < size:
+    raise UserError(
+      f"{directory}: a checkpoint needs {megabytes(size)}, {megabytes(free)} are free\n"
+      "  fix: free disk space, choose another output_dir, or save no checkpoints (enable_checkpointing=false resume=false)"
+    )
+  if free < wanted:
+    _log.warning(
+      "%s: keeping %s checkpoints of %s needs %s more, %s are free; free disk space or lower max_to_keep",
+      directory, kept or "all", megabytes(size), megabytes(wanted), megabytes(free),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,7 +218,7 @@ def check(
     stored.config,
     config,
     stored.leaves,
-    tree.describe(wanted),
+    describe(wanted),
     allow_dtype_change=allow_dtype_change,
     subset=subset,
     resumes=resumes,
@@ -148,7 +248,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   # Select the leaves that are stored. Only optional parts of the state and optimizer moments may be missing.
   if lacking := compatibility.OPTIONAL_PARTS - {compatibility.part_of(name) for name in stored.leaves}:
     like = {name: x for name, x in like.items() if name not in lacking or not jax.tree.leaves(x)}
-  everything = tree.flatten(like)
+  everything = flatten(like)
   wanted = {name: leaf for name, leaf in everything.items() if name in stored.leaves}
   unread = {name: leaf for name, leaf in everything.items() if name not in wanted}
   assert all(compatibility.part_of(name) == compatibility.MOMENTS for name in unread), f"{list(unread)} were not checked"
@@ -172,7 +272,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
       casts.setdefault(f"from {stored_dtypes[name]} to {leaf.dtype}", []).append(name)
   for change, names in casts.items():
     _log.warning("cast %d arrays %s (allow_dtype_change): %s, ...", len(names), change, names[0])
-  return tree.unflatten(like, {**flat, **unread})
+  return unflatten(like, {**flat, **unread})
 
 
 def _read_orbax(state: Path | Place, template: dict[str, Any], whole: bool) -> dict[str, Any]:
@@ -234,8 +334,8 @@ def load(
   """
   try:
     stored = manifest.read(step_directory)
-    wanted = tree.flatten(like)
-    current = None if config is None else compatibility.record(config)
+    wanted = flatten(like)
+    current = None if config is None else manifest.record(config)
     check(step_directory, stored, wanted, config=current, allow_dtype_change=allow_dtype_change, subset=True, adds=adds)
     state = _read_and_check_hashes(step_directory, stored, like)
   except manifest.DamageError as error:
