@@ -1,10 +1,12 @@
 """The self-test of the fused attention kernels on this machine's device, in the shapes of the models, as a table.
 
 python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...]
+python benchmarks/kernel_self_test.py --together [--model gemma4-26b]
 
 `--any-length` adds rows of 64 positions more, which a run never gives to cuDNN (its bfloat16 backward gave NaN gradients at
 length % 128 == 64: pytorch issue 196678), to see whether this machine's libraries still do. Exit code 3 when a kernel
-failed in a shape that a run would use.
+failed in a shape that a run would use. `--together` prints no table, only the seconds of all shapes tested at the same time, as
+a run does at its first start.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.kernels.attention.registry import Case, Name, kernel
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision.attention import case_of
-from maxtext_like.models.attention_kernels import shape_of, versions
+from maxtext_like.models.attention_kernels import shape_of, verdict_each, versions
 from maxtext_like.models.build import build_decoder
 from maxtext_like.numerics.attention_selfcheck import ShapeClass, self_test
 
@@ -63,6 +65,7 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--length", type=int, default=4096, help="positions of a row")
   parser.add_argument("--any-length", action="store_true", help="also try rows of 64 positions more")
+  parser.add_argument("--together", action="store_true", help="time all shapes at once")
   parser.add_argument("--model", nargs="+", default=list(MODELS), help="models whose shapes are tried")
   options = parser.parse_args()
   device = jax.devices()[0]
@@ -73,6 +76,20 @@ def main() -> int:
   print(f"{device.device_kind}, {', '.join(f'{k} {v}' for k, v in known['packages'].items())}")
   print(f"{known['driver'] or known['platform'].splitlines()[0]}; python {sys.version.split()[0]}")
   print(f"flax {importlib.metadata.version('flax')}; rows of {options.length}")
+  if options.together:
+    kernels = KERNELS[device.platform].items()
+    shapes = [
+      s for name, dtypes in kernels for dtype in dtypes for s in classes(options.model, name, dtype, options.length, device)
+    ]
+    begin = time.monotonic()
+    found = verdict_each([(shape, self_test) for shape in shapes], device, None)
+    tested, problems = sum(seconds is not None for _, seconds in found.values()), [problem for problem, _ in found.values()]
+    print(
+      f"{tested} of {len(found)} shapes tested at the same time: {time.monotonic() - begin:.1f} s",
+      *filter(None, problems),
+      sep="\n",
+    )
+    return 3 if any(problems) else 0
   heads = f"{'kernel':12} {'dtype':9} {'heads':5} {'group':5} {'window':6} {'docs':4} {'images':6}"
   print(f"{heads} {'case':26} {'error':>8} {'gradient':>8} result")
   lengths = [options.length] + ([options.length + 64] if options.any_length else [])
