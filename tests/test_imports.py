@@ -134,16 +134,20 @@ def module_graph() -> dict[str, set[str]]:
   paths = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in sources()
   }
+  missing = []
   graph: dict[str, set[str]] = {}
   for module, path in paths.items():
     # Relative imports count from the package, which for a package is itself.
     importer = f"{module}.__init__" if path.name == "__init__.py" else module
     found = set()
-    for _, name in imports(ast.parse(path.read_text(encoding="utf-8")), importer):
+    for line, name in imports(ast.parse(path.read_text(encoding="utf-8")), importer):
+      if name not in paths and name.rpartition(".")[0] not in paths:
+        missing.append(f"{module}:{line}: {name}")
       while name not in paths:  # a name of a module, as maxtext_like.errors.UserError
         name = name.rpartition(".")[0]
       found.add(name)
     graph[module] = found - {module, "maxtext_like"}  # names of the package are imported at first use (verbs.py)
+  assert not missing, f"imported modules that do not exist: {missing}"
   return graph
 
 

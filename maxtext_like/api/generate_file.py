@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext_like.api.answers import as_prompts, result, texts_of
 from maxtext_like.api.generate import generate
 from maxtext_like.errors import NonFiniteError, UserError
-from maxtext_like.training.loop.screens import duration
+from maxtext_like.training.loop.progress import duration
 
 if TYPE_CHECKING:
   from maxtext_like.api.pretrained import Pretrained
