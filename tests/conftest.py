@@ -49,6 +49,7 @@ LONGEST = [
     "analysis/test_failed_step", "analysis/test_step_xray", "training/step/in_backward/test_step", "training/step/test_program",
     "benchmarks/test_fine_tuning", "layers/attention/test_context_parallel", "faults/test_train_command", "faults/test_output",
     "analysis/test_quantized_overflow", "training/test_float16_base", "cli/test_cli_bisect", "docs/test_python_page",
+    "examples/test_notebooks",
   )
 ]  # fmt: skip
 """Files with minutes of slow tests. They come first: one that began last would keep one worker, and the other idle."""
