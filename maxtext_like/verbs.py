@@ -34,6 +34,8 @@ VERBS = {
   "import": Verb("convert a Hugging Face checkpoint, to train from", "import_checkpoint"),
   "export": Verb("write the weights of a run for transformers and vLLM", "export_checkpoint export_adapter"),
   "generate": Verb("generate text with a run or a Hugging Face checkpoint", "generate"),
+  "eval": Verb("evaluate a run or a Hugging Face checkpoint on tasks of lm-evaluation-harness", "evaluate"),
+  "perplexity": Verb("compute the perplexity of a text file by windows that overlap", "perplexity"),
   "bisect": Verb("find the precision keys that repair a step that is not finite or inaccurate", "bisect"),
   "compile": Verb("compile the train step for TPUs or GPUs, on any machine, and report whether it fits", "compile_step"),
   "plan": Verb("estimate memory and time of the train step on other machines, without compiling", "plan"),

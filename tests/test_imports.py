@@ -33,6 +33,7 @@ ORDER = (
   ("training.objectives", "training.optimizers", "training.sinks"),
   ("training.step",),
   ("capacity",),
+  ("evaluation",),
   ("training.loop",),
   ("training.run",),
   ("analysis",),

@@ -20,6 +20,7 @@ PARTS = {
   "analysis": ("analysis", "risk, audit, bisect, and why a step failed"),
   "training.run": ("training/run", "a run from start to exit: directory, lock, resume, report"),
   "training.loop": ("training/loop", "between two steps: metrics, checks, evaluation, signals, time limits"),
+  "evaluation": ("evaluation", "log-probabilities, tasks of lm-evaluation-harness, perplexity"),
   "capacity": ("capacity", "does it fit, how fast can it be: memory, roofline, ahead-of-time compilation"),
   "training.step": ("training/step", "the compiled update of the weights"),
   "training.objectives": ("training/objectives", "losses"),

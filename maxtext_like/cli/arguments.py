@@ -99,6 +99,13 @@ def parse_words(
   return options, rest
 
 
+def require_keys(verb: str, words: list[str]) -> list[str]:
+  """Return the words, each of which must be ``key=value``. Raises UserError for another one, as a misspelled option."""
+  if unknown := [word for word in words if word.startswith("-") or "=" not in word]:
+    raise UserError(f"{verb}: unknown word {unknown[0]!r}\n  fix: see maxtext-like {verb} --help")
+  return words
+
+
 def on_the_host() -> None:
   """Make JAX use the CPU, unless JAX_PLATFORMS is set. For verbs that only move weights between files."""
   os.environ.setdefault("JAX_PLATFORMS", "cpu")

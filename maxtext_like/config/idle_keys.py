@@ -129,6 +129,7 @@ IDLE: Mapping[str, Idle] = {
   "sample_prompts": Idle(_unless("logging", "sample_every")),
   "sample_tokens": Idle(_unless("logging", "sample_every")),
   "sample_temperature": Idle(_unless("logging", "sample_every")),
+  "eval_tasks_limit": Idle(_unless("logging", "eval_tasks_interval")),
   "checkpoint_interval": Idle(_unless("checkpoint", "enable_checkpointing")),
   "max_to_keep": Idle(_unless("checkpoint", "enable_checkpointing")),
   "async_checkpointing": Idle(_unless("checkpoint", "enable_checkpointing")),

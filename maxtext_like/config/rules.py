@@ -95,6 +95,11 @@ def cross_problems(
       f"sample_every = {config.logging.sample_every} with dataset: {config.data.dataset}", ("sample_every", "dataset"),
       "set sample_every=0 or another dataset: the tokens of this one are not text",
     )  # fmt: skip
+  if config.logging.eval_tasks_interval > 0 and not DATASETS[config.data.dataset].text:
+    yield Problem(
+      f"eval_tasks_interval = {config.logging.eval_tasks_interval} with dataset: {config.data.dataset}",
+      ("eval_tasks_interval", "dataset"), "leave eval_tasks out, or set another dataset: the tokens of this one are not text",
+    )  # fmt: skip
   if config.logging.sample_every > 0 and config.data.data_format == "chat" and "" in config.logging.sample_prompts:
     yield Problem(
       "sample_prompts has an empty prompt with data_format: chat, where each prompt is a user message",

@@ -113,6 +113,9 @@ class LoggingConfig(Checked):
   sample_prompts: tuple[str, ...]
   sample_tokens: int
   sample_temperature: float
+  eval_tasks: tuple[str, ...]
+  eval_tasks_interval: int
+  eval_tasks_limit: int | None
   log_interval: int | None
   profile_steps: str | None
   compilation_cache_dir: str | None
@@ -120,12 +123,18 @@ class LoggingConfig(Checked):
   def problems(self) -> Iterator[Problem]:
     """Yield a problem for every invalid value or combination of values."""
     yield from at_least(self, 0, "numerics_every", "update_survival_every")
-    yield from at_least(self, 1, "log_interval", "sample_tokens")
-    yield from at_least(self, 0, "sample_every", "sample_temperature")
+    yield from at_least(self, 1, "log_interval", "sample_tokens", "eval_tasks_limit")
+    yield from at_least(self, 0, "sample_every", "sample_temperature", "eval_tasks_interval")
     if self.sample_every > 0 and not self.sample_prompts:
       yield Problem(
         f"sample_every = {self.sample_every}, but sample_prompts is empty", ("sample_every", "sample_prompts"),
         'write prompts, as in sample_prompts=["def main():"], or set sample_every=0',
+      )  # fmt: skip
+    if bool(self.eval_tasks) != (self.eval_tasks_interval > 0):
+      tasks = f"[{', '.join(self.eval_tasks)}]" if self.eval_tasks else "[]"
+      yield Problem(
+        f"eval_tasks = {tasks} with eval_tasks_interval = {self.eval_tasks_interval}", ("eval_tasks", "eval_tasks_interval"),
+        "set both, as in eval_tasks=[arc_easy] eval_tasks_interval=500, or leave both out",
       )  # fmt: skip
     if self.profile_steps is not None:
       try:

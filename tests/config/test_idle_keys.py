@@ -45,6 +45,7 @@ ROWS = {
   "data_shuffle_seed": [("gemma3-tiny shuffle=false", "3", "shuffle is false")],
   "sample_prompts": [("gemma3-tiny", "[a]", "sample_every is 0")],
   "sample_tokens": [("gemma3-tiny", "3", "sample_every is 0")],
+  "eval_tasks_limit": [("gemma3-tiny", "5", "eval_tasks_interval is 0")],
   "sample_temperature": [("gemma3-tiny", "0.5", "sample_every is 0")],
   "checkpoint_interval": [("gemma3-tiny enable_checkpointing=false", "3", "enable_checkpointing is false")],
   "max_to_keep": [("gemma3-tiny enable_checkpointing=false", "3", "enable_checkpointing is false")],

@@ -64,6 +64,13 @@ def test_turning_checkpoints_off_turns_resume_off():
     ("gemma4-tiny", ["eos_token_id=[1,-5]"], "eos_token_id = -5 is below 0"),
     ("gemma4-tiny", ["pad_token_id=512"], "pad_token_id = 512 is outside the vocabulary of 512"),
     ("gemma4-tiny", ["sample_every=5", "dataset=synthetic"], "sample_every = 5 with dataset: synthetic"),
+    (
+      "gemma4-tiny",
+      ["eval_tasks=[a]", "eval_tasks_interval=5", "dataset=synthetic"],
+      "eval_tasks_interval = 5 with dataset: synthetic",
+    ),
+    ("gemma4-tiny", ["eval_tasks=[a, b]"], "eval_tasks = [a, b] with eval_tasks_interval = 0"),
+    ("gemma4-tiny", ["eval_tasks_interval=5"], "eval_tasks = [] with eval_tasks_interval = 5"),
     ("gemma4-tiny", ["sample_every=5", "sample_prompts=[]"], "sample_every = 5, but sample_prompts is empty"),
     ("gemma4-tiny", ["sample_tokens=0"], "sample_tokens = 0"),
     ("gemma4-tiny", ["sample_temperature=-1"], "sample_temperature = -1"),

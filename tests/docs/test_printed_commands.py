@@ -26,8 +26,9 @@ COMMANDS = [pytest.param(c, id=f"{c.page}: {c.text[:70]}") for c in PRINTED]
 EXCEPTIONS = {
   "maxtext-like train gs://bucket/models/mine.yml": "reads a file of a bucket; tests/test_storage.py does with an emulator",
 }
-REACHED = ("audit", "bisect", "compile_step", "export_adapter", "export_checkpoint", "forward", "import_checkpoint",
-           "initial_risk", "load", "look_at_data", "plan", "replay", "risk", "sft", "train", "xray_step")  # fmt: skip
+REACHED = ("audit", "bisect", "compile_step", "evaluate", "export_adapter", "export_checkpoint", "forward",
+           "import_checkpoint", "initial_risk", "load", "look_at_data", "perplexity", "plan", "replay", "risk", "sft", "train",
+           "xray_step")  # fmt: skip
 """Functions of the API behind the verbs that are not called for real."""
 
 
@@ -64,7 +65,7 @@ def workplace(tmp_path_factory) -> Path:
   (here / "cats").mkdir()
   for name in ("cat.jpg", "f.png", "cats/1.png"):
     (here / name).touch()
-  for name in ("run", "dir"):
+  for name in ("run", "dir", "tasks"):
     (here / name).mkdir()
   return here
 

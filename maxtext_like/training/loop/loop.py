@@ -55,6 +55,7 @@ class Loop:
     evaluate: maps params to the evaluation losses of a metrics row, or to None if a stop request interrupted it. None turns
       evaluation off.
     sample: maps (step, params) to rows of samples.jsonl. None turns sampling off.
+    evaluate_tasks: as ``evaluate``, for ``eval_tasks``.
     manager: writes checkpoints; None without checkpoints.
     files: metrics and report files of the run directory.
     progress: the terminal output.
@@ -101,6 +102,7 @@ class Loop:
   finished: int = field(default=0, init=False)
   stopped_early: str | None = field(default=None, init=False)
   profile: Profile | None = None
+  evaluate_tasks: Callable[[Any], dict[str, float] | None] | None = None
   _launched: LaunchedStep | None = field(default=None, init=False)
   _batch_wait: tuple[float, float] = field(default=(0.0, 0.0), init=False)
   _goodput_written: float = field(default=0.0, init=False)
@@ -179,6 +181,7 @@ class Loop:
         jax.tree.map(lambda x: x.copy_to_host_async(), metrics)
         # 4. Read the metrics now if something between this step and the next needs them.
         evaluating = self.evaluate is not None and step % d.eval_interval == 0
+        testing = self.evaluate_tasks is not None and step % log.eval_tasks_interval == 0
         saving = self.manager is not None and self.manager.due(step)
         sampling = self.sample is not None and step % log.sample_every == 0
         # If this step may end the run, read its metrics before the next step replaces the state.
@@ -186,17 +189,9 @@ class Loop:
         traced = self.profile is not None and self.profile.ends(step)
         measured = self.moved_weights is not None and step == self.moved_weights.step
         # The first step is read at once, so that its progress line appears without delay.
-        if (
-          evaluating
-          or sampling
-          or saving
-          or last
-          or traced
-          or measured
-          or step in (start + 1, t.last_step)
-          or self.stop.should_stop(step)
-        ):
-          self._read_launched(evaluating)
+        due = evaluating, testing, sampling, saving, last, traced, measured, step in (start + 1, t.last_step)
+        if any(due) or self.stop.should_stop(step):
+          self._read_launched(evaluating, testing)
           if (rolled_back_to := self._roll_back()) is not None:
             step = rolled_back_to
             continue
@@ -243,18 +238,18 @@ class Loop:
     """Runs the evaluation that a stop request skipped in the previous process. Early stopping has to count it."""
     if self.best is None or self.evaluate is None or not step or step % self.program.config.data.eval_interval:
       return
-    if self.best.evaluated != step and (held_out := self._evaluated(step)):
+    if self.best.evaluated != step and (held_out := self._evaluated(step, self.evaluate)):
       self.files.row({"step": step} | held_out)
     self._last_end = time.perf_counter()
 
-  def _evaluated(self, step: int) -> dict[str, float]:
+  def _evaluated(self, step: int, evaluate: Callable[[Any], dict[str, float] | None] | None) -> dict[str, float]:
     """Evaluates the current weights. Returns {} if a stop was requested."""
-    if self.evaluate is None:
+    if evaluate is None:
       return {}
     # The first evaluation compiles, so the compilation limit applies.
     with self.goodput.phase("evaluate"), self.watchdog.watch("compile", f"the evaluation after step {step}"):
-      held_out = self.evaluate(self.state["params"]) or {}
-    if held_out and self.best is not None:
+      held_out = evaluate(self.state["params"]) or {}
+    if "eval_loss" in held_out and self.best is not None:
       self.best.observe(step, held_out["eval_loss"])
     return held_out
 
@@ -406,11 +401,12 @@ class Loop:
       return  # the loop checks for stop requests itself
     self._last_end = time.perf_counter()
 
-  def _read_launched(self, evaluating: bool = False) -> bool:
+  def _read_launched(self, evaluating: bool = False, testing: bool = False) -> bool:
     """Waits for the launched step, writes its metrics row and prints its line.
 
     Args:
       evaluating: also run the evaluation and add its losses to the row.
+      testing: also evaluate the tasks and add their metrics to the row.
 
     Returns:
       True if the step had to be repeated in the checked form; a step launched after it then left the state unchanged.
@@ -462,9 +458,10 @@ class Loop:
     if evaluating and self._spike is not None and self.best is not None:
       self.best.evaluated = step  # the rollback skips this evaluation for good
     # Evaluate, unless the step is going to be rolled back.
-    if evaluating and self.finite and self._spike is None:
+    if (evaluating or testing) and self.finite and self._spike is None:
       try:
-        row |= self._evaluated(step)
+        row |= self._evaluated(step, self.evaluate if evaluating else None)
+        row |= self._evaluated(step, self.evaluate_tasks if testing else None)
       except ExitError as raised:
         failure = raised  # raised below, after the row of this finished step is written
       self._last_end = time.perf_counter()

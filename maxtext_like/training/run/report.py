@@ -8,6 +8,7 @@ from maxtext_like.training.loop.evaluation import perplexity
 from maxtext_like.training.loop.finiteness import CHECKS, Report
 from maxtext_like.training.loop.goodput import PHASES, shares
 from maxtext_like.training.loop.progress import duration
+from maxtext_like.training.loop.task_evaluation import NAME as TASKS
 from maxtext_like.training.run.report_curves import BAD, figure
 from maxtext_like.training.sinks.metrics import Row
 
@@ -27,6 +28,7 @@ CURVES = (
   ("Indexer loss", ("indexer_loss",), False),
 )
 SAMPLES = 100  # the newest ones, which are shown
+TASK_CURVES = 12  # most metrics of tasks that are drawn; the table has all
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:980px;padding:0 1rem;color:#1a1a1a;background:#fff}
 h1{font-size:1.5rem;margin-bottom:0}h2{font-size:1.15rem;margin-top:2rem}
@@ -72,12 +74,14 @@ def render(
     goodput: of goodput.json.
   """
   figures = "".join(figure(title, keys, log, rows) for title, keys, log in CURVES)
+  figures += "".join(figure(name.partition("/")[2], (name,), False, rows) for name in _task_metrics(rows)[:TASK_CURVES])
   parts = [
     f"<h1>{escape(name)}</h1><p class=text>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
     *(f"<p class=bad>{escape(line)}</p>" for line in unwritten or []),
     f"<h2>Curves</h2><div class=grid>{figures or '<p>No step finished.</p>'}</div>",
     _evaluation(rows),
+    _tasks(rows),
     _time(goodput),
     _samples(samples or []),
     f"<h2>Finiteness</h2>{_finiteness(finiteness)}",
@@ -125,6 +129,28 @@ def _evaluation(rows: list[Row]) -> str:
     return ""
   head = "<tr><th>source<th>lowest loss<th>after step<th>last loss<th>its perplexity<th>evaluations"
   return f"<h2>Evaluation</h2><table>{head}{''.join(lines)}</table>"
+
+
+def _task_metrics(rows: list[Row]) -> list[str]:
+  """Return the names of the metrics of tasks."""
+  return list(dict.fromkeys(name for row in rows for name in row if name.startswith(f"{TASKS}/")))
+
+
+def _tasks(rows: list[Row]) -> str:
+  """Return a table of the metrics of tasks, from the first to the last evaluation; "" if no task was evaluated."""
+  lines = []
+  for name in _task_metrics(rows):
+    found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+    if found:
+      values, (first, begin), (last, end) = [value for value, _ in found], found[0], found[-1]
+      lines.append(
+        f"<tr><td>{escape(name.partition('/')[2])}<td>{first:.4f} (step {begin})<td>{last:.4f} (step {end})"
+        f"<td>{min(values):.4f}<td>{max(values):.4f}<td>{len(found)}"
+      )
+  if not lines:
+    return ""
+  head = "<tr><th>task/metric<th>first<th>last<th>lowest<th>highest<th>evaluations"
+  return f"<h2>Tasks</h2><table>{head}{''.join(lines)}</table>"
 
 
 def _time(goodput: dict[str, Any] | None) -> str:

@@ -41,6 +41,7 @@ from maxtext_like.training.loop.progress import Progress, Shown, duration
 from maxtext_like.training.loop.samples import Samples
 from maxtext_like.training.loop.signals import StopRequest, StopRequested
 from maxtext_like.training.loop.spikes import Spikes
+from maxtext_like.training.loop.task_evaluation import TaskEvaluation
 from maxtext_like.training.loop.watchdog import Watchdog
 from maxtext_like.training.run import provenance, report, resolve_tokenizer, resume_state
 from maxtext_like.training.run.banner import banner, cut_conversations, never_evaluated, passes, shares
@@ -109,6 +110,7 @@ class _Resources:
   data: DataSource
   held_out: dict[str, DataSource]
   samples: Samples | None
+  tasks: TaskEvaluation | None
   manager: CheckpointManager | None
 
 
@@ -221,12 +223,16 @@ class _Run:
     if c.logging.sample_every:
       assert data.tokenizer is not None, "synthetic data, which config/rules.py refuses"
       samples = Samples(program, data.tokenizer, self._progress.say)
+    tasks = None
+    if c.logging.eval_tasks_interval:
+      assert data.tokenizer is not None, "synthetic data, which config/rules.py refuses"
+      tasks = TaskEvaluation(program, data.tokenizer, stop, watchdog, self._progress.say)
     # The checkpoints.
     self._from_primary(lambda: resume_state.read(self._directory.path, self._directory.checkpoints).require(c.checkpoint))
     manager = None
     if c.checkpoint.enable_checkpointing:
       manager = stack.enter_context(open_manager(c, self._directory, data, watchdog, next(iter(mirrors), None)))
-    return _Resources(program, start.step if start else 0, need, limit, settings, data, held_out, samples, manager)
+    return _Resources(program, start.step if start else 0, need, limit, settings, data, held_out, samples, tasks, manager)
 
   def _validate_checkpoints(self, opened: _Resources) -> str | None:
     """Validate the existing checkpoints. Returns a line if the run is already finished, otherwise None."""
@@ -294,6 +300,7 @@ class _Run:
       data=opened.data,
       evaluate=evaluate,
       sample=opened.samples,
+      evaluate_tasks=opened.tasks,
       manager=opened.manager,
       files=files,
       progress=self._progress,

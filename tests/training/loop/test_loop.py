@@ -111,7 +111,7 @@ def run(steps: int, *words: str, **parts: Any) -> Any:
   Loop(
     program, stepper, state, data, given["evaluate"], given["sample"], given["manager"], files, quiet, stop, guard,
     Divergence(program.config), 1.0, None,
-    profile=given.get("profile"), best=given.get("best"),
+    profile=given.get("profile"), best=given.get("best"), evaluate_tasks=given.get("evaluate_tasks"),
   ).run(0)  # fmt: skip
   return files
 
@@ -146,6 +146,18 @@ def test_what_comes_between_two_steps_is_in_none_of_their_times():
     sample=lambda step, _: busy([]) if step == 3 else [], manager=manager, profile=profile,
   )  # fmt: skip
   np.testing.assert_allclose(seconds_of(files), STEP, atol=1e-6)
+
+
+def test_tasks_are_evaluated_at_their_own_interval():
+  """A metric of a task is no evaluation loss, and an interrupted evaluation leaves the row as it is."""
+  found = iter([{"eval_tasks/a/acc": 0.5}, None])
+  files = run(
+    5, "eval_interval=3", "eval_tasks=[a]", "eval_tasks_interval=2", "dataset=text", "dataset_path=x",
+    evaluate=lambda _: {"eval_loss": 1.0}, evaluate_tasks=lambda _: next(found),
+  )  # fmt: skip
+  rows = [call.args[0] for call in files.row.call_args_list]
+  assert [row["step"] for row in rows if "eval_tasks/a/acc" in row] == [2]
+  assert [row["step"] for row in rows if "eval_loss" in row] == [3]
 
 
 def test_a_step_that_did_nothing_and_cannot_be_taken_again_is_not_saved_as_done():

@@ -45,6 +45,14 @@ def test_the_report_is_one_file_without_network_and_escapes_what_it_shows():
   assert heights == sorted(heights)  # the loss falls, y grows downwards
 
 
+def test_metrics_of_tasks_have_a_table_and_curves():
+  name = "eval_tasks/<t>/acc"
+  html = page([{"step": s, **ROW} | ({name: s / 8} if s % 2 == 0 else {}) for s in range(1, 7)])
+  assert "<tr><td>&lt;t&gt;/acc<td>0.2500 (step 2)<td>0.7500 (step 6)<td>0.2500<td>0.7500<td>3" in html
+  assert "<figcaption>&lt;t&gt;/acc" in html
+  assert "<h2>Tasks" not in page([{"step": 1, **ROW}])
+
+
 @pytest.mark.parametrize("name", ["clamped", "rescued"])  # the second: files of earlier versions
 def test_clamped_values_are_counted(name):
   assert "3 values clamped" in page([{"step": 1, **ROW, name: 3}])

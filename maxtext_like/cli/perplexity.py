@@ -1,0 +1,74 @@
+"""``maxtext-like perplexity``: perplexity of a text file by windows that overlap."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from maxtext_like.cli.arguments import parse_words, require_keys
+from maxtext_like.cli.counted import Counted
+from maxtext_like.config.hub import checkpoint_path
+from maxtext_like.config.paths import existing_path, new_file
+from maxtext_like.errors import UserError
+
+DESCRIPTION = """Computes the perplexity of a UTF-8 text file with a run or a Hugging Face checkpoint, as on the page
+"Perplexity of fixed-length models" of the documentation of transformers.
+
+Windows of --max-length tokens begin every --stride tokens. The first window counts all its tokens except the first one, later
+windows only tokens that are new. The mean losses of the windows are averaged with the number of new tokens minus one as weight.
+"over tokens" is the exponential of the average over all scored tokens. Lengths are padded to few sizes; the results do not
+depend on --batch-size."""
+EPILOG = """examples:
+  maxtext-like perplexity runs/gemma4-tiny book.txt --stride 128 --max-length 256
+  maxtext-like perplexity gemma-3-4b-it book.txt dtype=bfloat16 --output perplexity.json
+
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite"""
+
+
+def run(argv: list[str]) -> int:
+  """Run the verb; see ``DESCRIPTION``."""
+  parser = argparse.ArgumentParser(
+    prog="maxtext-like perplexity",
+    usage="maxtext-like perplexity RUN_OR_HF_DIR FILE [--stride N] [--max-length N] [options] [key=value ...]",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+    exit_on_error=False,
+  )
+  parser.add_argument(
+    "model", nargs="?", type=checkpoint_path, metavar="RUN_OR_HF_DIR", help="a run, or a Hugging Face checkpoint"
+  )
+  parser.add_argument("--stride", type=int, default=512, metavar="N", help="tokens between the beginnings of two windows (512)")
+  parser.add_argument(
+    "--max-length", type=int, metavar="N", help="tokens of a window (2048, or the model's longest sequence if that is less)"
+  )
+  parser.add_argument("--batch-size", type=int, metavar="N", help="windows that are computed together (8192 tokens)")
+  parser.add_argument("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters",
+                      help="LoRA adapter to add to the weights: of peft, or a run with lora_rank; may be repeated")  # fmt: skip
+  parser.add_argument("--output", type=new_file, metavar="FILE.json", help="write the numbers as JSON")
+  options, rest = parse_words(parser, argv, {"model": "RUN_OR_HF_DIR"})
+  # argparse finds a second positional only if no option comes between the two.
+  files = [word for word in rest if "=" not in word and not word.startswith("-")]
+  if not files:
+    raise UserError("maxtext-like perplexity needs FILE\n  fix: see maxtext-like perplexity --help")
+  overrides = require_keys("perplexity", [word for word in rest if word is not files[0]])
+  from maxtext_like import perplexity
+  from maxtext_like.cli.forward import clamped_line
+
+  with Counted() as count:
+    found = perplexity(
+      options.model,
+      files[0],
+      *overrides,
+      stride=options.stride,
+      max_length=options.max_length,
+      batch_size=options.batch_size,
+      adapters=options.adapters,
+      on_batch=lambda finished, of: count("windows", finished, of),
+    )
+  print(found)
+  if found.clamped is not None:
+    print(clamped_line(found.clamped), file=sys.stderr)
+  if options.output is not None:
+    found.write(Path(options.output))
+  return 0

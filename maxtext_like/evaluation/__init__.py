@@ -1,0 +1,1 @@
+"""Evaluation of weights: log-probabilities of texts, tasks of lm-evaluation-harness, and perplexity."""
