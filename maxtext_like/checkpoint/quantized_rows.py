@@ -1,6 +1,7 @@
 """Quantizes weights while they are read. Only one layer at a time is unquantized, on the host and on a device."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,12 @@ class QuantizedRows:
     if self._stored is None:
       places, spec = dict(self._places), stored_params(self.form, self._p)
       self._stored = _empty(tuple((name, q.shape, q.dtype, places[name]) for name, q in spec.items()))
-    self._stored = jax.block_until_ready(_put(self.form, self._p, self._places)(self._stored, found, np.int32(row)))
+    run = _put(self.form, self._p, self._places) if isinstance(found, dict) else self.program(found.dtype).compiled()
+    self._stored = jax.block_until_ready(run(self._stored, found, np.int32(row)))
+
+  def program(self, dtype: Any) -> "Program":
+    """Returns the program for layers of a dtype, so that it can be compiled before the first layer arrives."""
+    return _program(self.form, self._p, self._places, str(dtype))
 
   def on_devices(self, x: np.ndarray) -> jax.Array:
     """Copies an array to every device."""
@@ -86,7 +92,7 @@ def _kept(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -
 
 
 @functools.lru_cache(maxsize=64)
-def _put(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -> Callable[..., Arrays]:
+def _put(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) -> Any:
   """Returns a function (stored rows, weight or stored arrays of one row, row index) -> stored rows, in the same memory."""
 
   def put(stored: Arrays, found: Any, row: jax.Array) -> Arrays:
@@ -94,6 +100,32 @@ def _put(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...]) ->
     return {name: jax.lax.dynamic_update_index_in_dim(x, own[name], row, 0) for name, x in stored.items()}
 
   return jax.jit(put, donate_argnums=0, out_shardings=dict(places))
+
+
+class Program:
+  """The function of ``_put`` for a stacked weight that is read in ``dtype``. Several threads may ask for it."""
+
+  def __init__(self, form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...], dtype: str):
+    self._form, self._p, self._places, self._dtype = form, p, places, dtype
+    self._lock = threading.Lock()
+    self._compiled: Callable[..., Arrays] | None = None
+
+  def compiled(self) -> Callable[..., Arrays]:
+    """Returns the function. It is compiled by the first call; other threads wait for that."""
+    with self._lock:
+      if (compiled := self._compiled) is None:
+        everywhere, places = NamedSharding(self._places[0][1].mesh, PartitionSpec()), dict(self._places)
+        spec = stored_params(self._form, self._p)
+        stored = {name: jax.ShapeDtypeStruct(q.shape, q.dtype, sharding=places[name]) for name, q in spec.items()}
+        layer = jax.ShapeDtypeStruct(self._p.shape[1:], self._dtype, sharding=everywhere)
+        lowered = _put(self._form, self._p, self._places).lower(stored, layer, jax.ShapeDtypeStruct((), jnp.int32))
+        compiled = self._compiled = lowered.compile()
+      return compiled
+
+
+@functools.lru_cache(maxsize=64)
+def _program(form: Form, p: Param, places: tuple[tuple[str, NamedSharding], ...], dtype: str) -> Program:
+  return Program(form, p, places, dtype)
 
 
 def _empty(arrays: tuple[tuple[str, tuple[int, ...], str, NamedSharding], ...]) -> Arrays:

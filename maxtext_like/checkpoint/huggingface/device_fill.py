@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -160,6 +160,7 @@ def fill(
   check: bool,
   refuse: Callable[[np.dtype, str], Exception],
   convert: Callable[[np.ndarray, np.dtype, str], np.ndarray],
+  programs: Collection[Callable[[], object]] = (),
   meanwhile: Callable[[], None] = lambda: None,
   progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
@@ -171,6 +172,7 @@ def fill(
     check: True to refuse NaN and infinity. False refuses only numbers that become infinite in float16.
     refuse: (dtype of the target, name of a tensor) -> the error for numbers that are refused.
     convert: converts float64, which devices do not have.
+    programs: called at once by other threads: they compile what ``Target.done`` needs.
     meanwhile: called once, after the first reads have begun.
     progress: called with bytes read so far and bytes in total.
 
@@ -191,7 +193,8 @@ def fill(
   with ThreadPoolExecutor(threads(), "read-weights") as readers, ThreadPoolExecutor(threads(), "compile-writes") as compilers:
     try:
       wanted = dict.fromkeys(chunk.program(device, how) for chunk in todo for device in chunk.devices)
-      programs = {key: compilers.submit(_program, *key, default) for key in wanted}
+      others = [compilers.submit(program) for program in programs]  # first, because they take longer
+      writes = {key: compilers.submit(_program, *key, default) for key in wanted}
       while todo or waiting or written:
         if todo and (held + todo[0].cost <= budget or not (waiting or written)):
           chunk = todo.popleft()
@@ -215,7 +218,7 @@ def fill(
           target.buffers |= {d: jnp.zeros(target.buffer_shape(d), target.dtype, device=d) for d in target.ranges}
         placed, used = future.result()
         for device, part in placed.items():
-          run = programs[chunk.program(device, how)].result()
+          run = writes[chunk.program(device, how)].result()
           target.buffers[device], ok = run(target.buffers[device], part, chunk.offsets(device))
           oks.append(ok)
         del placed, part, future
@@ -225,6 +228,8 @@ def fill(
         if not target.left:
           target.done(target.array())
       meanwhile()
+      for program in others:
+        program.result()  # raises its error
     except BaseException:
       for pool in (readers, compilers):
         pool.shutdown(wait=False, cancel_futures=True)

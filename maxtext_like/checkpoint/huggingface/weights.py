@@ -286,13 +286,15 @@ class Weights:
     spec = {path: param for path, param in flatten(self.decoder.params()) if path not in self._without}
     wanted = dict(flatten(shardings)) if shardings is not None else {}
     arrays: dict[tuple[str, ...], Any] = {}
-    targets, small = [], []
+    targets, small, programs = [], [], {}
     for path, param in spec.items():
       dtype = np.dtype(jax.numpy.dtype(param.dtype))
       if base is not None and path in base.weights:
         places = {where[-1]: place for where, place in wanted.items() if where[:-1] == path}
         rows = arrays[path] = QuantizedRows(base.form, param, places)
-        targets += self._row_targets(path, param, rows)
+        targets += (layers := [*self._row_targets(path, param, rows)])
+        if param.rows is not None and not layers[0].codes:
+          programs[rows.program(layers[0].dtype)] = None  # many weights share one
       elif not (own := self._pieces[path][0][1].shape) or math.prod(own) * dtype.itemsize < SMALL_BYTES:
         small.append(path)
       else:
@@ -310,7 +312,8 @@ class Weights:
 
     device_fill.fill(
       self.shards, targets, check=self.finite, refuse=self._refusal,
-      convert=functools.partial(_converted, refuse=not self.finite), meanwhile=read_small,
+      convert=functools.partial(_converted, refuse=not self.finite),
+      programs=[program.compiled for program in programs], meanwhile=read_small,
       progress=progress or _logged_progress(),
     )  # fmt: skip
     params: dict = {}
