@@ -1,20 +1,31 @@
 """Memory of generation, estimated before anything is allocated."""
 
+import math
 from typing import Any
 
 import jax
 
 from maxtext_like.errors import DoesNotFitError
 from maxtext_like.generation import shapes
+from maxtext_like.layers.cache import split_axes
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.partition import Mesh, axes_of
 
 _GIB = 1 << 30
 
 
-def cache_bytes(decoder: Decoder, slots: int, capacity: int, *, int8: bool = False) -> int:
-  """Return the bytes of the caches of all layers."""
+def cache_bytes(decoder: Decoder, slots: int, capacity: int, *, int8: bool = False, mesh: Mesh | None = None) -> int:
+  """Return the bytes of the caches of all layers on one device. ``mesh``: the devices that share them; None: one device."""
   arrays = jax.eval_shape(lambda: decoder.empty_cache(slots, capacity, int8=int8))
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+  total = 0
+  for x in jax.tree.leaves(arrays):
+    parts = 1
+    if mesh is not None:
+      axes = split_axes(len(x.shape), stacked=True)
+      entries = decoder.cfg.rules.spec(x.shape[: len(axes)], axes, mesh)
+      parts = math.prod(mesh.shape[axis] for entry in entries for axis in axes_of(entry))
+    total += x.size * x.dtype.itemsize // parts
+  return total
 
 
 def work_bytes(decoder: Decoder, slots: int, capacity: int) -> int:
@@ -28,7 +39,16 @@ def work_bytes(decoder: Decoder, slots: int, capacity: int) -> int:
   return max(drawing, 2 * 4 * rows * heads * chunk * (capacity + chunk))
 
 
-def require_room(decoder: Decoder, slots: int, longest: int, *, grows: bool, int8: bool, device: Any) -> None:
+def require_room(
+  decoder: Decoder,
+  slots: int,
+  longest: int,
+  *,
+  grows: bool,
+  int8: bool,
+  device: Any,
+  mesh: Mesh | None = None,
+) -> None:
   """Raise DoesNotFitError if the caches of ``slots`` answers do not fit the free memory of a device.
 
   Args:
@@ -37,7 +57,8 @@ def require_room(decoder: Decoder, slots: int, longest: int, *, grows: bool, int
     longest: tokens of the longest prompt with its answer.
     grows: the caches start smaller and are copied to larger ones.
     int8: 8-bit caches.
-    device: the device; None if it is unknown. Devices that do not report their memory are not checked.
+    device: a device; None if it is unknown. Devices that do not report their memory are not checked.
+    mesh: the devices that share the caches; None: one device.
   """
   stats = None if device is None else device.memory_stats()
   if not stats or "bytes_limit" not in stats:
@@ -47,7 +68,8 @@ def require_room(decoder: Decoder, slots: int, longest: int, *, grows: bool, int
 
   def needed(slots: int, int8: bool) -> float:
     # While caches grow, half of the final size is still in use by the previous ones.
-    return cache_bytes(decoder, slots, capacity, int8=int8) * (1.5 if grows else 1) + work_bytes(decoder, slots, capacity)
+    caches = cache_bytes(decoder, slots, capacity, int8=int8, mesh=mesh)
+    return caches * (1.5 if grows else 1) + work_bytes(decoder, slots, capacity)
 
   if (wanted := needed(slots, int8)) <= free:
     return

@@ -129,7 +129,7 @@ class Schedule:
     # Inputs of every call are put on the device once.
     self._values = jax.tree.map(jnp.asarray, sampling.values(decoder.cfg.embedding.vocab_size))
     self._stops = jnp.asarray(self._stop)
-    self._int8, self._continues = int8_cache, continues
+    self._int8, self._continues, self._mesh = int8_cache, continues, mesh
     # The context of a mesh surrounds single calls, and not the caller's code between two results.
     self._on_mesh = lambda: contextlib.nullcontext() if mesh is None or mesh.size == 1 else use_mesh(mesh)
     self._apart = any(isinstance(params[s.name], tuple) for s in decoder.stacks)
@@ -159,8 +159,15 @@ class Schedule:
     """
     first = [len(self._requests[i].tokens) for i, _ in list(self._waiting)[: self._slots]]
     self._capacity = shapes.first_capacity(first, self._longest)
+    current = jax.sharding.get_abstract_mesh()
     require_room(
-      self._decoder, self._slots, self._longest, grows=self._capacity < self._longest, int8=self._int8, device=self._device
+      self._decoder,
+      self._slots,
+      self._longest,
+      grows=self._capacity < self._longest,
+      int8=self._int8,
+      device=self._device,
+      mesh=self._mesh or (None if current.empty else current),
     )
     penalties = self._rule.penalties
     with self._on_mesh():

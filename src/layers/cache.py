@@ -152,11 +152,20 @@ def cache_arrays(name: str, shape: tuple[int, ...], dtype: Any, *, int8: bool) -
   return {name: jnp.zeros(shape, jnp.int8), name + SCALE: jnp.zeros((*shape[:-1], 1), jnp.float32)}
 
 
-def split_over_mesh(cache: jax.Array, rules: Rules, *, stacked: bool = False) -> jax.Array:
-  """Split rows and key-value heads of a cache over the current mesh. ``stacked``: a leading axis has the layers of a stack."""
+def split_axes(rank: int, *, stacked: bool = False) -> tuple[str | None, ...]:
+  """Return the logical axes of a cache array, of which a mesh splits rows and key-value heads.
+
+  Args:
+    rank: number of axes of the array.
+    stacked: a leading axis has the layers of a stack.
+  """
   first = (None,) if stacked else ()
-  heads = ("kv_heads",) if cache.ndim - len(first) > 3 else ()
-  return rules.constrain(cache, *first, "batch", *heads)
+  return (*first, "batch", *(("kv_heads",) if rank - len(first) > 3 else ()))
+
+
+def split_over_mesh(cache: jax.Array, rules: Rules, *, stacked: bool = False) -> jax.Array:
+  """Split a cache array over the current mesh. The arguments are as for ``split_axes``."""
+  return rules.constrain(cache, *split_axes(cache.ndim, stacked=stacked))
 
 
 def cache_slots(window: int | None, capacity: int) -> int:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from maxtext_like.config.load import load_config
@@ -21,6 +22,14 @@ def test_bytes_of_windows_and_complete_rows():
   entry = 2 * 4 * 256
   assert cache_bytes(decoder(), 8, 512) == 8 * entry * 2 * (6 * 100 + 512)
   assert cache_bytes(decoder(), 8, 512, int8=True) == 8 * (entry + 2 * 4 * 4) * (6 * 100 + 512)
+
+
+def test_devices_share_rows_and_heads():
+  model = decoder()
+  axes = {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+  mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+  assert cache_bytes(model, 8, 512, mesh=mesh) == cache_bytes(model, 8, 512) // 4
+  assert cache_bytes(model, 1, 512, mesh=mesh) == cache_bytes(model, 1, 512) // 2, "one row cannot be divided"
 
 
 def test_what_does_not_fit_names_what_does():
