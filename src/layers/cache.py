@@ -63,13 +63,15 @@ class Step:
     Returns:
       The cache, and the entries that the new tokens may see, [B, ..., S, X].
     """
-    stored = self._stored(cache, new)
     entries = jnp.moveaxis(new, 1, -2).astype(cache.dtype)
     if self.fresh:
-      return stored, entries
+      return self._stored(cache, new), entries
     if new.shape[1] == 1:
+      stored = self._stored(cache, new)
       return stored, self._own(stored)
-    return stored, jnp.concatenate([self._own(cache), entries], axis=-2)
+    # Read the cached entries before any is replaced. Without the barrier, XLA copies the caches of all rows.
+    own, new = jax.lax.optimization_barrier((self._own(cache), new))
+    return self._stored(cache, new), jnp.concatenate([own, entries], axis=-2)
 
   def mask(self, new: int, keys: int, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
     """Return a mask of the keys that each new token sees, bool [B, T, S].

@@ -4,15 +4,18 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.generation import slots
 from maxtext_like.generation.sampling import Sampling
+from maxtext_like.layers.cache import Step
 from maxtext_like.layers.param import abstract
 from maxtext_like.models.build import build_decoder, precision_of
 
 
-def test_a_decode_step_updates_the_caches_of_rows_apart_in_place():
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_caches_of_rows_apart_are_updated_in_place(name: str):
   """No array of a cache is copied, sliced or concatenated: the only results of that size are updates of the array itself."""
   words = ["dtype=float32", "num_decoder_layers=2", "layer_types=[sliding,global]", "sliding_window_size=5", "emb_dim=24"]
   config = load_config("gemma3-tiny", [*words, "mlp_dim=40", "vocab_size=97"]).config
@@ -22,7 +25,13 @@ def test_a_decode_step_updates_the_caches_of_rows_apart_in_place():
   sampling, one = Sampling(), jnp.int32(1)
   values = jax.tree.map(jnp.asarray, sampling.values(97))
   stops = jnp.zeros(1, jnp.int32)
-  program = slots.decode.lower(decoder, sampling.rule(), params, state, values, stops, one, one).compile()
+  if name == "decode":
+    lowered = slots.decode.lower(decoder, sampling.rule(), params, state, values, stops, one, one)
+  else:
+    # A later chunk of two prompts, which reads the entries of the chunks before it.
+    tokens, rows = jnp.zeros((2, 16), jnp.int32), jnp.arange(2)
+    lowered = slots.prefill.lower(decoder, params, state, {"tokens": tokens, "positions": tokens}, Step(rows, rows, rows))
+  program = lowered.compile()
   arrays = jax.tree.leaves(state.cache)
   sizes = {",".join(map(str, x.shape)) for x in arrays}
   assert len(sizes) == 2
