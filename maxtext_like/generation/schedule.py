@@ -244,7 +244,7 @@ class Schedule:
     """Draw the first tokens of answers to the prompts of a prefill call."""
     first = {request: next(a.slot for a in answers if a.request == request) for request in members}
     copies = len(answers) > len(members)
-    width = self._slots if copies else rows
+    width = self._slots if copies else max(rows, min(shapes.MIN_ROWS, self._slots))
     for at in range(0, len(answers), width):
       part = answers[at : at + width]
       empty = width - len(part)

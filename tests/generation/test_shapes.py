@@ -16,7 +16,8 @@ def test_chunks_cover_a_prompt():
 
 
 def test_slots_and_rows():
-  assert [shapes.slots_for(n, 64) for n in (1, 2, 3, 64, 65, 9999)] == [1, 2, 4, 64, 64, 64]
+  assert [shapes.slots_for(n, 64) for n in (1, 2, 3, 64, 65, 9999)] == [2, 2, 4, 64, 64, 64]
+  assert shapes.slots_for(5, 1) == 1
   assert [shapes.prefill_rows(chunk, 64) for chunk in (16, 256, 512, 4096)] == [8, 4, 2, 1]
   assert shapes.prefill_rows(16, 2) == 2
 
