@@ -15,8 +15,11 @@ CHUNKS = (16, 32, 64, 128, 256, 512)
 """Tokens of a prompt that one prefill call processes. A longer prompt takes several calls."""
 
 MIN_ROWS = 2
-"""Smallest number of rows of a product with the weights. For a single row in bfloat16, XLA for GPUs multiplies element by
-element and rounds each number before it adds them: less accurate, and not faster. ``slots=1`` saves the memory of a second row."""
+"""Smallest number of rows of a product with the weights.
+
+For a single row in bfloat16, XLA for GPUs multiplies element by element and rounds each number before it adds them. That is
+less accurate and not faster. ``slots=1`` saves the memory of a second row.
+"""
 
 _PREFILL_TOKENS = 1024
 """Largest number of tokens of several prompts in one prefill call."""
