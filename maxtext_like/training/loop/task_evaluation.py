@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtext_like.data.tokenization.tokenizer import Tokenizer
-from maxtext_like.errors import NonFiniteError
+from maxtext_like.errors import DoesNotFitError, NonFiniteError
 from maxtext_like.evaluation.tasks import Tasks
 from maxtext_like.training.loop.signals import StopRequest, StopRequested
 from maxtext_like.training.loop.watchdog import Watchdog
@@ -68,8 +68,8 @@ class TaskEvaluation:
     """Evaluate the tasks with these parameters.
 
     Returns:
-      Metrics by ``eval_tasks/TASK/METRIC``. None if a stop request interrupted the evaluation, or if logits are not finite,
-      which is reported as a warning: training has its own checks.
+      Metrics by ``eval_tasks/TASK/METRIC``. None if a stop request interrupted the evaluation. None with a warning if logits
+      are not finite, for which training has its own checks, or if caches do not fit in memory.
     """
     self._batches, self._model.params = 0, self._program.weights(params)
     try:
@@ -82,7 +82,7 @@ class TaskEvaluation:
       )
     except StopRequested:
       return None
-    except NonFiniteError as error:
+    except (DoesNotFitError, NonFiniteError) as error:
       _log.warning("no results of eval_tasks: %s", str(error).splitlines()[0])
       return None
     finally:
