@@ -144,7 +144,8 @@ def quantized(decoder: Any, form: str) -> Any:
   """Random weights, of which every large product's is quantized."""
   import jax
 
-  from maxtext_like.models.naming import path_keys, row_names
+  from maxtext_like.layers.param import path_keys
+  from maxtext_like.models.naming import row_names
   from maxtext_like.models.quantized_base import make_base
 
   names = {
