@@ -48,7 +48,7 @@ class Case:
 
 LAYERS = ("num_decoder_layers=4", "first_num_dense_layers=1", "num_experts=64", "n_routing_groups=8")
 CASES = {
-  "tiny": Case(model="gemma3-tiny", rows=4, prompt=20, new=12),
+  "tiny": Case(model="gemma3-tiny", rows=4, prompt=20, new=12, transformers=True),
   "gemma3-4b/1": Case(model="gemma3-4b", rows=1),
   "gemma3-4b/64": Case(model="gemma3-4b", transformers=True),
   "gemma3-4b/256": Case(model="gemma3-4b", rows=256),
