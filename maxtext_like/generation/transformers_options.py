@@ -5,7 +5,10 @@ from typing import Any
 from maxtext_like.errors import UserError
 
 _SUPPRESSED = -1e9  # added to the logit of a token that is never drawn
-_NEUTRAL = (None, False, 0, 0.0, 1, 1.0, [], (), {})
+_ONES = ("typical_p", "num_beams", "num_beam_groups", "length_penalty", "guidance_scale", "encoder_repetition_penalty")
+"""Options whose value 1 changes nothing. Of the others, None, False, 0 and empty lists change nothing."""
+_IDS = ("pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+"""Options that are token ids, so that 0 is a value like any other."""
 
 _RENAMED = {
   "max_new_tokens": "max_tokens",
@@ -97,13 +100,21 @@ def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
       if value is False:
         raise UserError(f"generate: {name}=False: {_IGNORED_WHEN_TRUE[name]}\n  fix: remove it")
     elif name in _REFUSED:
-      if value not in _NEUTRAL:
+      if not _changes_nothing(name, value):
         raise UserError(
           f"generate: {name}={value!r:.60} is an option of transformers\n  why: {_REFUSED[name]}\n  fix: remove it"
         )
     else:
       others[name] = value
   return options, others
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+  if value is None or value is False:
+    return True
+  if isinstance(value, int | float) and not isinstance(value, bool):
+    return name not in _IDS and value == (1 if name in _ONES else 0)
+  return isinstance(value, list | tuple | dict) and not value
 
 
 def _single_tokens(bias: Any) -> dict[int, float]:
