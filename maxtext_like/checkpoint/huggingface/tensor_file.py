@@ -230,9 +230,14 @@ class SafetensorsFile:
       finally:
         os.close(descriptor)
     except OSError as error:
-      raise UserError(f"{self._where}: cannot be read: {error.strerror}") from None
+      raise UserError(
+        f"{self._where}: cannot be read: {error.strerror}", fix="name a file that exists and can be read"
+      ) from None
     if changed:
-      raise UserError(f"{self._where}: the file changed while it was being read")
+      raise UserError(
+        f"{self._where}: the file changed while it was being read",
+        fix="run the command again when no other program writes the file",
+      )
 
   def release(self) -> None:
     """Returns the mapped pages to the operating system; they are read again on use."""
