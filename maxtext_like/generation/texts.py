@@ -110,10 +110,16 @@ class Growing:
     Until the answer has ended, an incomplete character and the beginning of a string that would end it are held back."""
     text, found = self._cut(self.decode(self.tokens))
     if found:
-      self.ended = "stop"
+      # Tokens after the string depend on when the host read them, so they are not part of the answer.
+      while (shorter := self._cut(self.decode(self.tokens[:-1])))[1]:
+        text = shorter[0]
+        self.tokens.pop()
+      del self.logprobs[len(self.tokens) :], self.model_logprobs[len(self.tokens) :]
+      self.ended, self.error = "stop", None
     stable = text
     if self.ended is None:
-      stable = text.removesuffix(_INCOMPLETE)
+      # Tokenizers write one mark for each byte of an incomplete character.
+      stable = text.rstrip(_INCOMPLETE)
       held = max((n for s in self.stop_strings for n in range(1, len(s)) if stable.endswith(s[:n])), default=0)
       stable = stable[: len(stable) - held]
     if not stable.startswith(self._shown):

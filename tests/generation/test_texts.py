@@ -19,6 +19,10 @@ def test_an_incomplete_character_waits():
   assert grow(answer, 0xA4) == "ä"
   assert grow(answer, 0xC3) == ""
   assert grow(answer, ended="length") == "\N{REPLACEMENT CHARACTER}"
+  # A tokenizer with byte fallback writes one mark for each byte.
+  fallback = Growing(lambda ids: "€" if len(ids) == 3 else "\N{REPLACEMENT CHARACTER}" * len(ids))
+  assert grow(fallback, 0xE2, 0x82) == ""
+  assert grow(fallback, 0xAC) == "€"
 
 
 def test_a_stop_string_and_its_beginning_are_held_back():
@@ -27,8 +31,11 @@ def test_a_stop_string_and_its_beginning_are_held_back():
   assert grow(answer, *b"two E") == "\ntwo "
   assert grow(answer, *b"N") == ""
   assert answer.ended is None
+  answer.logprobs += [-1.0] * 20
   assert grow(answer, *b"Dx\n\n") == ""
   assert (answer.ended, answer.text) == ("stop", "one\ntwo ")
+  assert bytes(answer.tokens) == b"one\ntwo END", "tokens after the string are left out"
+  assert len(answer.logprobs) == len(answer.tokens)
   last = Growing(lambda ids: bytes(ids).decode(), ("END",))
   assert grow(last, *b"a E", ended="length") == "a E", "nothing is held back at the end"
 
