@@ -71,13 +71,21 @@ class Piece:
 
 @dataclass(eq=False)
 class _Answer:
-  """An answer in a slot. ``made``: number of drawn tokens that the host has read."""
+  """An answer in a slot.
+
+  Attributes:
+    request, sample, slot: which answer it is, and its slot.
+    made: number of drawn tokens that the host has read.
+    ended: it needs the slot no more.
+    failed: no further token can be drawn.
+  """
 
   request: int
   sample: int
   slot: int
   made: int = 0
   ended: bool = False
+  failed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,6 +309,8 @@ class Schedule:
         kept[answer.slot] = False
         self._release(answer)
       self.state = slots.end(self.state, kept)
+      if any(answer.failed for answer in self._canceled):
+        self.state = slots.clear(self.state, kept)
       self._canceled.clear()
 
   # Results that the host reads.
@@ -346,6 +356,7 @@ class Schedule:
       if not self._continues:
         raise error
       piece.tokens, piece.ended, piece.error = tokens[:at].tolist(), "failed", error
+      answer.failed = True
       self._canceled.add(answer)
     else:
       piece.tokens = tokens[:kept].tolist()

@@ -137,7 +137,7 @@ def start(
     The state, and the result of ``draw`` [B], where "token" may be ``NOT_FINITE``.
   """
   if copies:
-    axis = 0 if any(isinstance(rows, tuple) for rows in state.cache.values()) else 1
+    axis = _axis_of_slots(state.cache)
 
     def copied(x: jax.Array, axis: int) -> jax.Array:
       at = (*[slice(None)] * axis, slots)
@@ -244,6 +244,23 @@ def _next(decoder, rule, params, x_BD, row: Row, made, prompt, counts, values, s
 def end(state: State, kept: jax.Array) -> State:
   """End the answers of slots where ``kept``, bool [S], is False."""
   return replace(state, alive=state.alive & kept)
+
+
+@partial(jax.jit, donate_argnums=0)
+def clear(state: State, kept: jax.Array) -> State:
+  """Set the caches of slots where ``kept``, bool [S], is False to zero.
+
+  The next answer of a slot multiplies entries that it does not see by 0, which gives NaN if they are not finite."""
+  axis = _axis_of_slots(state.cache)
+
+  def cleared(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.expand_dims(kept, [i for i in range(x.ndim) if i != axis]), x, jnp.zeros((), x.dtype))
+
+  return replace(state, cache=jax.tree.map(cleared, state.cache))
+
+
+def _axis_of_slots(cache: Any) -> int:
+  return 0 if any(isinstance(rows, tuple) for rows in cache.values()) else 1
 
 
 @partial(jax.jit, static_argnums=(0, 2), static_argnames=("apart", "int8"))

@@ -1,6 +1,7 @@
 """Continuous batching: an answer is the same bit for bit, whatever else is generated and however it is scheduled."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import NonFiniteError, UserError
-from maxtext_like.generation import shapes
+from maxtext_like.generation import shapes, slots
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.schedule import Request, Schedule, _Answer
 from maxtext_like.generation.slots import NONE, NOT_FINITE
@@ -105,6 +106,26 @@ def test_how_answers_end(model, tokens, missing, kept, ended):
     raising = Schedule(decoder, params, asked, SAMPLED, frozenset([9]), largest=1)
     with pytest.raises(NonFiniteError if NOT_FINITE in tokens else UserError, match=wrong):
       raising._piece(_Answer(0, 0, 0), np.array(tokens), np.isin(np.arange(len(tokens)), missing))
+
+
+def test_a_failed_answer_leaves_nothing_in_its_slot(model, monkeypatch):
+  """Numbers that are not finite do not reach the next answer, which does not overwrite all of them."""
+  prefill = slots.prefill
+  # The fifth answer gets the slot of the first.
+  asked = [*requests(3, 0, 1, 2), replace(requests(2)[0], stream=40)]
+  whole = run(model, asked)
+
+  def broken(decoder, params, state, batch, step):
+    state, hidden, clamped = prefill(decoder, params, state, batch, step)
+    if batch["tokens"][0, 0] == PROMPTS[3][0]:
+      cache = jax.tree.map(lambda x: x.at[:, step.rows].set(jnp.nan, mode="drop"), state.cache)
+      state, hidden = replace(state, cache=cache), hidden * jnp.nan
+    return state, hidden, clamped
+
+  monkeypatch.setattr(slots, "prefill", broken)
+  found = run(model, asked, continues=True)
+  assert found.pop((3, 0)) == ([], [], [], "failed")
+  assert found == {key: values for key, values in whole.items() if key != (3, 0)}
 
 
 @pytest.mark.slow
