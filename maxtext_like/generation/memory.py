@@ -1,5 +1,6 @@
 """Memory of generation, estimated before anything is allocated."""
 
+import itertools
 import math
 from typing import Any
 
@@ -10,8 +11,11 @@ from maxtext_like.generation import shapes
 from maxtext_like.layers.cache import split_axes
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import Mesh, axes_of
+from maxtext_like.sharding import processes
 
 _GIB = 1 << 30
+_PEERS_SECONDS = 600.0  # how long a process waits for the free memory of the others
+_exchanges = itertools.count()
 
 
 def cache_bytes(decoder: Decoder, slots: int, capacity: int, *, int8: bool = False, mesh: Mesh | None = None) -> int:
@@ -57,13 +61,17 @@ def require_room(
     longest: tokens of the longest prompt with its answer.
     grows: the caches start smaller and are copied to larger ones.
     int8: 8-bit caches.
-    device: a device; None if it is unknown. Devices that do not report their memory are not checked.
+    device: a device of this process; None if it is unknown. Devices that do not report their memory are not checked. The
+      processes of a run decide by the smallest free memory, so that all of them continue or none.
     mesh: the devices that share the caches; None: one device.
   """
   stats = None if device is None else device.memory_stats()
-  if not stats or "bytes_limit" not in stats:
+  own = stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+  # Two alternating names, because this runs on a thread (see ``processes.everyone``).
+  found = processes.everyone("" if own is None else str(own), _PEERS_SECONDS, f"generation-memory-{next(_exchanges) % 2}")
+  if not all(found):
     return
-  free = stats["bytes_limit"] - stats["bytes_in_use"]
+  free = min(map(int, found))
   capacity = shapes.grown_capacity(longest, longest)
 
   def needed(slots: int, int8: bool) -> float:

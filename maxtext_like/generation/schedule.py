@@ -142,7 +142,9 @@ class Schedule:
     self._on_mesh = lambda: contextlib.nullcontext() if mesh is None or mesh.size == 1 else use_mesh(mesh)
     self._apart = any(isinstance(params[s.name], tuple) for s in decoder.stacks)
     first = jax.tree.leaves(params)[0]
-    self._device = min(first.devices(), key=lambda device: device.id) if isinstance(first, jax.Array) else None
+    # Other processes' devices do not report their memory.
+    here = first.sharding.addressable_devices if isinstance(first, jax.Array) else ()
+    self._device = min(here, key=lambda device: device.id, default=None)
     self._slots = shapes.slots_for(sum(r.answers for r in requests), largest)
     self._longest = max(len(r.tokens) + r.limit for r in requests)
     self._waiting = collections.deque((i, sample) for i, r in enumerate(requests) for sample in range(r.answers))

@@ -58,12 +58,13 @@ def test_two_processes_train_as_one_and_go_on_as_one(train):
   code, text = train.run("one", devices=4, **KEYS)
   assert code == 0, text
   wanted = losses(train, "one")
-  two = Ranks(train, "two", steps=8)
+  two = Ranks(train, "two", steps=8, sample_every=8, sample_prompts='["It is"]', sample_tokens=3)
   assert two.codes() == [0, 0], two.texts()
   assert losses(train, "two") == pytest.approx(wanted[:8], abs=1e-5)
   assert train.complete("two") == [5, 8]
   first, other = two.texts()
   assert "finished: 8 steps" in first
+  assert "sample  step 8" in first
   assert "step" not in "".join(line for line in other.splitlines() if not line.startswith(("[Gloo]", "W", "E")))
   code, text = train.run("two", devices=4, **KEYS | {"steps": 10})
   assert code == 0, text

@@ -9,6 +9,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.errors import DoesNotFitError
 from maxtext_like.generation.memory import cache_bytes, require_room, work_bytes
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.sharding import processes
 
 
 def decoder():
@@ -32,7 +33,7 @@ def test_devices_share_rows_and_heads():
   assert cache_bytes(model, 1, 512, mesh=mesh) == cache_bytes(model, 1, 512) // 2, "one row cannot be divided"
 
 
-def test_what_does_not_fit_names_what_does():
+def test_what_does_not_fit_names_what_does(monkeypatch):
   model, slots, longest = decoder(), 64, 4096
 
   def device(free: float) -> SimpleNamespace:
@@ -48,3 +49,9 @@ def test_what_does_not_fit_names_what_does():
     require_room(model, slots, **limits, device=device(needed - 2))
   with pytest.raises(DoesNotFitError, match=r"fix: a smaller max_tokens$"):
     require_room(model, slots, **limits, device=device(1e6))
+  # Another process of the run has less memory, or reports none.
+  monkeypatch.setattr(processes, "everyone", lambda own, *_: [own, str(int(needed) - 2)])
+  with pytest.raises(DoesNotFitError, match="slots=32"):
+    require_room(model, slots, **limits, device=device(needed))
+  monkeypatch.setattr(processes, "everyone", lambda own, *_: [own, ""])
+  require_room(model, slots, **limits, device=device(1e6))
