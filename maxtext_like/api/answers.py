@@ -72,7 +72,7 @@ class Answer:
   Attributes:
     prompt: text of the prompt.
     text: generated text.
-    tokens: ids of the generated tokens.
+    tokens: ids of the generated tokens, up to the one that completes a stop string.
     sample: index of the answer among those to the prompt.
     ended: "stop" if a token or a string ended it, "length" if it has max_tokens tokens.
     logprobs: natural logarithm of each token's probability under the distribution that it was drawn from (after temperature,

@@ -89,7 +89,7 @@ def generate_file(
   # Slots change the speed and not the answers.
   decisive = {name: value for name, value in options.items() if name not in ("slots", "seeds")}
   seeds = options.get("seeds")
-  name = f"{model.directory} {model.config.precision.dtype} {[str(adapter) for adapter in model.adapters]}"
+  name = _name_of(model)
 
   def key(i: int, prompt: "Prompt") -> str:
     own = [prompt.text, prompt.images, repr(prompt.conversation), i if seeds is None else seeds[i]]
@@ -133,3 +133,8 @@ def generate_file(
         f"{len(failed)} of {len(listed)} prompts failed, the others are answered. The first, with index {index}: {error}"
       )
     return progress()
+
+
+def _name_of(model: "Pretrained") -> str:
+  # ``files`` belongs to one step of a run: the model is another one when the run has trained further.
+  return f"{model.directory} {model.files} {model.config.precision.dtype} {[str(adapter) for adapter in model.adapters]}"

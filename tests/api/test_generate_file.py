@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from maxtext_like import generate_file, load
+from maxtext_like.api.generate_file import _name_of
 from maxtext_like.cli.main import main
 from maxtext_like.errors import NonFiniteError, UserError
 from tests.generation.letters import copy_golden
@@ -16,6 +18,15 @@ PROMPTS = ["the fox", "a", "hello there", "the fox"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return copy_golden("gemma3_text", tmp_path_factory.mktemp("golden") / "text", eos=[1, 4])
+
+
+def test_a_run_that_was_trained_further_is_another_model(tmp_path: Path):
+  def name(step: int) -> str:
+    files = tmp_path / "checkpoints" / str(step) / "tokenizer"
+    return _name_of(SimpleNamespace(directory=tmp_path, files=files, config=config, adapters=()))  # pyright: ignore
+
+  config = SimpleNamespace(precision=SimpleNamespace(dtype="float32"))
+  assert name(10) == name(10) != name(20)
 
 
 @pytest.mark.slow
