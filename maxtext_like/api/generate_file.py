@@ -83,6 +83,7 @@ def generate_file(
     RetryableError: the disk is full.
   """
   from maxtext_like.generation.batch_file import BatchFile, key_of
+  from maxtext_like.generation.shapes import slots_for
   from maxtext_like.generation.slots import TOKENS_PER_CALL
 
   listed = as_prompts(prompts)
@@ -104,8 +105,10 @@ def generate_file(
       return JobProgress(prompts=len(listed), done=earlier, earlier=earlier, tokens=0, seconds=0.0)
     if file.done:
       own = options if seeds is None else {**options, "seeds": [seeds[i] for i in left]}
+      # As many slots as at the beginning of the job, so that the answers are the same.
+      slots = slots_for(len(listed) * texts.options.answers, texts.options.slots)
       some, texts = texts_of(
-        model, generate, [listed[i] for i in left], own, turn=TOKENS_PER_CALL, numbers=left, continues=True
+        model, generate, [listed[i] for i in left], own, turn=TOKENS_PER_CALL, numbers=left, least_slots=slots, continues=True
       )
     params = model.decoding_params  # read before the clock starts
     begin = time.monotonic()

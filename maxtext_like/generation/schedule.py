@@ -106,6 +106,7 @@ class Schedule:
     sampling: how tokens are drawn. Requests have their own seeds.
     stop: tokens that end an answer.
     largest: largest number of slots, a power of two.
+    least: smallest number of slots, even if there are fewer answers.
     turn: tokens of each answer between two reads of the host, at most ``TOKENS_PER_CALL``.
     logprobs: report log-probabilities.
     int8_cache: store keys and values in 8 bits.
@@ -123,6 +124,7 @@ class Schedule:
     stop: frozenset[int],
     *,
     largest: int,
+    least: int = 1,
     turn: int = TOKENS_PER_CALL,
     logprobs: bool = False,
     int8_cache: bool = False,
@@ -145,7 +147,7 @@ class Schedule:
     # Other processes' devices do not report their memory.
     here = first.sharding.addressable_devices if isinstance(first, jax.Array) else ()
     self._device = min(here, key=lambda device: device.id, default=None)
-    self._slots = shapes.slots_for(sum(r.answers for r in requests), largest)
+    self._slots = max(least, shapes.slots_for(sum(r.answers for r in requests), largest))
     self._longest = max(len(r.tokens) + r.limit for r in requests)
     self._waiting = collections.deque((i, sample) for i, r in enumerate(requests) for sample in range(r.answers))
     self._free = list(range(self._slots))[::-1]

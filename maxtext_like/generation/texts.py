@@ -32,6 +32,8 @@ class Options:
     numbers: numbers of the prompts, which their draws depend on; None: 0, 1, 2, ...
     logprobs: report log-probabilities of the tokens.
     slots: largest number of answers that are generated at the same time, a power of two.
+    least_slots: smallest number of slots, even if there are fewer answers; with another number, products may be rounded in
+      another way.
     int8_cache: store keys and values in 8 bits.
     continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
     turn: tokens of each answer between two pieces.
@@ -46,6 +48,7 @@ class Options:
   numbers: tuple[int, ...] | None = None
   logprobs: bool = False
   slots: int = SLOTS
+  least_slots: int = 1
   int8_cache: bool = False
   continues: bool = False
   turn: int = TOKENS_PER_CALL
@@ -194,6 +197,7 @@ class Texts:
       options.sampling,
       options.stop,
       largest=options.slots,
+      least=options.least_slots,
       turn=options.turn,
       logprobs=options.logprobs,
       int8_cache=options.int8_cache,

@@ -67,6 +67,7 @@ def test_answers_do_not_depend_on_other_answers_or_slots(model):
   several = run(model, [*requests(3, 2), *requests(1, 0, answers=2)], turn=2)
   assert {key: several[key] for key in together} == together
   assert several[1, 1] != several[1, 0], "a further answer has its own draws"
+  assert run(model, requests(1), least=4) == {(1, 0): together[1, 0]}, "as many slots for a single answer"
 
 
 def test_an_answer_that_is_canceled_ends(model):
