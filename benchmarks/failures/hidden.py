@@ -94,7 +94,8 @@ def sampling() -> Row:
   """jax.random.categorical over NaN logits returns an index like any other."""
   logits = jnp.full((1, 11), jnp.nan)
   token = int(jax.random.categorical(jax.random.key(0), logits)[0])
-  _, finite = draw(logits, jax.random.split(jax.random.key(0), 1), Sampling())
+  how = Sampling()
+  found = draw(logits, jax.random.split(jax.random.key(0), 1), how.rule(), how.values(logits.shape[1]))
   cfg = DecoderConfig(embedding=EmbeddingConfig(vocab_size=11, emb_dim=4), norm=NormConfig(dim=4))
   decoder = Decoder(cfg, Precision(dtype="float32"), ())
   params = jax.tree.map(lambda x: x * jnp.nan, drawn(decoder.params()))
@@ -103,7 +104,7 @@ def sampling() -> Row:
     list(generate(decoder, params, Prompts([[1, 2]]), max_tokens=1, stop=frozenset(), sampling=Sampling()))
   except NonFiniteError as error:
     said = str(error).splitlines()[0]
-  numbers = {"token": float(token), "flagged": float(not bool(finite[0])), "raised": float(bool(said))}
+  numbers = {"token": float(token), "flagged": float(not bool(found["finite"][0])), "raised": float(bool(said))}
   return Row("sampling from NaN logits", f"token {token}, no error", f"exit code 3: {said}", numbers)
 
 

@@ -212,7 +212,7 @@ def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dic
   Returns:
     The compiled functions by the same keys. The result of a future raises what its compilation raised.
   """
-  device = jax.config.jax_default_device  # which belongs to a thread
+  device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (it belongs to a thread)
 
   def compiled(run: Any, arguments: tuple[Any, ...]) -> Any:
     with jax.default_device(device):

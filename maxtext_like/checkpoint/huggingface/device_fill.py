@@ -185,7 +185,8 @@ def fill(
     chunk.target.left += 1
   total, read = sum(chunk.bytes for chunk in todo), 0
   how: Check = "finite" if check else "nothing"
-  budget, default = _BUDGET * _CHUNK_BYTES * threads(), jax.config.jax_default_device
+  budget = _BUDGET * _CHUNK_BYTES * threads()
+  default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
   waiting: deque[tuple[_Chunk, Future[Any]]] = deque()
   written: deque[tuple[_Chunk, list[Any], list[np.ndarray]]] = deque()
   blocks = Blocks()

@@ -219,7 +219,8 @@ class SafetensorsFile:
     Raises:
       UserError: the file cannot be read, or has changed since its header was read.
     """
-    left = memoryview(out.reshape(-1).view(np.uint8))
+    flat: Any = out.reshape(-1).view(np.uint8)
+    left = memoryview(flat)
     try:
       descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
       try:
