@@ -1,6 +1,7 @@
 """Continuous batching: prompts wait for slots, and an answer that has ended makes room for the next prompt.
 
-Answers do not depend on the order of prompts, on the number of slots, or on the other prompts.
+Answers do not depend on the order of prompts or on the other prompts, except with matmul_dtype=float8, where all rows of a
+product share a scale. With another number of slots, products may be rounded in another way.
 """
 
 import collections
