@@ -26,6 +26,7 @@ class JobProgress:
     earlier: number of prompts that an earlier job has answered.
     tokens: number of tokens that this job has generated.
     seconds: time since this job began to generate, including compilation.
+    clamped: number of values that overflowed in float16 and were clamped by this job; None without float16.
   """
 
   prompts: int
@@ -33,6 +34,7 @@ class JobProgress:
   earlier: int
   tokens: int
   seconds: float
+  clamped: int | None = None
 
   @property
   def tokens_per_second(self) -> float:
@@ -97,7 +99,9 @@ def generate_file(
     return key_of(own, decisive, name)
 
   # Check the options with all prompts before the file is opened.
-  some, texts = texts_of(model, generate, listed, options, turn=TOKENS_PER_CALL, continues=True)
+  clamped: list[int] = []
+  how: dict[str, Any] = {"turn": TOKENS_PER_CALL, "continues": True, "on_clamped": clamped.append}
+  some, texts = texts_of(model, generate, listed, options, **how)
   with BatchFile(Path(output), [key(i, prompt) for i, prompt in enumerate(listed)]) as file:
     left = [i for i in range(len(listed)) if i not in file.done]
     earlier, tokens = len(file.done), 0
@@ -107,13 +111,16 @@ def generate_file(
       own = options if seeds is None else {**options, "seeds": [seeds[i] for i in left]}
       # As many slots as at the beginning of the job, so that the answers are the same.
       slots = slots_for(len(listed) * texts.options.answers, texts.options.slots)
-      some, texts = texts_of(
-        model, generate, [listed[i] for i in left], own, turn=TOKENS_PER_CALL, numbers=left, least_slots=slots, continues=True
-      )
+      some, texts = texts_of(model, generate, [listed[i] for i in left], own, numbers=left, least_slots=slots, **how)
     params = model.decoding_params  # read before the clock starts
     begin = time.monotonic()
     progress = lambda: JobProgress(
-      prompts=len(listed), done=len(file.done), earlier=earlier, tokens=tokens, seconds=time.monotonic() - begin
+      prompts=len(listed),
+      done=len(file.done),
+      earlier=earlier,
+      tokens=tokens,
+      seconds=time.monotonic() - begin,
+      clamped=sum(clamped) if model.model.decoder.uses_float16 else None,
     )
     counted, failed = [0] * len(left), {}
     for pieces in texts.run(params, texts=False):

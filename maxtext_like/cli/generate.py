@@ -100,6 +100,7 @@ def _suggested(model: "Pretrained", argv: list[str]) -> str:
 def _to_file(model: "Pretrained", prompts: "list[Prompt]", output: Path, wanted: dict[str, Any]) -> int:
   """Answer prompts into a file, and print the progress."""
   from maxtext_like import generate_file
+  from maxtext_like.cli.forward import clamped_line
 
   printed = time.monotonic()
 
@@ -109,7 +110,10 @@ def _to_file(model: "Pretrained", prompts: "list[Prompt]", output: Path, wanted:
       printed = time.monotonic()
       print(p, file=sys.stderr, flush=True)
 
-  print(generate_file(model, prompts, output, on_progress=show, **wanted), file=sys.stderr)
+  found = generate_file(model, prompts, output, on_progress=show, **wanted)
+  print(found, file=sys.stderr)
+  if found.clamped is not None:
+    print(clamped_line(found.clamped), file=sys.stderr)
   return 0
 
 

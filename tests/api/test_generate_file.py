@@ -79,3 +79,6 @@ def test_a_killed_job_continues(folder: Path, tmp_path: Path, capsys: pytest.Cap
   ):
     generate_file(model, PROMPTS, tmp_path / "failed.jsonl", max_tokens=3)
   assert (tmp_path / "failed.jsonl").read_bytes() == b""
+  # In float16 the clamped values are counted.
+  assert main([*words[:2], str(folder), *words[3:6], str(tmp_path / "half.jsonl"), "dtype=float16", "--max-tokens", "2"]) == 0
+  assert "clamped" in capsys.readouterr().err
