@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtext_like.data.tokenization.tokenizer import Tokenizer
-from maxtext_like.errors import DoesNotFitError, NonFiniteError
+from maxtext_like.errors import DoesNotFitError, NonFiniteError, UserError
 from maxtext_like.evaluation.tasks import Tasks
 from maxtext_like.training.loop.signals import StopRequest, StopRequested
 from maxtext_like.training.loop.watchdog import Watchdog
@@ -69,7 +69,8 @@ class TaskEvaluation:
 
     Returns:
       Metrics by ``eval_tasks/TASK/METRIC``. None if a stop request interrupted the evaluation. None with a warning if logits
-      are not finite, for which training has its own checks, or if caches do not fit in memory.
+      are not finite, for which training has its own checks, if caches do not fit in memory, or if the model cannot take a
+      request, such as one with a token that has no row or with more new tokens than a row has.
     """
     self._batches, self._model.params = 0, self._program.weights(params)
     try:
@@ -82,7 +83,7 @@ class TaskEvaluation:
       )
     except StopRequested:
       return None
-    except (DoesNotFitError, NonFiniteError) as error:
+    except (DoesNotFitError, NonFiniteError, UserError) as error:
       _log.warning("no results of eval_tasks: %s", str(error).splitlines()[0])
       return None
     finally:
