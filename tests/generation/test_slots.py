@@ -14,6 +14,7 @@ from maxtext_like.layers.param import abstract
 from maxtext_like.models.build import build_decoder, precision_of
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before JAX 0.11, XLA for CPUs turns a scatter into a loop")
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_caches_of_rows_apart_are_updated_in_place(name: str):
   """No array of a cache is copied, sliced or concatenated: the only results of that size are updates of the array itself."""
