@@ -32,7 +32,7 @@ def execute(path: Path, env: dict[str, str], *, coalesce: bool = False) -> Any:
   with tempfile.TemporaryDirectory() as directory:
     client = NotebookClient(
       notebook,
-      timeout=500,  # seconds for one cell
+      timeout=1100,  # seconds for one cell
       coalesce_streams=coalesce,
       record_timing=False,
       resources={"metadata": {"path": directory}},

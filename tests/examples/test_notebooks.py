@@ -63,6 +63,7 @@ def test_stored_outputs_are_complete_small_and_from_no_particular_machine(path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a new kernel compiles everything again
 def test_the_first_training_run_learns_and_resumes():
   notebook = execute(EXAMPLES / "first_training_run.ipynb", environment())
   text = text_of(notebook)
@@ -79,6 +80,7 @@ def test_the_first_training_run_learns_and_resumes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a new kernel compiles everything again
 def test_the_adapter_learns_the_answers():
   notebook = execute(EXAMPLES / "lora_chat.ipynb", environment())
   text = text_of(notebook)
@@ -93,6 +95,7 @@ def test_the_adapter_learns_the_answers():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a new kernel compiles everything again
 def test_the_nan_is_found_and_repaired():
   notebook = execute(EXAMPLES / "find_a_nan.ipynb", environment())
   text = text_of(notebook)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra parity")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # a new kernel compiles everything again
 def test_logits_layers_and_text_equal_those_of_transformers():
   text = text_of(execute(EXAMPLES / "compare_with_transformers.ipynb", environment()))
   differences = [float(number) for number in re.findall(r"largest difference ([\d.e+-]+)", text)]
