@@ -159,9 +159,9 @@ def test_pieces_are_few_and_have_whole_blocks(lead, columns, vocabulary, piece):
 @pytest.mark.parametrize(
   ("words", "said"),
   [
-    (("opt_type=lion", "nu_dtype=dynamic8"), ("nu_dtype = dynamic8", "opt_type: lion")),
-    (("opt_type=adafactor", "mu_dtype=dynamic8"), ("mu_dtype = dynamic8", "opt_type: adafactor")),
-    (("opt_type=adafactor", "mu_dtype=bfloat16"), ("mu_dtype = bfloat16", "opt_type: adafactor")),
+    (("opt_type=lion", "nu_dtype=dynamic8"), ("nu_dtype = dynamic8", "opt_type=lion")),
+    (("opt_type=adafactor", "mu_dtype=dynamic8"), ("mu_dtype = dynamic8", "opt_type=adafactor")),
+    (("opt_type=adafactor", "mu_dtype=bfloat16"), ("mu_dtype = bfloat16", "opt_type=adafactor")),
     (("opt_type=sgd", "sgd_momentum=0", "mu_dtype=dynamic8"), ("mu_dtype = dynamic8", "fix: remove mu_dtype")),
   ],
 )
