@@ -95,6 +95,11 @@ def pytest_runtest_teardown(item, nextitem):
   Its runs' cache of compiled programs is no longer JAX's. What a file imports stays: the emulators of stores are one a process.
   """
   result = yield
+  # Threads that a test leaves behind are no reason for ``main`` to end the worker in a later test, which it would do silently.
+  if "maxtext_like.abandoned_threads" in sys.modules:
+    abandoned = sys.modules["maxtext_like.abandoned_threads"]
+    abandoned._threads.clear()
+    abandoned._calling_back = False
   if nextitem is None or nextitem.path != item.path:
     for kept in vars(item.module).values():
       if isinstance(kept, functools._lru_cache_wrapper) and kept.__module__ == item.module.__name__:
