@@ -13,6 +13,7 @@ import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -97,7 +98,7 @@ def pytest_runtest_teardown(item, nextitem):
   result = yield
   # Threads that a test leaves behind are no reason for ``main`` to end the worker in a later test, which it would do silently.
   if "maxtext_like.abandoned_threads" in sys.modules:
-    abandoned = sys.modules["maxtext_like.abandoned_threads"]
+    abandoned: Any = sys.modules["maxtext_like.abandoned_threads"]
     abandoned._threads.clear()
     abandoned._calling_back = False
   if nextitem is None or nextitem.path != item.path:
