@@ -1,7 +1,7 @@
 """How fast weights are loaded and checkpoints are saved and restored, and what a save costs the training steps next to it.
 
 python benchmarks/loading.py gemma3-4b use_multimodal=false
-python benchmarks/loading.py gemma3-4b use_multimodal=false num_decoder_layers=6 vocab_size=32768 --no-steps --folder /work/tmp
+python benchmarks/loading.py gemma3-4b use_multimodal=false num_decoder_layers=6 vocab_size=32768 --no-steps --folder DIR
 
 It writes a Hugging Face checkpoint of random bfloat16 weights of the model, in files of `--shard` GB, to a new folder in
 `--folder` (memory-backed by default, so that the disk does not count), and removes the folder at the end. The tables have, for

@@ -22,10 +22,12 @@ def key_of(prompt: Any, options: Mapping[str, Any], model: str) -> str:
 
   Args:
     prompt: the line of the prompt as JSON, or the token ids.
-    options: what decides the answer.
+    options: options that change the answer.
     model: name of the model and its precision.
   """
-  text = json.dumps([prompt, dict(options), model], sort_keys=True, default=str)
+  # The order of a set differs between processes.
+  plain = lambda x: sorted(x) if isinstance(x, set | frozenset) else str(x)
+  text = json.dumps([prompt, dict(options), model], sort_keys=True, default=plain)
   return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 

@@ -20,7 +20,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-  """What to generate.
+  """Options of a generation call.
 
   Attributes:
     sampling: how tokens are drawn.
@@ -144,7 +144,7 @@ class Texts:
   Args:
     decoder: the model.
     prompts: the encoded prompts.
-    options: what to generate.
+    options: sampling, lengths and ends of the answers.
     decode: (ids of a prompt, ids of an answer) -> text of the answer.
     mesh: the mesh of the parameters; None: one device, or the current mesh.
     on_clamped: called with numbers of values that float16 clamped.

@@ -6,7 +6,7 @@ from maxtext_like.errors import UserError
 
 _SUPPRESSED = -1e9  # added to the logit of a token that is never drawn
 _ONES = ("typical_p", "num_beams", "num_beam_groups", "length_penalty", "guidance_scale", "encoder_repetition_penalty")
-"""Options whose value 1 changes nothing. Of the others, None, False, 0 and empty lists change nothing."""
+"""Options that have no effect if they are 1. Other options have no effect if they are None, False, 0 or an empty list."""
 _IDS = ("pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 """Options that are token ids, so that 0 is a value like any other."""
 
@@ -71,7 +71,7 @@ def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     keys: keywords that are not options of ``generate`` by their own names.
 
   Returns:
-    Options that the names of transformers among the keywords stand for, and the keywords that are not such names.
+    Options of ``generate`` from keywords with names of transformers, and the other keywords.
 
   Raises:
     UserError: an option of transformers that has no equivalent here, with a value that would change the result.

@@ -1,4 +1,4 @@
-"""Audits of whole train steps: every model and key is honored as it stands, and each planted dishonesty is found."""
+"""Audits of whole train steps: every key of every model file is honored, and each planted violation is found."""
 
 import dataclasses
 from typing import Any
@@ -58,7 +58,7 @@ def dishonest(keys: dict[str, audit_keys.KeyVerdict]) -> set[str]:
 def every_model():
   """Each model on TPUs; on GPUs one of each kind, where attention kernels and what goes around them differ.
 
-  Models of one family differ in sizes alone, so all but one or two of each are nightly.
+  Models of one family differ only in sizes, so one or two of each run in CI, and the others at night.
   """
   quick = {("gemma4-tiny", "cuda"), ("deepseek3.2-tiny", "tpu")}
   slow = {("gemma3-4b", "tpu"), ("gemma4-31b", "tpu"), ("gemma4-26b", "cuda"), ("gemma4-e2b", "cuda"),

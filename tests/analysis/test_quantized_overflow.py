@@ -1,4 +1,4 @@
-"""Float16 overflow in a model whose weights are quantized below an adapter: found, told and mended as in one whose are not."""
+"""Float16 overflow in a model with an adapter on quantized weights is found, reported and repaired as in any other model."""
 
 from pathlib import Path
 

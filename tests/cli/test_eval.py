@@ -1,4 +1,4 @@
-"""``maxtext-like eval``: what it refuses before a model is loaded, and its progress. tests/evaluation runs it on tasks."""
+"""Refusals of ``maxtext-like eval`` before a model is loaded, and its progress. tests/evaluation runs it on tasks."""
 
 import importlib.util
 import io

@@ -181,7 +181,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> Path:
-  """An exported gemma3-tiny, which takes the place of the reader's weights."""
+  """An exported gemma3-tiny, used instead of the reader's weights."""
   here = tmp_path_factory.mktemp("weights")
   words = ["run_name=first", "dataset=synthetic", f"output_dir={here}", *SMALL["train"], "steps=1"]
   assert main(["train", "gemma3-tiny", *words]) == 0

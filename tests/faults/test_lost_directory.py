@@ -105,7 +105,7 @@ def test_taken_over_from_another_host(train, tmp_path):
   assert f"taking over the lock of process {first.pid} on far-away" in text
   run = train.output_dir / "a"
   lock = run / "run.lock"
-  # What was under way when it was stopped has names of its own, a save's folder and a file's temporary neighbor.
+  # A save or file that was interrupted leaves a temporary folder or file.
   own = (".saving-", f".{first.pid}.tmp")
   kept = lambda: {
     str(path.relative_to(run)): path.read_bytes()

@@ -36,6 +36,8 @@ def test_lines_of_another_job_are_refused(line: str, tmp_path: Path):
     BatchFile(path, KEYS)
   assert path.read_text() == line + "\n"
   assert key_of("a", {"seed": 2}, "model") != KEYS[0]
+  # A set has another order in each process.
+  assert key_of("a", {"stop": {"x", "y", "z"}}, "model") == key_of("a", {"stop": ["x", "y", "z"]}, "model")
   assert key_of("a", {"seed": 1}, "other") != KEYS[0]
 
 

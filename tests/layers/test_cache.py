@@ -1,4 +1,4 @@
-"""Caches: what is stored and which entries a token sees, against a list of the entries of each row."""
+"""Caches: stored entries and the entries that a token sees, compared with a list of the entries of each row."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ ROWS, HEADS, WIDTH = 4, 2, 3
 
 
 def entry(row: int, position: int) -> np.ndarray:
-  """A number of its own for each entry, [HEADS, WIDTH]."""
+  """Different numbers for each entry, [HEADS, WIDTH]."""
   return 100 * row + position + np.arange(HEADS * WIDTH, dtype=np.float32).reshape(HEADS, WIDTH) / 10
 
 

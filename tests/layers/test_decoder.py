@@ -1,6 +1,6 @@
 """The whole decoder, every family: scan equals loop, remat changes nothing, documents and padding stay apart, and captures.
 
-Compiled programs are shared by the tests of a family and compiled without optimization: what is compared is the program.
+Compiled programs are shared by the tests of a family and compiled without optimization, because the tests compare programs.
 """
 
 import contextlib

@@ -39,6 +39,6 @@ def test_an_adapter_has_the_rows_of_its_layers():
 
 def test_peaks_of_rows_are_largest_magnitudes_and_infinite_where_a_number_is_not_finite():
   stacked = jnp.asarray([[[1.0, -3.0]], [[np.nan, 2.0]], [[0.0, 0.0]]])
-  codes = jnp.full((2, 4), 7, jnp.int8)  # of a quantized weight: no numbers of their own
+  codes = jnp.full((2, 4), 7, jnp.int8)  # of a quantized weight, which are no numbers without their scales
   tree = {"norm": jnp.asarray([2.0, -(2.0**120)]), "scalar": jnp.asarray(-np.inf), "stack_0": {"a": stacked, "b": codes}}
   np.testing.assert_array_equal(row_norms.row_peaks(tree), np.asarray([2.0**120, np.inf, 3, np.inf, 0, 0, 0], np.float32))

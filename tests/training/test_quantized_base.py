@@ -1,4 +1,4 @@
-"""Runs that train an adapter on quantized weights: what is stored, kept, merged and refused, and every tool on them."""
+"""Runs that train an adapter on quantized weights: storage, resumes, merging, refusals, and every tool on them."""
 
 import json
 import re

@@ -33,7 +33,12 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2
 
 
 def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows=B, size=1.0, rules=RULES):
-  """One device and a mesh, gradients and all; favors: of the first experts over the last, each; size: of the weights."""
+  """Compares a mesh with one device, gradients too.
+
+  Args:
+    favors: each is compared: how much larger the router's bias of an expert is than that of the next expert.
+    size: factor of the experts' weights.
+  """
   layer, rng = MoE(cfg, Precision(dtype=dtype)), np.random.default_rng(0)
   x, cotangent = (jnp.asarray(rng.normal(size=(rows, T, D)), jnp.float32) for _ in range(2))
   p = _random_params(layer.params())

@@ -184,7 +184,7 @@ def whole(w: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3"])
 def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params, batch):
-  """Values and gradients of what is not quantized, under scan and remat; experts, the head and the indexer too."""
+  """Values, and gradients of the other arrays, under scan and remat; with quantized experts, head and indexer."""
   decoder = tiny_decoder(family, remat_policy="full")
   spec = decoder.params()
   p = jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, random_params(spec))

@@ -132,7 +132,7 @@ def test_a_run_that_began_with_an_adapter_goes_on(workplace, gone_on):
 
 @pytest.mark.slow
 def test_layers_have_ranks_and_scales_of_their_own(workplace, tmp_path, capsys):
-  """Layers of a stack share arrays: what a smaller rank leaves of them stays zero, in training too."""
+  """Layers of a stack share arrays. In a layer with a smaller rank the rest of its part stays zero, in training too."""
   words = (f"init_from={workplace}/base", *LORA, *PATTERNS, "adam_weight_decay=0.1", "steps=2")
   assert train(workplace, "patterns", *words) == 0
   assert "adapter LoRA of rank 2 to 5 times 0.2 to 3 on 14 arrays" in capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_
   require_base(model, Base(str(workplace / "base"), 0, "0"))
   with pytest.raises(UserError, match="was trained on other base weights"):
     require_base(model, Base(str(workplace / "elsewhere"), 0, "0"))
-  # What its files say goes before their place.
+  # The content of the files decides, not their place.
   files = of_files(workplace / "base")
   require_base(model, Base(str(workplace / "moved"), 0, "0", files))
   with pytest.raises(UserError, match="was trained on other base weights"):

@@ -1,4 +1,4 @@
-"""Runs that train an adapter: what stays, what is kept, what goes on, and what is refused."""
+"""Runs that train an adapter: frozen weights, checkpoints, resumes and refusals."""
 
 import json
 import re
@@ -115,7 +115,7 @@ def test_another_rank_is_refused(workplace, capsys):
 
 @pytest.mark.slow
 def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
-  """A recipe's bfloat16 over a run of float32: whoever reads the adapter has to read what it was trained on."""
+  """A recipe has bfloat16 and the run float32. A reader of the adapter must read the weights as the training read them."""
   words = (f"init_from={workplace}/base", *LORA, "weight_dtype=bfloat16", "allow_dtype_change=true", "base_weights=nf4")
   assert train(workplace, "cast", *words, "steps=2", "learning_rate=1e-3") == 0
   merged = maxtext_like.load(workplace / "cast", dtype="float32").logits([[5, 6, 7]])

@@ -106,7 +106,7 @@ def wait_until(condition, seconds=60.0):
 
 
 class Disk:
-  """Takes items, while it is told to."""
+  """Takes items until it is stopped."""
 
   def __init__(self):
     self.items, self.error = [], None
