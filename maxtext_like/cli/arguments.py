@@ -1,11 +1,31 @@
-"""Argument parsing that the verbs share: the model first, then overlays and ``key=value`` words."""
+"""Argument parsing and printing that the verbs share.
+
+``verb_parser`` and ``parse_words`` read the options of a verb. ``split_configuration`` reads a model, overlays and
+``key=value`` words.
+"""
 
 import argparse
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TextIO
 
+from maxtext_like.config.hub import checkpoint_path
+from maxtext_like.config.paths import existing_path
 from maxtext_like.errors import UserError
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Report(Protocol):
+  """A result of the API that has a JSON form."""
+
+  def to_json(self) -> Any:
+    """Return the result as lists, dicts, strings and numbers."""
+    ...
 
 
 def split_configuration(verb: str, description: str, argv: list[str], epilog: str = "") -> tuple[str, list[str]]:
@@ -49,22 +69,55 @@ def names_model(words: list[str]) -> bool:
   return any(re.match(r"-*(model\.)?model_name(=|$)", word) for word in words)
 
 
-def print_notes(notes: Iterable[str], margin: str = "") -> None:
-  """Print the notes of a configuration, with ``margin`` before every line."""
+def print_notes(notes: Iterable[str], margin: str = "", file: TextIO | None = None) -> None:
+  """Print the notes of a configuration or a result, with ``margin`` before every line, to ``file`` (default: stdout)."""
   for note in notes:
-    print(f"{margin}note: " + note.replace("\n", f"\n{margin}  "))
+    print(f"{margin}note: " + note.replace("\n", f"\n{margin}  "), file=file)
+
+
+def write_json(found: Report, path: str | None) -> None:
+  """Write a result as JSON; do nothing if ``path``, the value of --json, is None."""
+  if path is not None:
+    Path(path).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def verb_parser(verb: str, usage: str = "", description: str = "", epilog: str = "") -> argparse.ArgumentParser:
+  """Return a parser for the options of a verb, to be read with ``parse_words``. It raises errors instead of exiting.
+
+  Args:
+    verb: name of the verb.
+    usage: arguments in the usage line. If empty, the parser has no --help; ``split_configuration`` then prints the help.
+    description: description of the verb.
+    epilog: text printed after the help.
+  """
+  return argparse.ArgumentParser(
+    prog=f"maxtext-like {verb}",
+    usage=f"maxtext-like {verb} {usage}",
+    description=description,
+    epilog=epilog,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    add_help=bool(usage),
+    allow_abbrev=False,
+    exit_on_error=False,
+  )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+  """Add the argument of verbs that evaluate a checkpoint."""
+  parser.add_argument(
+    "model", nargs="?", type=checkpoint_path, metavar="RUN_OR_HF_DIR", help="a run, or a Hugging Face checkpoint"
+  )
+
+
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+  """Add the option --adapter of verbs that can add adapters to the weights that they load."""
+  what = "LoRA adapter to add to the weights: of peft, or a run with lora_rank; may be repeated"
+  parser.add_argument("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters", help=what)
 
 
 def configuration_parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
   """Return a parser for the help of a verb ``VERB CONFIG [key=value ...]``; the verb may add options."""
-  parser = argparse.ArgumentParser(
-    prog=f"maxtext-like {verb}",
-    usage=f"maxtext-like {verb} CONFIG [overlay.yml ...] [key=value ...]",
-    description=description,
-    epilog=epilog,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = verb_parser(verb, "CONFIG [overlay.yml ...] [key=value ...]", description, epilog)
   parser.add_argument("CONFIG", help="name of a model, as gemma4-tiny, path of a .yml file, or directory of a checkpoint")
   what = "files with keys that override the model file, in order: your settings, or the mesh of a machine"
   parser.add_argument("overlay.yml", nargs="*", help=what)
@@ -75,12 +128,12 @@ def configuration_parser(verb: str, description: str, epilog: str = "") -> argpa
 
 
 def parse_words(
-  parser: argparse.ArgumentParser, argv: list[str], needed: dict[str, str]
+  parser: argparse.ArgumentParser, argv: list[str], needed: Mapping[str, str] = NOTHING
 ) -> tuple[argparse.Namespace, list[str]]:
   """Return the options of a verb and the other words, usually ``key=value``. With --help, print the help and exit.
 
   Args:
-    parser: parser of the verb, with ``exit_on_error=False`` and without required arguments, since these exit the process.
+    parser: a ``verb_parser`` without required arguments, since these exit the process.
     argv: words after the verb.
     needed: required arguments, with their names in the help.
 
@@ -104,6 +157,12 @@ def require_keys(verb: str, words: list[str]) -> list[str]:
   if unknown := [word for word in words if word.startswith("-") or "=" not in word]:
     raise UserError(f"{verb}: unknown word {unknown[0]!r}\n  fix: see maxtext-like {verb} --help")
   return words
+
+
+def require_none(verb: str, words: list[str]) -> None:
+  """Raise UserError if a word is left that is not an option of the verb."""
+  if words:
+    raise UserError(f"{verb}: unknown word {words[0]!r}\n  fix: see maxtext-like {verb} --help")
 
 
 def on_the_host() -> None:

@@ -1,12 +1,8 @@
 """``maxtext-like audit``: reads dtypes from the program of the train step, and checks that it honors the precision keys."""
 
-import argparse
-import json
-from pathlib import Path
-
 from maxtext_like import load_config
 from maxtext_like.capacity.topologies import TOPOLOGIES
-from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration
+from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, split_configuration, verb_parser, write_json
 from maxtext_like.cli.compile import split_own
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import NonFiniteError
@@ -29,9 +25,9 @@ EXAMPLES = """examples:
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(prog="maxtext-like audit", add_help=False, allow_abbrev=False, exit_on_error=False)
+  parser = verb_parser("audit")
   parser.add_argument("--json", type=new_file)
-  own, words = parse_words(parser, argv, {})
+  own, words = parse_words(parser, argv)
   config, words = split_configuration("audit", DESCRIPTION, words, EXAMPLES)
   machine, overrides = split_own(words, "audit", ("platform", "topology"))
   loaded = load_config(config, *overrides)
@@ -41,6 +37,5 @@ def run(argv: list[str]) -> int:
 
   found = audit(loaded, **machine)
   print(found)
-  if own.json:
-    Path(own.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+  write_json(found, own.json)
   return 0 if found.honored else NonFiniteError.exit_code

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from maxtext_like.cli.arguments import names_model, parse_words
+from maxtext_like.cli.arguments import names_model, parse_words, verb_parser
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.storage import is_remote
@@ -36,28 +36,17 @@ def run(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like bisect",
-    usage="maxtext-like bisect [CONFIG] [--checkpoint DIR] [--tolerance X] [overlay.yml ...] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
+  usage = "[CONFIG] [--checkpoint DIR] [--tolerance X] [overlay.yml ...] [key=value ...]"
+  parser = verb_parser("bisect", usage, DESCRIPTION, EPILOG)
   model = "a model's name, as gemma4-tiny, or the path of a .yml file; not needed with a Hugging Face checkpoint"
   parser.add_argument("config", metavar="CONFIG", nargs="?", help=model)
-  parser.add_argument(
-    "--checkpoint",
-    type=checkpoint_path,
-    metavar="DIR",
-    help="weights to use: a run, one of its checkpoints, or a Hugging Face checkpoint",
-  )
+  weights = "weights to use: a run, one of its checkpoints, or a Hugging Face checkpoint"
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help=weights)
   what = (
     "maximum relative error of loss, gradients (also of each array) and update (default: chosen by model and dtype, 0.5 to 2)"
   )
   parser.add_argument("--tolerance", metavar="X", type=float, help=what)
-  options, words = parse_words(parser, argv, {})
+  options, words = parse_words(parser, argv)
   if options.config is not None and "=" in options.config:
     options.config, words = None, [options.config, *words]
   elif options.config is None and words and "=" not in words[0] and not words[0].startswith("-"):

@@ -1,14 +1,11 @@
 """``maxtext-like compile``: compiles the train step for a TPU slice or GPUs ahead of time, and reports whether it fits."""
 
-import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from maxtext_like import load_config
 from maxtext_like.capacity.topologies import find_machine, machines
-from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
+from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration, verb_parser, write_json
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
 
@@ -42,9 +39,9 @@ EXAMPLES = """examples:
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(prog="maxtext-like compile", add_help=False, allow_abbrev=False, exit_on_error=False)
+  parser = verb_parser("compile")
   parser.add_argument("--json", type=new_file)
-  options, argv = parse_words(parser, argv, {})
+  options, argv = parse_words(parser, argv)
   config, words = split_configuration("compile", DESCRIPTION, argv, EXAMPLES)
   own, overrides = split_own(words)
   find_machine(
@@ -57,8 +54,7 @@ def run(argv: list[str]) -> int:
 
   found = compile_step(loaded, **own)
   print(found)
-  if options.json:
-    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+  write_json(found, options.json)
   return 0 if found.fits else DoesNotFitError.exit_code
 
 

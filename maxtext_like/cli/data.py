@@ -1,10 +1,11 @@
 """``maxtext-like data``: shows records as a run tokenizes them, with the trained tokens marked, and counts of one pass."""
 
+import argparse
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from maxtext_like.cli.arguments import configuration_parser, parse_words, split_configuration
+from maxtext_like.cli.arguments import configuration_parser, parse_words, split_configuration, verb_parser
 
 if TYPE_CHECKING:
   from maxtext_like.data.preview import ShownRecord, SourceCounts
@@ -22,14 +23,9 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = configuration_parser("data", DESCRIPTION, EXAMPLES)
   if "-h" in argv or "--help" in argv:
-    _options(parser)
-    parser.parse_args(["--help"])
-  import argparse
-
-  reader = argparse.ArgumentParser(prog="maxtext-like data", allow_abbrev=False, exit_on_error=False, add_help=False)
-  options, rest = parse_words(_options(reader), argv, {})
+    _options(configuration_parser("data", DESCRIPTION, EXAMPLES)).parse_args(["--help"])
+  options, rest = parse_words(_options(verb_parser("data")), argv)
   config, overrides = split_configuration("data", DESCRIPTION, rest, EXAMPLES)
   from maxtext_like import look_at_data
 
@@ -44,7 +40,7 @@ def run(argv: list[str]) -> int:
   return 2 if any(counts.bad or not counts.learned for counts in found.counts.values()) else 0
 
 
-def _options(parser):
+def _options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
   parser.add_argument(
     "--sft", action="store_true", help="treat the arguments as `sft` does: data_format=chat, dataset chosen by the files"
   )

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.cli.arguments import parse_words, require_keys
+from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, require_keys, verb_parser
 from maxtext_like.cli.counted import Counted
-from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path, new_file
 from maxtext_like.errors import UserError
 
@@ -35,7 +34,7 @@ def run(argv: list[str]) -> int:
   if options.log_samples and options.output is None:
     raise UserError("eval: --log-samples needs --output\n  fix: --output FILE.json; the samples are written next to it")
   from maxtext_like import evaluate
-  from maxtext_like.cli.forward import clamped_line
+  from maxtext_like.cli.forward import print_clamped
 
   with Counted() as count:
     found = evaluate(
@@ -60,8 +59,7 @@ def run(argv: list[str]) -> int:
       on_batch=count,
     )
   print(found)
-  if found.clamped is not None:
-    print(clamped_line(found.clamped), file=sys.stderr)
+  print_clamped(found.clamped)
   if options.output is not None:
     for path in found.write(Path(options.output)):
       print(path, file=sys.stderr)
@@ -69,17 +67,10 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like eval",
-    usage="maxtext-like eval RUN_OR_HF_DIR --tasks TASKS [options] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
+  usage = "RUN_OR_HF_DIR --tasks TASKS [options] [key=value ...]"
+  parser = verb_parser("eval", usage, DESCRIPTION, EPILOG)
+  add_model(parser)
   add = parser.add_argument
-  add("model", nargs="?", type=checkpoint_path, metavar="RUN_OR_HF_DIR", help="a run, or a Hugging Face checkpoint")
   add("--tasks", metavar="TASKS", help="tasks, separated by commas")
   add("--include-path", type=existing_path, metavar="DIR", action="append", default=[],
       help="folder with more task files; may be repeated")  # fmt: skip
@@ -99,8 +90,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--bootstrap-iters", type=int, default=100_000, metavar="N",
       help="samples for standard errors without a formula; 0: no standard errors (100000)")  # fmt: skip
   add("--seed", type=int, metavar="N", help="seed of few-shot examples and of sampling (the harness' own)")
-  add("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters",
-      help="LoRA adapter to add to the weights: of peft, or a run with lora_rank; may be repeated")  # fmt: skip
+  add_adapters(parser)
   add("--output", type=new_file, metavar="FILE.json", help="write the results as the harness does")
   add("--log-samples", action="store_true", help="write FILE.samples.TASK.jsonl: each document with prompt and answer")
   add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that run code that the model writes")

@@ -1,8 +1,6 @@
 """``maxtext-like export``: writes the weights of a run or an imported checkpoint for transformers and vLLM."""
 
-import argparse
-
-from maxtext_like.cli.arguments import on_the_host, parse_words
+from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, require_none, verb_parser
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import new_place
 from maxtext_like.errors import UserError
@@ -18,35 +16,19 @@ EPILOG = """examples:
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like export",
-    usage="maxtext-like export RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB] [--merge | --adapter]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument(
-    "source",
-    type=checkpoint_path,
-    metavar="RUN_OR_DIR",
-    nargs="?",
-    help="a run, one of its checkpoints, or an imported checkpoint",
-  )
+  usage = "RUN_OR_DIR --out HF_DIR [--dtype bfloat16] [--shard-size 5GB] [--merge | --adapter]"
+  parser = verb_parser("export", usage, DESCRIPTION, EPILOG)
+  what = "a run, one of its checkpoints, or an imported checkpoint"
+  parser.add_argument("source", type=checkpoint_path, metavar="RUN_OR_DIR", nargs="?", help=what)
   parser.add_argument("--out", type=new_place, metavar="HF_DIR", help="a new directory, or a URL as gs://bucket/x")
   parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the written weights")
   parser.add_argument("--shard-size", default="5GB", help="maximum size of one file, as 5GB or 500MB (default: %(default)s)")
   kinds = parser.add_mutually_exclusive_group()
-  kinds.add_argument(
-    "--merge",
-    action="store_true",
-    help="only for a run with lora_rank: write weights with the adapter merged (the default)",
-  )
+  what = "only for a run with lora_rank: write weights with the adapter merged (the default)"
+  kinds.add_argument("--merge", action="store_true", help=what)
   kinds.add_argument("--adapter", action="store_true", help="only for a run with lora_rank: write the adapter for peft")
   options, rest = parse_words(parser, argv, {"source": "RUN_OR_DIR", "out": "--out"})
-  if rest:
-    raise UserError(f"export: unknown word '{rest[0]}'\n  fix: see maxtext-like export --help")
+  require_none("export", rest)
   on_the_host()
   from maxtext_like import export_adapter, export_checkpoint
 
@@ -54,12 +36,10 @@ def run(argv: list[str]) -> int:
     if options.dtype is not None:
       raise UserError("export: --dtype has no effect with --adapter, which is always float32\n  fix: leave one of them out")
     written = export_adapter(options.source, options.out)
-    for note in written.notes:
-      print(f"note: {note}")
+    print_notes(written.notes)
     print(f"{written.directory}: an adapter for {written.maps} linear maps, rank {written.rank}, trained on {written.below}")
     return 0
   done = export_checkpoint(options.source, options.out, dtype=options.dtype, shard_size=options.shard_size, merge=options.merge)
-  for note in done.notes:
-    print(f"note: {note}")
+  print_notes(done.notes)
   print(f"{done.directory}: {done.tensors} tensors in {done.dtype}" + (f", {', '.join(done.files)}" if done.files else ""))
   return 0

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+from maxtext_like.cli.arguments import parse_words, print_notes, verb_parser
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path, local_path
 from maxtext_like.errors import UserError
@@ -29,9 +31,6 @@ exit codes: 0 done; 2 wrong usage or input"""
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
-  for name in ("checkpoint", "inputs", "output"):
-    if getattr(options, name) is None:
-      raise UserError(f"forward needs --{name}\n  fix: see maxtext-like forward --help")
   output = Path(options.output)
   if not output.parent.is_dir() or not os.access(output.parent, os.W_OK) or output.is_dir():
     raise UserError(
@@ -40,8 +39,7 @@ def run(argv: list[str]) -> int:
   from maxtext_like import forward
 
   found = forward(options.checkpoint, options.inputs, *overrides, gradients=options.gradients)
-  for note in found.notes:
-    print(f"note: {note}")
+  print_notes(found.notes)
   outputs = found.arrays
   _save(output, outputs)
   for name in ("loss", "grad_global_norm"):
@@ -51,6 +49,12 @@ def run(argv: list[str]) -> int:
     print(clamped_line(int(outputs["clamped"])))
   print(f"{output}: {len(outputs)} arrays, logits {list(outputs['logits'].shape)}")
   return 0
+
+
+def print_clamped(count: int | None) -> None:
+  """Print the line about the values that overflowed to standard error; nothing if None, because the dtype is not float16."""
+  if count is not None:
+    print(clamped_line(count), file=sys.stderr)
 
 
 def clamped_line(count: int) -> str:
@@ -64,25 +68,15 @@ def clamped_line(count: int) -> str:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like forward",
-    usage="maxtext-like forward --checkpoint DIR --inputs IN.npz --output OUT.npz [--gradients] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
+  usage = "--checkpoint DIR --inputs IN.npz --output OUT.npz [--gradients] [key=value ...]"
+  parser = verb_parser("forward", usage, DESCRIPTION, EPILOG)
   parser.add_argument(
     "--checkpoint", type=checkpoint_path, metavar="DIR", help="directory with config.json and safetensors, or a run"
   )
   parser.add_argument("--inputs", type=existing_path, metavar="IN.npz", help="the input arrays")
   parser.add_argument("--output", type=local_path, metavar="OUT.npz", help="file to write; an existing file is replaced")
   parser.add_argument("--gradients", action="store_true", help="also compute gradients of the loss; needs labels")
-  try:
-    return parser.parse_known_args(argv)
-  except argparse.ArgumentError as error:
-    raise UserError(f"forward: {error}\n  fix: see maxtext-like forward --help") from None
+  return parse_words(parser, argv, {"checkpoint": "--checkpoint", "inputs": "--inputs", "output": "--output"})
 
 
 def _save(path: Path, outputs: dict[str, Any]) -> None:

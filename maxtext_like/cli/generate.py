@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxtext_like.cli.arguments import add_adapters, parse_words, print_notes, require_keys, verb_parser
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path
 from maxtext_like.errors import UserError
@@ -45,7 +46,7 @@ def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
   options, overrides = _parse(argv)
   from maxtext_like import Prompt, load
-  from maxtext_like.cli.forward import clamped_line
+  from maxtext_like.cli.forward import print_clamped
   from maxtext_like.generation.prompts import read_prompts
 
   if options.batch is None:
@@ -58,8 +59,7 @@ def run(argv: list[str]) -> int:
     prompts = read_prompts(Path(options.batch).expanduser())
   images = any(prompt.images for prompt in prompts)
   model = load(options.checkpoint, *overrides, images=images, adapters=options.adapters)
-  for note in model.notes:
-    print(f"note: {note}", file=sys.stderr)
+  print_notes(model.notes, file=sys.stderr)
   if suggested := _suggested(model, argv):
     print(f"note: generation_config.json suggests {suggested}, which is used only if you type it", file=sys.stderr)
   wanted = {name: getattr(options, name) for name in _OPTIONS} | {"logit_bias": dict(options.logit_bias)}
@@ -86,8 +86,7 @@ def run(argv: list[str]) -> int:
     rate = f"{_rate(made, found.first_seconds + found.seconds)} in total"
   started = f"the first {found.first_tokens} after {found.first_seconds:.2f} s (including compilation)"
   print(f"{made} tokens, {started}, {rate}", file=sys.stderr)
-  if found.clamped is not None:
-    print(clamped_line(found.clamped), file=sys.stderr)
+  print_clamped(found.clamped)
   return 0
 
 
@@ -100,7 +99,7 @@ def _suggested(model: "Pretrained", argv: list[str]) -> str:
 def _to_file(model: "Pretrained", prompts: "list[Prompt]", output: Path, wanted: dict[str, Any]) -> int:
   """Answer prompts into a file, and print the progress."""
   from maxtext_like import generate_file
-  from maxtext_like.cli.forward import clamped_line
+  from maxtext_like.cli.forward import print_clamped
 
   printed = time.monotonic()
 
@@ -112,8 +111,7 @@ def _to_file(model: "Pretrained", prompts: "list[Prompt]", output: Path, wanted:
 
   found = generate_file(model, prompts, output, on_progress=show, **wanted)
   print(found, file=sys.stderr)
-  if found.clamped is not None:
-    print(clamped_line(found.clamped), file=sys.stderr)
+  print_clamped(found.clamped)
   return 0
 
 
@@ -141,74 +139,56 @@ def _rate(tokens: int, seconds: float) -> str:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like generate",
-    usage="maxtext-like generate --checkpoint DIR (--prompt TEXT | --batch FILE.jsonl) [options] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="checkpoint to generate with")
-  parser.add_argument("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters",
-                      help="LoRA adapter to add to the weights: of peft, or a run with lora_rank; may be repeated")  # fmt: skip
-  parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
-  parser.add_argument(
-    "--chat", action="store_true", help="the prompt is a user message, rendered with the model's chat template"
-  )
-  parser.add_argument("--think", action="store_true", help="as --chat, with thinking switched on in the template")
-  parser.add_argument("--image", type=existing_path, metavar="FILE", action="append", default=[], dest="images",
-                      help="PNG or JPEG, inserted at <image> in the prompt or before it; may be repeated")  # fmt: skip
-  parser.add_argument(
+  usage = "--checkpoint DIR (--prompt TEXT | --batch FILE.jsonl) [options] [key=value ...]"
+  parser = verb_parser("generate", usage, DESCRIPTION, EPILOG)
+  add = parser.add_argument
+  add("--checkpoint", type=checkpoint_path, metavar="DIR", help="checkpoint to generate with")
+  add_adapters(parser)
+  add("--prompt", metavar="TEXT", help="text to continue")
+  add("--chat", action="store_true", help="the prompt is a user message, rendered with the model's chat template")
+  add("--think", action="store_true", help="as --chat, with thinking switched on in the template")
+  add("--image", type=existing_path, metavar="FILE", action="append", default=[], dest="images",
+      help="PNG or JPEG, inserted at <image> in the prompt or before it; may be repeated")  # fmt: skip
+  add(
     "--batch",
     type=existing_path,
     metavar="FILE",
     help='a .jsonl file with "prompt" and optionally "images", or "messages", in every line',
   )
-  parser.add_argument("--output", type=Path, metavar="FILE", help="with --batch: write the answers into this .jsonl file; "
-                      "repeating the command continues a job that was interrupted")  # fmt: skip
-  parser.add_argument("--n", type=int, default=1, metavar="N", help="number of answers to each prompt (1)")
-  parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="maximum length of an answer in tokens (128)")
-  parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="minimum length of an answer in tokens (0)")
-  parser.add_argument(
-    "--temperature", type=float, default=1.0, metavar="X", help="sampling temperature; 0: the most likely token (1)"
-  )
-  parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens (all)")
-  parser.add_argument(
-    "--top-p", type=float, default=1.0, metavar="X", help="sample from the most likely tokens with total probability X (1)"
-  )
-  parser.add_argument(
+  add("--output", type=Path, metavar="FILE", help="with --batch: write the answers into this .jsonl file; "
+      "repeating the command continues a job that was interrupted")  # fmt: skip
+  add("--n", type=int, default=1, metavar="N", help="number of answers to each prompt (1)")
+  add("--max-tokens", type=int, default=128, metavar="N", help="maximum length of an answer in tokens (128)")
+  add("--min-tokens", type=int, default=0, metavar="N", help="minimum length of an answer in tokens (0)")
+  add("--temperature", type=float, default=1.0, metavar="X", help="sampling temperature; 0: the most likely token (1)")
+  add("--top-k", type=int, default=0, metavar="N", help="sample from the N most likely tokens (all)")
+  add("--top-p", type=float, default=1.0, metavar="X", help="sample from the most likely tokens with total probability X (1)")
+  add(
     "--min-p",
     type=float,
     default=0.0,
     metavar="X",
     help="sample from tokens at least X times as likely as the most likely one (0)",
   )
-  parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="divide positive logits of tokens of "
-                      "the prompt and the answer by X, and multiply negative ones (1)")  # fmt: skip
-  parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="X",
-                      help="subtract X from the logits of tokens of the answer (0)")  # fmt: skip
-  parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X",
-                      help="subtract X for every occurrence of a token in the answer (0)")  # fmt: skip
-  parser.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
-                      help="add X to the logit of a token; may be repeated")  # fmt: skip
-  parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
-  parser.add_argument("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, as "
-                      "spelled or by role: end_of_turn, user, ...; may be repeated")  # fmt: skip
-  parser.add_argument(
-    "--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="a token id that ends an answer"
-  )
-  parser.add_argument("--stop-string", action="append", default=[], dest="stop_strings", metavar="TEXT",
-                      help="a text that ends an answer, which ends before it; may be repeated")  # fmt: skip
-  parser.add_argument("--logprobs", action="store_true", help="with --output: write log-probabilities of the tokens")
-  parser.add_argument("--slots", type=int, default=64, metavar="N",
-                      help="largest number of answers that are generated at the same time, a power of two (64)")  # fmt: skip
-  parser.add_argument("--int8-cache", action="store_true", help="store keys and values in 8 bits")
-  try:
-    options, overrides = parser.parse_known_args(argv)
-  except argparse.ArgumentError as error:
-    raise UserError(f"generate: {error}\n  fix: see maxtext-like generate --help") from None
+  add("--repetition-penalty", type=float, default=1.0, metavar="X", help="divide positive logits of tokens of "
+      "the prompt and the answer by X, and multiply negative ones (1)")  # fmt: skip
+  add("--presence-penalty", type=float, default=0.0, metavar="X",
+      help="subtract X from the logits of tokens of the answer (0)")  # fmt: skip
+  add("--frequency-penalty", type=float, default=0.0, metavar="X",
+      help="subtract X for every occurrence of a token in the answer (0)")  # fmt: skip
+  add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
+      help="add X to the logit of a token; may be repeated")  # fmt: skip
+  add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
+  add("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, as "
+      "spelled or by role: end_of_turn, user, ...; may be repeated")  # fmt: skip
+  add("--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="a token id that ends an answer")
+  add("--stop-string", action="append", default=[], dest="stop_strings", metavar="TEXT",
+      help="a text that ends an answer, which ends before it; may be repeated")  # fmt: skip
+  add("--logprobs", action="store_true", help="with --output: write log-probabilities of the tokens")
+  add("--slots", type=int, default=64, metavar="N",
+      help="largest number of answers that are generated at the same time, a power of two (64)")  # fmt: skip
+  add("--int8-cache", action="store_true", help="store keys and values in 8 bits")
+  options, rest = parse_words(parser, argv)
   if options.checkpoint is None or (options.prompt is None) == (options.batch is None):
     raise UserError("generate needs --checkpoint and either --prompt or --batch\n  fix: see maxtext-like generate --help")
   if (options.chat or options.think) and options.batch is not None:
@@ -219,6 +199,4 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     raise UserError("generate: --output needs --batch\n  fix: --batch FILE.jsonl with the prompts, one on each line")
   if options.logprobs and options.output is None:
     raise UserError("generate: --logprobs needs --output\n  fix: --output FILE.jsonl, the file for the answers")
-  if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
-    raise UserError(f"generate: unknown word {unknown[0]!r}\n  fix: see maxtext-like generate --help")
-  return options, overrides
+  return options, require_keys("generate", rest)

@@ -1,8 +1,6 @@
 """``maxtext-like import``: converts a Hugging Face checkpoint, or an adapter of peft, to train from."""
 
-import argparse
-
-from maxtext_like.cli.arguments import on_the_host, parse_words
+from maxtext_like.cli.arguments import on_the_host, parse_words, print_notes, verb_parser
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 
@@ -29,29 +27,16 @@ EPILOG = """examples:
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like import",
-    usage="maxtext-like import HF_DIR --out DIR [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument(
-    "source",
-    type=checkpoint_path,
-    metavar="HF_DIR",
-    nargs="?",
-    help="directory with config.json and safetensors, or with an adapter of peft",
-  )
+  usage = "HF_DIR --out DIR [key=value ...]"
+  parser = verb_parser("import", usage, DESCRIPTION, EPILOG)
+  what = "directory with config.json and safetensors, or with an adapter of peft"
+  parser.add_argument("source", type=checkpoint_path, metavar="HF_DIR", nargs="?", help=what)
   parser.add_argument("--out", type=local_path, metavar="DIR", help="a new directory")
   options, overrides = parse_words(parser, argv, {"source": "HF_DIR", "out": "--out"})
   on_the_host()
   from maxtext_like import import_checkpoint
 
   done = import_checkpoint(options.source, options.out, *overrides)
-  for note in done.notes:
-    print(f"note: {note}")
+  print_notes(done.notes)
   print(f"{done.directory}: {done.tensors} tensors; train with: maxtext-like train {' '.join(done.words)}")
   return 0

@@ -1,21 +1,22 @@
 """``maxtext-like models``: lists the model configurations with parameter counts, computed from shapes."""
 
-import argparse
 import sys
+
+from maxtext_like.cli.arguments import parse_words, require_none, verb_parser
+
+DESCRIPTION = """Lists the model configurations. Parameters are counted from the shapes of the
+layers; 'active' counts the parameters that one token uses."""
 
 
 def run(argv: list[str]) -> int:
-  """Run the verb: print the table."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like models",
-    description="Lists the model configurations. Parameters are counted from the shapes of the layers; 'active' counts "
-    "the parameters that one token uses.",
-  )
+  """Run the verb; see ``DESCRIPTION``."""
+  parser = verb_parser("models", "[-h] [--exact]", DESCRIPTION)
   parser.add_argument("--exact", action="store_true", help="whole numbers instead of billions")
-  exact = parser.parse_args(argv).exact
+  options, rest = parse_words(parser, argv)
+  require_none("models", rest)
   from maxtext_like import list_models
 
-  number = (lambda n: f"{n:,}") if exact else _rounded
+  number = (lambda n: f"{n:,}") if options.exact else _rounded
   rows = []
   for m in list_models():
     active = number(m.counts.active) if m.counts.active != m.counts.total else ""

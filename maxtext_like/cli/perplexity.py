@@ -1,13 +1,10 @@
 """``maxtext-like perplexity``: perplexity of a text file by windows that overlap."""
 
-import argparse
-import sys
 from pathlib import Path
 
-from maxtext_like.cli.arguments import parse_words, require_keys
+from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, require_keys, verb_parser
 from maxtext_like.cli.counted import Counted
-from maxtext_like.config.hub import checkpoint_path
-from maxtext_like.config.paths import existing_path, new_file
+from maxtext_like.config.paths import new_file
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Computes the perplexity of a UTF-8 text file with a run or a Hugging Face checkpoint, as on the page
@@ -26,25 +23,15 @@ exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite"""
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like perplexity",
-    usage="maxtext-like perplexity RUN_OR_HF_DIR FILE [--stride N] [--max-length N] [options] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument(
-    "model", nargs="?", type=checkpoint_path, metavar="RUN_OR_HF_DIR", help="a run, or a Hugging Face checkpoint"
-  )
+  usage = "RUN_OR_HF_DIR FILE [--stride N] [--max-length N] [options] [key=value ...]"
+  parser = verb_parser("perplexity", usage, DESCRIPTION, EPILOG)
+  add_model(parser)
   parser.add_argument("--stride", type=int, default=512, metavar="N", help="tokens between the beginnings of two windows (512)")
   parser.add_argument(
     "--max-length", type=int, metavar="N", help="tokens of a window (2048, or the model's longest sequence if that is less)"
   )
   parser.add_argument("--batch-size", type=int, metavar="N", help="windows that are computed together (8192 tokens)")
-  parser.add_argument("--adapter", type=existing_path, metavar="DIR", action="append", default=[], dest="adapters",
-                      help="LoRA adapter to add to the weights: of peft, or a run with lora_rank; may be repeated")  # fmt: skip
+  add_adapters(parser)
   parser.add_argument("--output", type=new_file, metavar="FILE.json", help="write the numbers as JSON")
   options, rest = parse_words(parser, argv, {"model": "RUN_OR_HF_DIR"})
   # argparse finds a second positional only if no option comes between the two.
@@ -53,7 +40,7 @@ def run(argv: list[str]) -> int:
     raise UserError("maxtext-like perplexity needs FILE\n  fix: see maxtext-like perplexity --help")
   overrides = require_keys("perplexity", [word for word in rest if word is not files[0]])
   from maxtext_like import perplexity
-  from maxtext_like.cli.forward import clamped_line
+  from maxtext_like.cli.forward import print_clamped
 
   with Counted() as count:
     found = perplexity(
@@ -67,8 +54,7 @@ def run(argv: list[str]) -> int:
       on_batch=lambda finished, of: count("windows", finished, of),
     )
   print(found)
-  if found.clamped is not None:
-    print(clamped_line(found.clamped), file=sys.stderr)
+  print_clamped(found.clamped)
   if options.output is not None:
     found.write(Path(options.output))
   return 0

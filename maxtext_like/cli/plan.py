@@ -1,13 +1,10 @@
 """``maxtext-like plan``: estimates memory and time of a train step on other machines from shapes."""
 
-import argparse
-import json
 import os
-from pathlib import Path
 
 from maxtext_like import load_config
 from maxtext_like.capacity.topologies import find_machine, machines
-from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
+from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration, verb_parser, write_json
 from maxtext_like.cli.compile import split_own
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
@@ -35,10 +32,10 @@ EXAMPLES = """examples:
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(prog="maxtext-like plan", add_help=False, allow_abbrev=False, exit_on_error=False)
+  parser = verb_parser("plan")
   parser.add_argument("--search", action="store_true")
   parser.add_argument("--json", type=new_file)
-  options, argv = parse_words(parser, argv, {})
+  options, argv = parse_words(parser, argv)
   config, words = split_configuration("plan", DESCRIPTION, argv, EXAMPLES)
   compiles, words = split_own(words, "plan", ("xla_flags", "machine_code"))
   if compiles:
@@ -55,6 +52,5 @@ def run(argv: list[str]) -> int:
 
   found = plan(loaded, **own, search=options.search)
   print(found)
-  if options.json:
-    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+  write_json(found, options.json)
   return 0 if found.fits else DoesNotFitError.exit_code

@@ -1,10 +1,8 @@
 """``maxtext-like replay``: repeats the step that ended a run, with statistics of every tensor."""
 
-import argparse
-
 from maxtext_like.cli import local_processes
-from maxtext_like.cli.arguments import parse_words
-from maxtext_like.config.paths import local_path
+from maxtext_like.cli.arguments import parse_words, verb_parser
+from maxtext_like.cli.xray import add_report_options, show
 from maxtext_like.errors import UserError
 
 DESCRIPTION = """Repeats the step that ended a run with exit code 3, from the state and the batch that the run saved, and
@@ -23,32 +21,16 @@ exit codes: 0 finite; 2 wrong usage or input; 3 not finite; 4 not enough memory"
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like replay",
-    usage="maxtext-like replay RUN [--out DIR] [--all] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument(
-    "--out",
-    type=local_path,
-    metavar="DIR",
-    help="directory for xray.json and xray.html (default: RUN/failed_step/replay; for a URL runs/NAME-replay)",
-  )
-  parser.add_argument(
-    "--all", action="store_true", help="measure every tensor instead of the most important ones; compilation takes much longer"
-  )
+  usage = "RUN [--out DIR] [--all] [key=value ...]"
+  parser = verb_parser("replay", usage, DESCRIPTION, EXAMPLES)
+  add_report_options(parser, "RUN/failed_step/replay; for a URL runs/NAME-replay")
   argv, count, devices = local_processes.take_options(argv)
-  options, words = parse_words(parser, argv, {})
+  options, words = parse_words(parser, argv)
   if not words or "=" in words[0] or words[0].startswith("-"):
     raise UserError("replay: the run is missing\n  fix: maxtext-like replay runs/NAME [key=value ...]")
   if count is not None:
     return local_processes.run(["replay", *argv], count, devices)
   from maxtext_like import replay
-  from maxtext_like.cli.xray import show
   from maxtext_like.sharding import processes
 
   look = replay(words[0], *words[1:], everything=options.all)

@@ -4,10 +4,17 @@ With a configuration instead of a checkpoint: the size of attention scores befor
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from maxtext_like.cli.arguments import initial_weights, on_the_host, parse_words
+from maxtext_like.cli.arguments import (
+  initial_weights,
+  on_the_host,
+  parse_words,
+  print_notes,
+  require_keys,
+  verb_parser,
+  write_json,
+)
 from maxtext_like.config.files import SUFFIXES, model_names
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import new_file
@@ -39,24 +46,16 @@ that starts saturated"""
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like risk",
-    usage="maxtext-like risk DIR|CONFIG [--rows N] [--json FILE] [--tokens N] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EPILOG,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
+  usage = "DIR|CONFIG [--rows N] [--json FILE] [--tokens N] [key=value ...]"
+  parser = verb_parser("risk", usage, DESCRIPTION, EPILOG)
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help="checkpoint to read; the same as DIR")
   parser.add_argument("--rows", type=int, default=20, metavar="N", help="number of printed rows (20); 0: all")
   parser.add_argument("--json", type=new_file, metavar="FILE", help="write every row as JSON, with unrounded numbers")
   parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="number of tokens for the expected maximum (4096)")
   if argv and _names_configuration(argv[0]):
     return _initial(parser, argv)
-  options, overrides = parse_words(parser, _with_option(argv), {"checkpoint": "--checkpoint"})
-  if unknown := [word for word in overrides if word.startswith("-") or "=" not in word]:
-    raise UserError(f"risk: unknown word {unknown[0]!r}\n  fix: see maxtext-like risk --help")
+  options, rest = parse_words(parser, _with_option(argv), {"checkpoint": "--checkpoint"})
+  overrides = require_keys("risk", rest)
   if options.tokens < 100 or options.rows < 0:
     raise UserError(
       f"risk: --tokens {options.tokens} --rows {options.rows}: too small\n  fix: --tokens 100 or more, --rows 0 or more"
@@ -65,11 +64,10 @@ def run(argv: list[str]) -> int:
   from maxtext_like import risk
 
   found = risk(options.checkpoint, *overrides, tokens=options.tokens)
-  for note in found.notes:
-    print(f"note: {note}")
+  print_notes(found.notes)
   print(found.table(options.rows))
+  write_json(found, options.json)
   if options.json:
-    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     print(options.json)
   return NonFiniteError.exit_code if found.overflows else 0
 
@@ -81,7 +79,7 @@ def _names_configuration(word: str) -> bool:
 
 def _initial(parser: argparse.ArgumentParser, argv: list[str]) -> int:
   """Print the attention scores of random weights for ``CONFIG [overlay.yml ...] [key=value ...]``."""
-  options, overrides = parse_words(parser, argv[1:], {})
+  options, overrides = parse_words(parser, argv[1:])
   if options.checkpoint:
     raise UserError(f"risk: {argv[0]} is a configuration and --checkpoint names weights\n  fix: leave one of them out")
   on_the_host()
@@ -89,8 +87,8 @@ def _initial(parser: argparse.ArgumentParser, argv: list[str]) -> int:
 
   found = initial_risk(argv[0], *overrides)
   print(found)
+  write_json(found, options.json)
   if options.json:
-    Path(options.json).write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     print(options.json)
   return NonFiniteError.exit_code if found.note else 0
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from maxtext_like import load_config
 from maxtext_like.cli import local_processes
-from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration
+from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration, verb_parser
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import local_path
 from maxtext_like.errors import NonFiniteError
@@ -29,29 +29,13 @@ exit codes: 0 finite; 2 wrong usage, configuration or input; 3 not finite; 4 not
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  parser = argparse.ArgumentParser(
-    prog="maxtext-like xray",
-    usage="maxtext-like xray CONFIG [--checkpoint DIR] [--out DIR] [--all] [key=value ...]",
-    description=DESCRIPTION,
-    epilog=EXAMPLES,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-    exit_on_error=False,
-  )
-  parser.add_argument(
-    "--checkpoint",
-    type=checkpoint_path,
-    metavar="DIR",
-    help="a run, one of its checkpoints (with optimizer state), or a Hugging Face checkpoint",
-  )
-  parser.add_argument(
-    "--out", type=local_path, metavar="DIR", help="directory for xray.json and xray.html (default: runs/RUN_NAME-xray)"
-  )
-  parser.add_argument(
-    "--all", action="store_true", help="measure every tensor instead of the most important ones; compilation takes much longer"
-  )
+  usage = "CONFIG [--checkpoint DIR] [--out DIR] [--all] [key=value ...]"
+  parser = verb_parser("xray", usage, DESCRIPTION, EXAMPLES)
+  what = "a run, one of its checkpoints (with optimizer state), or a Hugging Face checkpoint"
+  parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help=what)
+  add_report_options(parser, "runs/RUN_NAME-xray")
   argv, count, devices = local_processes.take_options(argv)
-  options, words = parse_words(parser, argv, {})
+  options, words = parse_words(parser, argv)
   model, overrides = split_configuration("xray", DESCRIPTION, words, EXAMPLES)
   loaded = load_config(model, *overrides)
   if count is not None:
@@ -60,6 +44,14 @@ def run(argv: list[str]) -> int:
   from maxtext_like import xray_step
 
   return show(xray_step(loaded, checkpoint=options.checkpoint, everything=options.all), options.out)
+
+
+def add_report_options(parser: argparse.ArgumentParser, folder: str) -> None:
+  """Add the options of a report on a step: where it is written, ``folder`` by default, and which tensors are measured."""
+  what = f"directory for xray.json and xray.html (default: {folder})"
+  parser.add_argument("--out", type=local_path, metavar="DIR", help=what)
+  what = "measure every tensor instead of the most important ones; compilation takes much longer"
+  parser.add_argument("--all", action="store_true", help=what)
 
 
 def show(look: "StepReport", out: str | None) -> int:
