@@ -29,6 +29,7 @@ from maxtext_like.training.step.program import Stepper
 from maxtext_like.training.step.trainable import select
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
+from tests.tiers import slow
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step
 
 OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "steps=9"]
@@ -210,7 +211,7 @@ def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, 
   assert str(error.value).splitlines()[-1].endswith("for replay: [Errno 28] No space left on device")
 
 
-@pytest.fixture(params=["", "gs", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["", "gs", slow("s3")])
 def run(request, tmp_path) -> Path | Place:
   """Where a run is: on this machine or in a store."""
   if not request.param:

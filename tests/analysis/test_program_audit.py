@@ -18,6 +18,7 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import precision_of
 from maxtext_like.numerics import hlo
 from maxtext_like.training.step.train_step import TrainStep
+from tests.tiers import slow, tiers
 
 ONE = ["num_decoder_layers=1", "dtype=bfloat16", "max_target_length=128"]
 MODELS = {
@@ -55,7 +56,7 @@ def dishonest(keys: dict[str, audit_keys.KeyVerdict]) -> set[str]:
 # -- as it stands
 
 
-def every_model():
+def every_model() -> list[Any]:
   """Each model on TPUs; on GPUs one of each kind, where attention kernels and what goes around them differ.
 
   Models of one family differ only in sizes, so one or two of each run in CI, and the others at night.
@@ -65,14 +66,11 @@ def every_model():
           ("deepseek3-671b", "tpu"), ("deepseek3.2-671b", "cuda"), ("qwen3-8b", "tpu"), ("qwen3-30b-a3b", "tpu")}  # fmt: skip
   cuda = {"gemma3-4b", "gemma4-tiny", "gemma4-26b", "gemma4-31b", "gemma4-e2b", "deepseek3.2-671b", "qwen3-30b-a3b"}
   assert cuda < {*model_names()}
-  for model in model_names():
-    for platform in ("tpu", "cuda") if model in cuda else ("tpu",):
-      case = (model, platform)
-      marks = [] if case in quick else pytest.mark.slow if case in slow else pytest.mark.nightly
-      yield pytest.param(*case, marks=marks)
+  cases = [(model, platform) for model in model_names() for platform in (("tpu", "cuda") if model in cuda else ("tpu",))]
+  return tiers(cases, quick, slow)
 
 
-@pytest.mark.parametrize(("model", "platform"), list(every_model()))
+@pytest.mark.parametrize(("model", "platform"), every_model())
 def test_every_model_file_honors_every_key_and_nothing_works_unasked(model, platform):
   """At full width and depth: equal layers are one loop. The tiny models are float32 files, so here they run in bfloat16."""
   words = [model, "dtype=bfloat16"]
@@ -131,7 +129,7 @@ def test_a_precision_of_products_is_shown_by_float32_operands_alone():
   assert found.evidence.endswith("products highest")
 
 
-@pytest.mark.parametrize("model", ["gemma", *(pytest.param(m, marks=pytest.mark.slow) for m in ("deepseek", "moe", "vision"))])
+@pytest.mark.parametrize("model", ["gemma", slow("deepseek"), slow("moe"), slow("vision")])
 def test_products_in_float8_are_told_from_those_in_the_dtype(model):
   keys = keys_of([*MODELS[model], "matmul_dtype=float8"], "cuda")
   assert dishonest(keys) == set()
@@ -221,7 +219,7 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "no clamp" else []) for n in PLANTED])
+@pytest.mark.parametrize("name", tiers(PLANTED, slow=["no clamp"], quick=PLANTED.keys() - {"no clamp"}))
 def test_a_planted_dishonest_layer_is_found_by_its_key(name, monkeypatch):
   plant, model, words, expected = PLANTED[name]
   plant(monkeypatch)

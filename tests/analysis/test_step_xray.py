@@ -184,9 +184,7 @@ def products(jaxpr):
           yield from products(inner)
 
 
-@pytest.mark.parametrize(
-  "model", [name if name == "gemma3-tiny" else pytest.param(name, marks=pytest.mark.slow) for name in TINY]
-)
+@pytest.mark.parametrize("model", tiers(TINY, quick=["gemma3-tiny"], rest="slow"))
 def test_every_product_of_a_layer_has_the_layers_line(model):
   program = make_program(small_config(model, "dtype=bfloat16"))
   with use_mesh(program.model.mesh):

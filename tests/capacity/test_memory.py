@@ -15,6 +15,7 @@ from maxtext_like.layers.param import abstract, count
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from maxtext_like.training.step.program import make_program
+from tests.tiers import slow
 
 
 @functools.cache
@@ -249,10 +250,6 @@ def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other
   assert need.logits == raw - later(need, *table) + 4 * math.prod(program.spec["embedding"]["table"].shape)
   monkeypatch.setattr(LanguageModeling, "logit_bytes", lambda *_: 1000)
   assert on_a_gpu().logits == 0
-
-
-def slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from tests.tiers import slow
 
 TPU = configs_folder().parent / "tpu"
 
@@ -23,10 +24,6 @@ ADAFACTOR = ["max_target_length=2048", "opt_type=adafactor"]
 def planned(model: str, topology: str, *words: str) -> Plan:
   target = find_gpus(topology) or find_cpus(topology) or find_topology(topology)
   return plan(load_config(model, list(words)).config, target)
-
-
-def slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import count
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.step.program import TrainProgram, make_program
+from tests.tiers import slow
 
 TPU = configs_folder().parent / "tpu"
 NF4 = ("base_weights=nf4", "lora_rank=16", "lora_alpha=32", "weight_dtype=bfloat16", "max_target_length=2048")
@@ -122,10 +123,6 @@ def test_more_rows_a_chip_share_an_update():
     bounds.append(plan(dataclasses.replace(config, training=training), topology).roofline)
   assert bounds[0].binds == bounds[1].binds == "HBM"
   assert 1.5 * bounds[0].mfu < bounds[1].mfu < 2 * bounds[0].mfu
-
-
-def slow(*values):
-  return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import shutil
 import pytest
 from conftest import Runs, assert_bitwise_equal
 
+from tests.tiers import slow
+
 
 @pytest.fixture
 def copy(runs, unbroken):
@@ -65,9 +67,9 @@ def test_f70_a_finished_run_started_again(copy: Runs):
 @pytest.mark.parametrize(
   ("keys", "expected", "fix"),
   [
-    pytest.param({"dtype": "bfloat16"}, "params.w: checkpoint float32, this run bfloat16", "", marks=pytest.mark.slow),  # F13
+    slow({"dtype": "bfloat16"}, "params.w: checkpoint float32, this run bfloat16", ""),  # F13
     ({"heads": 8}, "model.heads: checkpoint 4, this run 8", "heads=4"),  # F14: no shape shows it
-    pytest.param({"width": 32}, "model.width: checkpoint 64, this run 32", "width=64", marks=pytest.mark.slow),  # F15
+    slow({"width": 32}, "model.width: checkpoint 64, this run 32", "width=64"),  # F15
   ],
 )
 def test_f13_f14_f15_another_configuration(copy: Runs, keys, expected, fix):

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from tests.tiers import slow
+
 ENDLESS = {"steps": 100_000, "checkpoint_interval": 100_000}
 
 
@@ -44,7 +46,7 @@ def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
 
 @pytest.mark.parametrize(
   "fault",
-  ["bad records", "bomb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("image", "fifo", "tokenizer", "cut off"))],
+  ["bad records", "bomb", slow("image"), slow("fifo"), slow("tokenizer"), slow("cut off")],
 )
 def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path, fault):
   """Exit 2 and one message: bad records far from the first, a FIFO where a file is wanted, a bomb, an archive cut off."""

@@ -12,6 +12,7 @@ import pytest
 from test_endings import can_mount
 
 from tests.processes import xla_flags
+from tests.tiers import slow
 
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
 MOUNTS = """
@@ -176,7 +177,7 @@ def test_nohup_is_left_as_it_is(train):
   assert "SIGHUP" not in train.log.read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 42, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), slow(signal.SIGTERM, 42)])
 def test_a_stop_does_not_wait_for_a_compilation(train, number, code):
   keys = {"num_decoder_layers": 200, "scan_layers": "false", "compilation_cache_dir": "null"}  # minutes
   process = train.start("a", **keys)

@@ -15,6 +15,7 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.training.step.initial_state import read_state
 from maxtext_like.training.step.program import make_program
+from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ DOWN = "['stack_1']['layer_0']['mlp']['down']"
 
 @pytest.mark.parametrize(
   ("moment", "value", "replayed"),
-  [("mu", np.nan, False), pytest.param("nu", np.inf, True, marks=pytest.mark.slow)],
+  [("mu", np.nan, False), slow("nu", np.inf, True)],
 )
 def test_in_the_optimizer_it_is_named_and_not_saved(trained, moment, value, replayed):
   runs, state = trained

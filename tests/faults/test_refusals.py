@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.tiers import slow
+
 ABSURD = "1" * 5000  # more digits than Python turns into a number
 
 
@@ -9,13 +11,11 @@ ABSURD = "1" * 5000  # more digits than Python turns into a number
   ("keys", "said"),
   [
     ({"output_dir": "abfs://bucket/runs"}, "output_dir = abfs://bucket/runs: "),
-    pytest.param({"run_name": "x" * 300}, "run_name has 300 bytes", marks=pytest.mark.slow),
+    slow({"run_name": "x" * 300}, "run_name has 300 bytes"),
     ({"output_dir": "x" * 300}, "File name too long"),
     ({"steps": ABSURD}, "64-bit int"),
-    pytest.param(
-      {"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is above the limit 10000", marks=pytest.mark.slow
-    ),
-    pytest.param({"sample_prompts": "[" * 30000}, "nested more than 20 deep", marks=pytest.mark.slow),
+    slow({"num_decoder_layers": 2**30}, "num_decoder_layers: 1073741824 is above the limit 10000"),
+    slow({"sample_prompts": "[" * 30000}, "nested more than 20 deep"),
   ],
   ids=lambda value: str(value)[:30],
 )

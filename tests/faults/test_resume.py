@@ -8,6 +8,8 @@ import time
 import pytest
 from conftest import TrainRuns
 
+from tests.tiers import slow
+
 SHORT = {"steps": 20, "checkpoint_interval": 10}
 
 
@@ -134,7 +136,7 @@ def test_going_on_with_other_values_from_steps_behind_links(train, a):
     ({"resume": "false"}, "resume=false would mix its checkpoints"),
     ({"init_from": "/nowhere"}, "init_from: /nowhere does not exist"),
     ({"data_shuffle_seed": 5}, "data_shuffle_seed: was 0, is 5"),
-    pytest.param({"opt_type": "lion"}, 'training.opt_type: checkpoint "adamw", this run "lion"', marks=pytest.mark.slow),
+    slow({"opt_type": "lion"}, 'training.opt_type: checkpoint "adamw", this run "lion"'),
   ],
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

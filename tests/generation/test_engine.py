@@ -13,6 +13,7 @@ from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.layers.param import init
 from maxtext_like.models.build import build_decoder, precision_of
+from tests.tiers import slow
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[2, 5, 9, 14, 33, 8, 7], [2, 61, 40]]
@@ -25,7 +26,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=["gemma4-e2b-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gemma4-e2b-tiny", slow("deepseek3.2-tiny")])
 def model(request):
   config = load_config(request.param, ["dtype=float32", *MODELS[request.param]]).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)

@@ -14,6 +14,7 @@ from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_confi
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
 from tests.models.test_golden import GOLDEN, QUICK, TOLERANCE, Case, rms
+from tests.tiers import tiers
 
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
 SHORTER = 3  # the second row's prompt is shorter by this many tokens, which padding follows
@@ -69,7 +70,7 @@ def run(decoder: Decoder, params, prompt, following, lengths):
   return decoder.head(params, jnp.concatenate([last, after.swapaxes(0, 1)], axis=1))
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK_CASES else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", tiers(CASES, quick=QUICK_CASES, rest="slow"))
 def test_logits_from_caches_are_those_of_the_whole_pass(name: str):
   case, at, logits = decode(name, "dtype=float32")
   want = np.take_along_axis(case.expected["fp32.base.logits"], at[..., None], axis=1)
@@ -80,9 +81,7 @@ IN_FLOAT16 = ("gemma3_text", "gemma4_e2b", "stress_fp16_mlp", "stress_fp16_visio
 """Without experts, whose choice rounding may flip: plain caches, shared ones, and the planted hazards."""
 
 
-@pytest.mark.parametrize(
-  "name", [n if n == "stress_fp16_vision" else pytest.param(n, marks=pytest.mark.slow) for n in IN_FLOAT16]
-)
+@pytest.mark.parametrize("name", tiers(IN_FLOAT16, quick=["stress_fp16_vision"], rest="slow"))
 def test_in_float16_caches_lose_no_more_than_transformers_does(name: str):
   """rms(ours - float32) <= 1.5 * rms(transformers' - float32); if transformers overflows, ours is finite and close."""
   case, at, logits = decode(name, "dtype=float16", "weight_dtype=float16")

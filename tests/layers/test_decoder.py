@@ -16,7 +16,7 @@ import pytest
 from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.context import CAPTURES, Context
 from maxtext_like.layers.per_layer import PerLayerInput
-from tests.tiers import tiers
+from tests.tiers import slow, tiers
 
 QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
 FOUR_LAYERS = (("num_decoder_layers", 4),)  # of Gemma 3: two rows of two, which is the least that is scanned
@@ -66,10 +66,6 @@ def close(a, b, tolerance=1e-4):
   jax.tree.map(leaf, a, b)
 
 
-def slow(*values):
-  return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in values]
-
-
 EVERY = ("gemma4-moe", "gemma4-e2b", "gemma3", "gemma4", "deepseek3", "deepseek3.2")
 
 
@@ -97,7 +93,7 @@ REMATTED = (("gemma4-e2b", "full"), ("gemma4-moe", "minimal"), ("gemma4-moe", "s
 """Each policy where a family has the most that it names: shared keys, experts, MLA with an indexer."""
 
 
-@pytest.mark.parametrize(("family", "policy"), [("gemma3", "full"), *slow(*REMATTED)])
+@pytest.mark.parametrize(("family", "policy"), [("gemma3", "full"), *tiers(REMATTED, rest="slow")])
 def test_remat_changes_no_number(family, policy, compiled, batch):
   layers = FOUR_LAYERS if family == "gemma3" else ()
   _, p, plain = compiled(family, changes=layers)
@@ -157,7 +153,7 @@ def test_minimal_keeps_the_same_products_where_devices_share_their_sums(tiny_dec
 # --- documents and padding ---
 
 
-@pytest.mark.parametrize("family", slow("gemma4-moe", "gemma4-e2b", "deepseek3.2"))
+@pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2"), rest="slow"))
 def test_documents_of_a_row_do_not_see_each_other(family, compiled, batch):
   _, p, step = compiled(family)
   (_, (logits, _)), _ = step(p, batch)
@@ -168,7 +164,7 @@ def test_documents_of_a_row_do_not_see_each_other(family, compiled, batch):
   assert (jnp.abs(after[0, :4] - logits[0, :4]).max(-1) > 1e-3).all()
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma4-moe", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma4-e2b", slow("gemma4-moe"), slow("deepseek3.2")])
 def test_a_packed_document_is_the_same_as_alone(family, compiled, batch):
   _, p, step = compiled(family)
   (_, (logits, _)), _ = step(p, batch)
@@ -189,7 +185,7 @@ def test_a_packed_document_is_the_same_as_alone(family, compiled, batch):
     np.testing.assert_allclose(jnp.sum(aux["moe_load"], -1), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gemma4-moe", *slow("gemma4-e2b", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma4-moe", slow("gemma4-e2b"), slow("deepseek3.2")])
 def test_padding_influences_no_token_no_statistic_and_no_gradient(family, compiled, batch):
   _, p, step = compiled(family)
   padding = batch["segments"] == 0
@@ -226,7 +222,7 @@ def test_positions_and_segments_have_defaults(family, tiny_decoder, random_param
 # --- parameters and captures ---
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma4-moe", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma4-e2b", slow("gemma4-moe"), slow("deepseek3.2")])
 def test_a_layer_s_parameters_act_at_that_layer(family, compiled, batch):
   decoder, p, step = compiled(family)
   (_, (_, aux)), _ = step(p, batch)
@@ -345,7 +341,7 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
     assert jnp.abs(second - own).max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", *slow("gemma4-moe", "deepseek3.2")])
+@pytest.mark.parametrize("family", ["gemma4-e2b", slow("gemma4-moe"), slow("deepseek3.2")])
 def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_params, batch):
   """enter, every row, leave, and back through them one row at a time, as an update inside the backward pass goes."""
   layers = {"num_decoder_layers": 4, "num_kv_shared_layers": 2} if family == "gemma4-e2b" else {}

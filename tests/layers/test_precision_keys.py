@@ -11,6 +11,7 @@ import pytest
 from maxtext_like.config.precision_keys import foreign_keys
 from maxtext_like.layers.precision import Precision
 from tests.layers.test_decoder import QUICK
+from tests.tiers import tiers
 
 LAYERS = {
   "gemma3": {"num_decoder_layers": 2},
@@ -47,7 +48,7 @@ def test_the_table_names_every_key():
   assert set(KEYS) | ELSEWHERE == {f.name for f in dataclasses.fields(Precision)}
 
 
-@pytest.fixture(params=[pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in EVERY])
+@pytest.fixture(params=tiers(EVERY, quick=QUICK, rest="slow"))
 def family(request):
   return request.param
 

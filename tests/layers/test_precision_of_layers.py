@@ -38,11 +38,6 @@ MIXED = {
 }
 
 
-def slow_but(family):
-  """Every family of ``MIXED``, all but one marked as slow."""
-  return [f if f == family else pytest.param(f, marks=pytest.mark.slow) for f in MIXED]
-
-
 @pytest.fixture(scope="module")
 def mixed(tiny_decoder):
   """mixed(family, **build) -> a bfloat16 decoder with the entries of ``MIXED``."""
@@ -90,7 +85,7 @@ def test_scan_is_the_loop(family, mixed, random_params, batch):
   assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize("family", slow_but("gemma3"))
+@pytest.mark.parametrize("family", tiers(MIXED, quick=["gemma3"], rest="slow"))
 def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batch):
   """The layers called one by one, each on what the decoder gave to it: the same numbers as in the decoder."""
   decoder = mixed(family)
@@ -172,7 +167,7 @@ def test_remat_changes_no_number(mixed, random_params, batch):
   assert relative(gradients(remat_policy="save_attention"), gradients()) < 1e-5
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK[1:])) for f in FAMILIES])
+@pytest.mark.parametrize("family", tiers(FAMILIES, quick=QUICK[1:], rest="slow"))
 def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(family, tiny_decoder, tiny_model, batch):
   """Keys x dtypes x kinds of layer: refused (``idle_reason``) where the layer's program would stay the same."""
   values: dict[str, Any] = dict.fromkeys(LAYER_KEYS, False) | {

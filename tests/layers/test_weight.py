@@ -26,7 +26,7 @@ from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product, products
 from tests.layers.equations import named
 from tests.layers.test_decoder import TWO_LAYERS, UNOPTIMIZED, close, objective
-from tests.tiers import tiers
+from tests.tiers import slow, tiers
 
 RANK, SCALE = 2, 0.5
 static = dataclasses.field(metadata={"static": True})
@@ -98,8 +98,7 @@ def is_weight(x: Any) -> bool:
   return isinstance(x, Weight)
 
 
-SLOW = pytest.mark.slow
-QUICK = ["gemma4-moe", *(pytest.param(f, marks=SLOW) for f in ("gemma4-e2b", "deepseek3.2"))]
+QUICK = ["gemma4-moe", slow("gemma4-e2b"), slow("deepseek3.2")]
 """Between them every kind of layer."""
 
 

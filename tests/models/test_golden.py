@@ -11,6 +11,7 @@ from maxtext_like.api.forward import evaluator, open_weights
 from maxtext_like.checkpoint.huggingface.inputs import make_batch
 from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
 from maxtext_like.layers.attention.rope import inverse_frequencies
+from tests.tiers import slow, tiers
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz") if "vision" not in path.parent.name)
@@ -154,9 +155,7 @@ def test_gradients(computed: tuple[Case, dict[str, dict[str, np.ndarray]]]):
   np.testing.assert_allclose(outputs["base"]["grad_global_norm"], norm, rtol=GRADIENT_TOLERANCE)
 
 
-@pytest.mark.parametrize(
-  "name", ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_moe", "deepseek32"))]
-)
+@pytest.mark.parametrize("name", ["gemma3_text", slow("gemma4_moe"), slow("deepseek32")])
 def test_both_faces_give_bitwise_the_same(name: str):
   case = Case(name)
   linen, nnx = (case.compute(["base"], f"module_api={api}")["base"] for api in ("linen", "nnx"))
@@ -182,7 +181,7 @@ def same_routing(case: Case, outputs: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize(
   ("name", "dtype"),
   [
-    *(pytest.param(name, "bf16", marks=[pytest.mark.slow] * (name not in ("gemma4_dense", "gemma4_moe"))) for name in CASES),
+    *tiers(((name, "bf16") for name in CASES), quick=[("gemma4_dense", "bf16"), ("gemma4_moe", "bf16")], rest="slow"),
     *((name, "fp16") for name in ("stress_fp16_mlp", "gemma4_e2b", "deepseek3_plain")),
   ],
 )

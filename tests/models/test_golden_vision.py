@@ -16,6 +16,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
 from maxtext_like.layers.param import init
 from tests.models.test_golden import GOLDEN, GRADIENT_TOLERANCE, QUICK, TOLERANCE, VARIANTS, Case, rms
+from tests.tiers import slow
 
 CASES = {  # and a way through the code for each
   "gemma3_vision": "scan, linen",
@@ -112,10 +113,10 @@ def test_gradients(computed: tuple[VisionCase, Outputs]):
   np.testing.assert_allclose(outputs["grad_global_norm"], norm, rtol=GRADIENT_TOLERANCE)
 
 
-LOW = [pytest.param(name, "bf16", "true", marks=pytest.mark.slow) for name in CASES]
-LOW += [pytest.param(name, "fp16", "true", marks=[pytest.mark.slow] * name.startswith("gemma")) for name in CASES]
-LOW += [pytest.param(name, "fp16", "false", marks=pytest.mark.slow) for name in ("gemma4_vision_large", "gemma4_vision_small")]
-LOW += [pytest.param("stress_fp16_vision", "fp16", "false")]
+LOW = [slow(name, "bf16", "true") for name in CASES]
+LOW += [slow(name, "fp16", "true") if name.startswith("gemma") else (name, "fp16", "true") for name in CASES]
+LOW += [slow(name, "fp16", "false") for name in ("gemma4_vision_large", "gemma4_vision_small")]
+LOW += [("stress_fp16_vision", "fp16", "false")]
 
 
 def low(name: str, dtype: str, pool: str) -> Outputs:
@@ -144,7 +145,7 @@ def larger(params: dict, factor: float) -> dict:
   return params | {"vision": vision}
 
 
-@pytest.mark.parametrize("pool", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pool", ["true", slow("false")])
 def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
   """Pooled features of 1e5 (golden), 4e5 and 3e7 after the factor sqrt(D), where float16 ends at 65504."""
   case = VisionCase("stress_fp16_vision")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.training.step.program import make_program
+from tests.tiers import slow
 from tests.training.small import batches, small_config
 from tests.training.test_parallelism import run
 
@@ -18,7 +19,7 @@ SEQUENCE = [*TINY, "num_kv_heads=2", "mlp_dim=8", "q_lora_rank=8", "kv_lora_rank
   ("model", "words"),
   [
     ("qwen3-moe-tiny", BATCH),  # load_balance_loss: huggingface
-    pytest.param("deepseek3-tiny", SEQUENCE, marks=pytest.mark.slow),
+    slow("deepseek3-tiny", SEQUENCE),
   ],
 )
 def test_losses_of_the_router_are_those_of_one_large_batch(model, words):

@@ -12,6 +12,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.training.run.run import train
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.train_step import UNKNOWN
+from tests.tiers import slow
 from tests.training.small import SMALL, batches, small_config
 
 SIZES = ("per_device_batch_size=4", "vocab_size=300", "numerics_every=1")
@@ -38,7 +39,7 @@ def gemma():
   return run("gemma3-tiny")
 
 
-@pytest.mark.parametrize("model", ["gemma3-tiny", pytest.param("deepseek3-tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gemma3-tiny", slow("deepseek3-tiny")])
 def test_values_and_gradients_are_those_of_each_layer(model, gemma):
   program, params, batch, metrics = gemma if model == "gemma3-tiny" else run(model)
   layers = len(program.model.decoder.layers)

@@ -98,9 +98,6 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
     memory.require_fit(program)
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
 @pytest.mark.tpu
 @pytest.mark.parametrize(
   "words",

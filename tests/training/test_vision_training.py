@@ -28,6 +28,7 @@ from maxtext_like.training.run.batches import first_batch
 from maxtext_like.training.step.program import TrainProgram, make_program
 from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import ROOT, environment
+from tests.tiers import nightly, slow
 
 GOLDEN = ROOT / "tests" / "golden"
 SMALL = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=32", "mlp_dim=48"]
@@ -218,12 +219,12 @@ def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
 @pytest.mark.parametrize(
   ("model", "name"),
   [
-    pytest.param("gemma3-tiny", "trained", marks=pytest.mark.slow),
-    pytest.param("gemma3-tiny", "projector", marks=pytest.mark.nightly),
-    pytest.param("gemma3-tiny", "frozen below an adapter", marks=pytest.mark.nightly),
-    pytest.param("gemma3-tiny", "projector beside an adapter", marks=pytest.mark.slow),
-    pytest.param("gemma3-tiny", "adapted over nf4", marks=pytest.mark.slow),
-    pytest.param("gemma4-e2b-tiny", "adapted", marks=pytest.mark.nightly),
+    slow("gemma3-tiny", "trained"),
+    nightly("gemma3-tiny", "projector"),
+    nightly("gemma3-tiny", "frozen below an adapter"),
+    slow("gemma3-tiny", "projector beside an adapter"),
+    slow("gemma3-tiny", "adapted over nf4"),
+    nightly("gemma4-e2b-tiny", "adapted"),
   ],
 )
 def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, name: str, pictures: Path):
@@ -275,8 +276,8 @@ def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
 @pytest.mark.parametrize(
   ("case", "tower"),
   [
-    pytest.param("gemma3_vision", "projector", marks=pytest.mark.nightly),
-    pytest.param("gemma4_vision_small", "trained", marks=pytest.mark.slow),
+    nightly("gemma3_vision", "projector"),
+    slow("gemma4_vision_small", "trained"),
   ],
 )
 def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, tower: str, pictures: Path, tmp_path: Path):

@@ -25,6 +25,7 @@ from maxtext_like.models.registry import FAMILIES, Family
 from tests.analysis.observed import observe
 from tests.models.test_golden import GOLDEN, QUICK, Case
 from tests.models.test_golden_vision import VisionCase
+from tests.tiers import tiers
 
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
 
@@ -63,9 +64,7 @@ def checked(name: str, dtype: str) -> None:
 QUICK_CASES = ("stress_fp16_mlp",)
 
 
-@pytest.mark.parametrize(
-  "name", [pytest.param(name, marks=[] if name in QUICK_CASES else [pytest.mark.slow]) for name in CASES]
-)
+@pytest.mark.parametrize("name", tiers(CASES, quick=QUICK_CASES, rest="slow"))
 def test_nothing_exceeds_its_bound(name: str):
   checked(name, "float32")
 

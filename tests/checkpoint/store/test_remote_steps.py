@@ -19,6 +19,7 @@ from maxtext_like.local_copies import FOLDER_VARIABLE
 from maxtext_like.storage import Place
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
+from tests.tiers import slow
 
 NUMBERS = itertools.count()
 CHECKSUMS = {"gs": ("crc32c", "md5"), "s3": ("etag",)}
@@ -30,7 +31,7 @@ def state(step):
   return {"x": jnp.arange(21.0).reshape(7, 3) * step, "deep": {"y": jnp.arange(5, dtype=jnp.bfloat16) + step}}
 
 
-@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["gs", slow("s3")])
 def steps(request, monkeypatch):
   """Where a run's steps are, empty. Clients try again at once."""
   store_of(request.param)
@@ -81,9 +82,7 @@ def test_steps_are_saved_kept_and_come_back(steps, monkeypatch, tmp_path):
     manifest.check_hashes(copied, manifest.read(copied))
 
 
-@pytest.mark.parametrize(
-  "damage", ["other bytes", *(pytest.param(damage, marks=pytest.mark.slow) for damage in ("gone", "shorter", "manifest"))]
-)
+@pytest.mark.parametrize("damage", ["other bytes", slow("gone"), slow("shorter"), slow("manifest")])
 def test_a_damaged_step_is_set_aside_and_the_one_before_it_used(steps, caplog, damage):
   save(steps, 10, 20)
   store = store_of(steps)
@@ -136,7 +135,7 @@ def test_steps_that_the_run_went_back_past_do_not_count(steps):
   assert restored(steps) == 20
 
 
-@pytest.mark.parametrize("wrong", ["lost", pytest.param("503", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wrong", ["lost", slow("503")])
 def test_a_store_that_fails_now_and_then_is_asked_again(steps, wrong):
   """Some writes fail, or are done and not answered, the manifest's first one among them: no step is torn."""
   count, published = itertools.count(), itertools.count()

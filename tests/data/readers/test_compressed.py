@@ -14,6 +14,7 @@ from maxtext_like.data.readers import compressed
 from maxtext_like.data.readers import lines as line_files
 from maxtext_like.data.readers.jsonl import JsonLines
 from maxtext_like.errors import UserError
+from tests.tiers import slow
 
 LEVEL = zstandard.ZstdCompressor(write_checksum=True)
 SKIPPABLE = (0x184D2A53).to_bytes(4, "little") + (3).to_bytes(4, "little") + b"abc"
@@ -162,7 +163,7 @@ print("grown by", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-@pytest.mark.parametrize("name", ["gz", pytest.param("zst", marks=pytest.mark.slow), "one long line"])
+@pytest.mark.parametrize("name", ["gz", slow("zst"), "one long line"])
 def test_bombs_are_refused_in_bounded_memory(name, tmp_path):
   path = tmp_path / ("a.jsonl" if " " in name else f"a.jsonl.{name}")
   with path.open("wb") as file:

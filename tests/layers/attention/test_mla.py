@@ -17,6 +17,7 @@ from maxtext_like.layers.attention.mla import MLA, MLAConfig
 from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
 from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.layers.precision import Precision
+from tests.tiers import slow
 
 B, T, D, N, R, C, Q, P, V = 2, 7, 11, 3, 6, 5, 5, 4, 2
 X_HEADS, X_DIM, TOPK = 3, 7, 3
@@ -162,8 +163,8 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_p
   ("sparse", "dtype", "tolerance"),
   [
     (True, "float32", 2e-6),
-    pytest.param(True, "bfloat16", 2e-2, marks=pytest.mark.slow),
-    pytest.param(False, "float32", 2e-6, marks=pytest.mark.slow),
+    slow(True, "bfloat16", 2e-2),
+    slow(False, "float32", 2e-6),
   ],
 )
 def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, tolerance, random_params, monkeypatch):

@@ -22,6 +22,7 @@ from maxtext_like.layers.vision.gemma3 import SiglipConfig
 from maxtext_like.models.build import build_decoder
 from tests.layers import eight_devices
 from tests.layers.conftest import _random_params
+from tests.tiers import slow
 
 EXACT = Precision(dtype="float32", matmul_precision="highest")
 TOWER = SiglipConfig(
@@ -50,7 +51,7 @@ def plain(q, k, v, real):
 
 @pytest.mark.parametrize(  # of 520 there are two tiles in blockwise, five in splash, the last not full
   ("P", "padded"),
-  [(100, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((520, True), (100, True), (520, False)))],
+  [(100, False), slow(520, True), slow(100, True), slow(520, False)],
 )
 def test_every_kernel_gives_values_and_gradients_of_attention_written_out(P, padded, monkeypatch):
   def of(name):

@@ -13,6 +13,7 @@ from maxtext_like.layers.param import Param
 from maxtext_like.models.row_norms import largest_clipped
 from maxtext_like.training.optimizers.by_layer import ByLayer
 from maxtext_like.training.optimizers.optimizer import decays, make_optimizer, make_schedule
+from tests.tiers import slow
 from tests.training.toy import toy_config
 
 OPT_TYPES = tuple(OPTIMIZERS)
@@ -142,7 +143,7 @@ def test_factored_moments_are_sharded_along_what_they_keep():
 
 
 @pytest.mark.parametrize(("rule", "rank"), [*((rule, 0) for rule in OPT_TYPES), ("adafactor", 3)])
-@pytest.mark.parametrize("weight_dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weight_dtype", ["float32", slow("float16")])
 def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
   """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""
   rng = np.random.default_rng(0)

@@ -14,11 +14,12 @@ from maxtext_like.training.run import remote_run_directory, run_directory
 from maxtext_like.training.run.remote_run_directory import RemoteLock, RemoteRunDirectory
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
+from tests.tiers import slow
 
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["gs", slow("s3")])
 def place(request, monkeypatch, tmp_path):
   """Where runs are, empty; and this machine's cache is."""
   store_of(request.param)

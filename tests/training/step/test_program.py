@@ -14,11 +14,12 @@ from maxtext_like.errors import UserError
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import ROOT, environment
+from tests.tiers import slow
 from tests.training.small import batches, losses, small_config
 from tests.training.test_parallelism import FEWER
 
 
-@pytest.mark.parametrize("model", ["gemma4-tiny", pytest.param("deepseek3.2-tiny", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gemma4-tiny", slow("deepseek3.2-tiny")])
 def test_the_faces_are_one_program(model):
   config = small_config(model)
   texts = {api: make_program(config, module_api=api).lower_step().as_text() for api in ("plain", "linen", "nnx")}

@@ -11,6 +11,7 @@ from maxtext_like.models.row_norms import clip, row_labels, row_squares, split_s
 from maxtext_like.training.objectives.language_modeling import LanguageModeling
 from maxtext_like.training.optimizers.optimizer import Optimizer
 from maxtext_like.training.step.train_step import NO_UPDATE, UNKNOWN
+from tests.tiers import slow
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
 
 CHECK, NO_CHECK = jnp.asarray(UNKNOWN), jnp.asarray([100.0, 100.0])  # the second is enough to do without a second look
@@ -84,7 +85,8 @@ def test_accumulation_equals_the_large_batch(plain):
   "words",
   [
     ["dtype=float16"],
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ([], ["gradient_accumulation_steps=4", "per_device_batch_size=1"])),
+    slow([]),
+    slow(["gradient_accumulation_steps=4", "per_device_batch_size=1"]),
   ],
 )
 def test_the_loss_is_told_the_cotangent_that_arrives(words):

@@ -13,6 +13,7 @@ from maxtext_like.layers.kernels.attention.blockwise import blockwise_attention
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, attend, choose
 from maxtext_like.layers.precision import Precision
+from tests.tiers import slow
 
 B, T, N, K, H, V = 2, 150, 4, 2, 6, 5
 Q, KEYS, VALUES, G = (
@@ -63,9 +64,9 @@ def test_float32_values_and_gradients(images, segments, window):
   [
     ("float32", True, True, 2e-6),
     ("bfloat16", True, True, 1.2e-2),
-    pytest.param("float16", True, False, 3e-3, marks=pytest.mark.slow),
-    pytest.param("bfloat16", False, True, 1.2e-2, marks=pytest.mark.slow),
-    pytest.param("float16", False, False, 6e-3, marks=pytest.mark.slow),
+    slow("float16", True, False, 3e-3),
+    slow("bfloat16", False, True, 1.2e-2),
+    slow("float16", False, False, 6e-3),
   ],
 )
 def test_values_and_gradients_with_a_soft_cap(dtype, product, softmax, tolerance):
@@ -79,7 +80,7 @@ def test_values_and_gradients_with_a_soft_cap(dtype, product, softmax, tolerance
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), ("float16", 3e-3)])
-@pytest.mark.parametrize(("product", "softmax"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("product", "softmax"), [(True, True), slow(False, False)])
 def test_low_precision_values_are_the_reference_s_and_gradients_near(dtype, tolerance, product, softmax):
   precision = Precision(dtype=dtype, float32_qk_product=product, float32_logits=softmax)
   ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 50)

@@ -27,6 +27,7 @@ from maxtext_like.numerics.attention_selfcheck import (
   cases,
   shape_class,
 )
+from tests.tiers import tiers
 
 needs_interpreter = pytest.mark.skipif(
   jax.__version_info__ < mosaic_flash._JAX, reason="before JAX 0.11 Pallas writes the kernels' loads otherwise"
@@ -87,14 +88,14 @@ def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, windo
 
 
 LONG_ROWS = [
-  pytest.param(*sizes, window, images, marks=[pytest.mark.slow] * (sizes == (32, 4, 4096) and not (window and images)))
+  (*sizes, window, images)
   for sizes in ((32, 4, 4096), (8, 4, 1024), (16, 16, 4096 + 128), (8, 1, 384))
   for window in (False, True)
   for images in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("N", "K", "length", "window", "images"), LONG_ROWS)
+@pytest.mark.parametrize(("N", "K", "length", "window", "images"), tiers(LONG_ROWS, LONG_ROWS[3:], LONG_ROWS[:3]))
 def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length, window, images, monkeypatch):
   """One turn with all heads, and several turns of queries with one head at a time, as 2 x 4096 with 4 heads has it."""
   reached = []

@@ -13,6 +13,7 @@ from maxtext_like.training.optimizers import moments
 from maxtext_like.training.optimizers.by_layer import ByLayer, take
 from maxtext_like.training.step.in_backward.part_update import PartUpdate, Updated
 from maxtext_like.training.step.program import make_program
+from tests.tiers import slow
 
 WORDS = (
   "num_decoder_layers=1", "weight_dtype=bfloat16", "optimizer_in_backward=true", "remat_policy=full",
@@ -22,7 +23,7 @@ PIECE = 3000
 """Numbers; the two tables have several times as many, and the norm has fewer."""
 
 
-@pytest.fixture(scope="module", params=[304, pytest.param(307, marks=pytest.mark.slow)], ids=["alike", "the last shorter"])
+@pytest.fixture(scope="module", params=[304, slow(307)], ids=["alike", "the last shorter"])
 def program(request):
   words = [*WORDS, "logits_via_embedding=false", f"vocab_size={request.param}"]
   return make_program(load_config("qwen3-tiny", words).config)
