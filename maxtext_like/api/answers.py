@@ -56,6 +56,7 @@ class GenerateOptions(TypedDict, total=False):
   stop: str | Sequence[str]
   stop_ids: Iterable[int]
   stop_strings: str | Sequence[str]
+  eos_token_id: int | Iterable[int] | None
   logprobs: bool
   slots: int
   int8_cache: bool
@@ -138,12 +139,15 @@ def require_options(of: Callable[..., Any], options: Mapping[str, Any]) -> None:
 def translated_options(of: Callable[..., Any], options: Mapping[str, Any], keys: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
   """Return the options together with options of transformers among the other keywords, and the remaining keywords.
 
+  None stands for the default of an option, except for ``eos_token_id``.
+
   Raises:
     UserError: an option of transformers is not supported, or the same option is set twice.
   """
   from maxtext_like.generation.transformers_options import translated
 
   found, others = translated(keys)
+  options, found = ({n: v for n, v in of.items() if v is not None or n == "eos_token_id"} for of in (options, found))
   if twice := [name for name in found if name in options]:
     raise UserError(f"{of.__name__}: {twice[0]}: set twice, also by its name in transformers\n  fix: remove one of the two")
   return {**options, **found}, others
@@ -179,8 +183,9 @@ def texts_of(
   """
   from maxtext_like.generation.prompts import chat_renderer, continuation, encode
   from maxtext_like.generation.sampling import Sampling
-  from maxtext_like.generation.stop import stop_tokens
+  from maxtext_like.generation.stop import named_tokens, stop_tokens
   from maxtext_like.generation.texts import Options, Texts
+  from maxtext_like.generation.transformers_options import ending_tokens
 
   # Options, and keywords that are none.
   own = {name: value for name, value in options.items() if name in GenerateOptions.__annotations__}
@@ -199,14 +204,16 @@ def texts_of(
   numbers_of = {name: given[name] for name in (*_REAL, "top_k", "min_tokens", "seed") if name in given}
   bias = {int(token): float(number) for token, number in (given.get("logit_bias") or {}).items()}
   sampling = Sampling(**numbers_of, logit_bias=bias, vocabulary=tokenizer.vocab_size)
-  # Tokens that end an answer: those of the model's files, of the chat template, and of the call.
+  # Tokens that end an answer: those of the model's files and of the chat template, or eos_token_id; and others of the call.
   stop, strings = ((named,) if isinstance(named := given.get(name, ()), str) else named for name in ("stop", "stop_strings"))
-  ends = stop_tokens(tokenizer, model.files, stop, model.config.model)
-  ends |= _require_ids(given.get("stop_ids", ()), vocabulary)
-  renderer = None
+  renderer, ends = None, frozenset[int]()
   if any(prompt.conversation is not None for prompt in listed):
-    renderer, of_answers = chat_renderer(model.config, tokenizer)
-    ends |= of_answers
+    renderer, ends = chat_renderer(model.config, tokenizer)
+  if "eos_token_id" in given:
+    ends = _require_ids("eos_token_id", ending_tokens(given["eos_token_id"]), vocabulary)
+  else:
+    ends = ends | stop_tokens(tokenizer, model.files, model.config.model)
+  ends |= named_tokens(tokenizer, stop) | _require_ids("stop_ids", given.get("stop_ids", ()), vocabulary)
   encoded = encode(listed, tokenizer, model.config.vision, renderer, special_tokens=model.config.data.special_tokens_in_text)
   seeds = given.get("seeds")
   made = Options(
@@ -224,7 +231,7 @@ def texts_of(
     turn=turn,
     **({"slots": given["slots"]} if "slots" in given else {}),
   )
-  sampling.values(vocabulary)  # checks the ids of biases before weights are read
+  sampling.values(vocabulary, ends)  # checks the biases before weights are read
   decode = lambda prompt, ids: continuation(tokenizer, prompt, ids)
   return listed, Texts(model.decoder_without_kernels, encoded, made, decode, mesh=model.mesh, on_clamped=on_clamped)
 
@@ -244,12 +251,12 @@ def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt
   return found
 
 
-def _require_ids(ids: Iterable[int], vocabulary: int) -> set[int]:
+def _require_ids(name: str, ids: Iterable[int], vocabulary: int) -> set[int]:
   given = list(ids) if isinstance(ids, Iterable) else [ids]
   for token in given:
-    if not isinstance(token, numbers.Integral) or not 0 <= token < vocabulary:
+    if not isinstance(token, numbers.Integral) or isinstance(token, bool) or not 0 <= token < vocabulary:
       raise UserError(
-        f"generate: stop_ids: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}",
+        f"generate: {name}: {token!r:.60}: the vocabulary has ids 0 to {vocabulary - 1}",
         fix=f"pass ids from 0 to {vocabulary - 1}",
       )
   return {int(token) for token in given}

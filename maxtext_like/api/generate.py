@@ -71,7 +71,8 @@ def generate(
     on_text: called with (index of the answer, new text) while answers are generated; only with complete characters.
     adapters: as for ``load``.
     keys: the same as ``overrides``, as Python values; ``tokenizer="bytes"`` for a checkpoint without a tokenizer. Options of
-      transformers' GenerationConfig are accepted too, or refused with the reason.
+      transformers' GenerationConfig are accepted too, or refused with the reason; ``eos_token_id`` replaces the model's tokens
+      that end an answer.
 
   Raises:
     UserError: a prompt, an image or an option is invalid.

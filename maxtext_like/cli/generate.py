@@ -44,10 +44,11 @@ exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 it do
 
 def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
-  options, overrides = _parse(argv)
+  options, overrides, defaults = _parse(argv)
   from maxtext_like import Prompt, load
   from maxtext_like.cli.forward import print_clamped
   from maxtext_like.generation.prompts import read_prompts
+  from maxtext_like.generation.transformers_options import typed
 
   if options.batch is None:
     images = tuple(str(Path(name).expanduser()) for name in options.images)
@@ -58,11 +59,14 @@ def run(argv: list[str]) -> int:
   else:
     prompts = read_prompts(Path(options.batch).expanduser())
   images = any(prompt.images for prompt in prompts)
+  named, overrides = typed(overrides)
   model = load(options.checkpoint, *overrides, images=images, adapters=options.adapters)
   print_notes(model.notes, file=sys.stderr)
   if suggested := _suggested(model, argv):
     print(f"note: generation_config.json suggests {suggested}, which is used only if you type it", file=sys.stderr)
-  wanted = {name: getattr(options, name) for name in _OPTIONS} | {"logit_bias": dict(options.logit_bias)}
+  # Options that were not typed can be set by their names in transformers.
+  wanted = {name: value for name in _OPTIONS if (value := getattr(options, name)) != defaults[name]} | named
+  wanted |= {"logit_bias": dict(options.logit_bias)} if options.logit_bias else {}
   if options.output is not None:
     return _to_file(model, prompts, options.output, wanted)
   shown: list[str] = []  # for a single answer: the prompt and its answer as it is generated
@@ -71,13 +75,14 @@ def run(argv: list[str]) -> int:
     shown.extend([text] if shown else [prompts[number].text, text])
     print("".join(shown) if len(shown) == 2 else text, end="", flush=True)
 
-  single = len(prompts) == options.n == 1
+  answers = wanted.get("n", 1)
+  single = len(prompts) == answers == 1
   found = model.generate(prompts, on_text=show if single else None, **wanted)
   if single:
     print("" if shown else prompts[0].text, flush=True)
   else:
     for place, answer in enumerate(found.answers):
-      number = f"{place // options.n + 1}" + (f".{answer.sample + 1}" if options.n > 1 else "")
+      number = f"{place // answers + 1}" + (f".{answer.sample + 1}" if answers > 1 else "")
       print(f"--- {number}\n{answer.prompt}{answer.text}")
   made = sum(len(answer.tokens) for answer in found.answers)
   if made > found.first_tokens:
@@ -138,7 +143,8 @@ def _rate(tokens: int, seconds: float) -> str:
   return f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, Any]]:
+  """Return the options, the words key=value, and the defaults of ``_OPTIONS``."""
   usage = "--checkpoint DIR (--prompt TEXT | --batch FILE.jsonl) [options] [key=value ...]"
   parser = verb_parser("generate", usage, DESCRIPTION, EPILOG)
   add = parser.add_argument
@@ -199,4 +205,4 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     raise UserError("generate: --output needs --batch\n  fix: --batch FILE.jsonl with the prompts, one on each line")
   if options.logprobs and options.output is None:
     raise UserError("generate: --logprobs needs --output\n  fix: --output FILE.jsonl, the file for the answers")
-  return options, require_keys("generate", rest)
+  return options, require_keys("generate", rest), {name: parser.get_default(name) for name in _OPTIONS}

@@ -17,6 +17,8 @@ from maxtext_like.layers.decoder import Decoder
 
 SLOTS = 64
 """Default of the largest number of answers that are generated at the same time."""
+LONGEST = 2**30
+"""Largest number of tokens of an answer; positions are int32."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,10 @@ def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
   lookup = decoder.cfg.lookup
   # The image token is never looked up, and some tables have no row for it.
   image = decoder.cfg.image_token_id if prompts.images is not None else None
-  if max_tokens < 1:
+  if not 1 <= max_tokens <= LONGEST:
     raise UserError(
-      f"the number of tokens to generate is {max_tokens}, but it must be 1 or more",
-      fix="write a larger number of tokens, such as 64",
+      f"the number of tokens to generate is {max_tokens}, but it must be from 1 to {LONGEST}",
+      fix="write another number of tokens, such as 64",
     )
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):

@@ -5,7 +5,7 @@
 B rows, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,12 @@ Values = dict[str, Any]
 
 _DIGIT = 2
 """Bits of a threshold that one pass over the logits finds. More bits read each row from the cache of the chip more often."""
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
+"""Smallest float32 that XLA does not round to 0."""
+_HOTTEST = 1e37
+"""Largest temperature. XLA rounds the reciprocal of a larger one to 0, and -inf * 0 is NaN."""
+_LARGEST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Sampling:
   """How a token is drawn. The fields are applied in this order: bias, penalties, temperature, top-k, top-p, min-p.
 
   Attributes:
-    logit_bias: numbers added to the logits, by token id.
+    logit_bias: numbers added to the logits, by token id; a token with -inf is never drawn.
     repetition_penalty: logits of tokens of the prompt and the answer so far are divided by this if they are positive, and
       multiplied if negative (Keskar et al. 2019); 1 changes nothing.
     presence_penalty: subtracted from the logits of tokens that the answer contains; 0 changes nothing.
@@ -77,20 +83,13 @@ class Sampling:
   seed: int = 0
 
   def __post_init__(self):
-    if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
-      raise UserError(
-        f"sampling has temperature {self.temperature}, top_k {self.top_k}, top_p {self.top_p}, min_p {self.min_p}\n"
-        "  fix: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1"
-      )
-    penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-    if not (self.repetition_penalty > 0 and np.isfinite(penalties).all() and self.min_tokens >= 0):
-      raise UserError(
-        f"sampling has repetition_penalty {penalties[0]}, presence_penalty {penalties[1]}, frequency_penalty {penalties[2]}, "
-        f"min_tokens {self.min_tokens}\n  fix: repetition_penalty > 0, min_tokens >= 0, finite penalties"
-      )
+    for name, (fits, words) in _RANGES.items():
+      value = getattr(self, name)
+      if not fits(value):  # also for NaN
+        raise UserError(f"sampling has {name}={value}", fix=f"choose {name} {words}")
     for token, bias in self.logit_bias.items():
-      if not (token >= 0 and np.isfinite(bias)):
-        raise UserError(f"logit_bias has {token}: {bias}\n  fix: ids of the vocabulary, and finite numbers")
+      if not (token >= 0 and bias < np.inf):
+        raise UserError(f"logit_bias has {token}: {bias}", fix="ids of the vocabulary, and numbers below infinity")
     if not 0 <= self.seed < 2**32:
       raise UserError(f"sampling has seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
 
@@ -109,11 +108,25 @@ class Sampling:
       logprobs=logprobs,
     )
 
-  def values(self, vocab_size: int) -> Values:
-    """Return the numbers that a program reads. ``vocab_size``: V."""
-    names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    values: Values = {name: np.float32(getattr(self, name)) for name in names}
-    values |= {"top_k": np.int32(self.top_k), "min_tokens": np.int32(self.min_tokens)}
+  def values(self, vocab_size: int, stop: Collection[int] = ()) -> Values:
+    """Return the numbers that a program reads.
+
+    A number that float32 cannot represent becomes the nearest one that it can: temperature=1e-50 draws as the smallest
+    temperature does, the most likely token.
+
+    Args:
+      vocab_size: V.
+      stop: tokens that end an answer.
+
+    Raises:
+      UserError: a bias belongs to a token outside the vocabulary, or no token can be drawn.
+    """
+    limited = lambda value: np.float32(min(max(value, -_LARGEST), _LARGEST))
+    values: Values = {name: limited(max(getattr(self, name), _SMALLEST)) for name in ("top_p", "min_p", "repetition_penalty")}
+    values["temperature"] = limited(min(max(self.temperature, _SMALLEST), _HOTTEST))
+    values |= {name: limited(getattr(self, name)) for name in ("presence_penalty", "frequency_penalty")}
+    values |= {name: np.int32(min(getattr(self, name), _LARGEST_INT)) for name in ("top_k", "min_tokens")}
+    drawn = np.ones(min(vocab_size, self.vocabulary or vocab_size), bool)
     if self.logit_bias:
       bias = np.zeros(vocab_size, np.float32)
       for token, number in self.logit_bias.items():
@@ -121,16 +134,36 @@ class Sampling:
           raise UserError(
             f"logit_bias has the token {token}: the vocabulary has ids 0 to {vocab_size - 1}", fix="remove the token"
           )
-        bias[token] = number
+        bias[token] = -np.inf if number == -np.inf else limited(number)
       values["bias"] = bias
+      drawn &= bias[: len(drawn)] > -np.inf
+    if self.min_tokens:
+      drawn[[token for token in stop if token < len(drawn)]] = False
+    if not drawn.any():
+      raise UserError(
+        "logit_bias and min_tokens leave no token that can be drawn", fix="allow one token: raise its logit_bias above -inf"
+      )
     return values
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+  "repetition_penalty": (lambda x: 0 < x < np.inf, "above 0"),
+  "presence_penalty": (lambda x: -np.inf < x < np.inf, "as a finite number"),
+  "frequency_penalty": (lambda x: -np.inf < x < np.inf, "as a finite number"),
+  "min_tokens": (lambda x: x >= 0, "of at least 0"),
+  "temperature": (lambda x: 0 <= x < np.inf, "of at least 0; 0 takes the most likely token"),
+  "top_k": (lambda x: x >= 0, "of at least 0; 0 keeps all tokens"),
+  "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps all tokens"),
+  "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1; 0 keeps all tokens"),
+}
+"""The numbers that each field accepts, and the words for them."""
 
 
 def allowed_tokens(logits_BV: jax.Array, rule: Rule, values: Values) -> jax.Array:
   """Return which tokens may be drawn, bool [B, V]. The most likely token is always included, and so are ties at a cut.
 
   Args:
-    logits_BV: float32, divided by the temperature.
+    logits_BV: float32, divided by the temperature; -inf for tokens that are not drawn.
     rule, values: of ``Sampling``.
   """
   keep = logits_BV > -jnp.inf
@@ -178,14 +211,20 @@ def draw(
   """
   logits = model = logits_BV.astype(jnp.float32)
   finite = jnp.all(jnp.isfinite(logits), axis=-1)
+  # Large options may overflow. Without infinities no difference and no product below is NaN.
+  limited = lambda x: jnp.clip(x, -_LARGEST, _LARGEST)
   if rule.bias:
-    logits = logits + values["bias"]
+    logits = limited(logits + jnp.maximum(values["bias"], -_LARGEST))
   if rule.penalties:
     assert prompt is not None
     assert counts is not None
     penalty = values["repetition_penalty"]
-    logits = jnp.where(prompt | (counts > 0), jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits = logits - values["presence_penalty"] * (counts > 0) - values["frequency_penalty"] * counts
+    repeated = limited(jnp.where(logits > 0, logits / penalty, logits * penalty))
+    logits = jnp.where(prompt | (counts > 0), repeated, logits)
+    logits = limited(logits - values["presence_penalty"] * (counts > 0))
+    logits = limited(logits - limited(values["frequency_penalty"] * counts))
+  if rule.bias:
+    logits = jnp.where(values["bias"] > -jnp.inf, logits, -jnp.inf)
   if barred is not None:
     logits = jnp.where(barred, -jnp.inf, logits)
   logits = logits[:, : rule.vocabulary or None]
@@ -193,7 +232,9 @@ def draw(
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     own = jnp.zeros(token.shape, jnp.float32)  # all probability is on this token
   else:
-    logits = logits / values["temperature"]
+    # Relative to the largest logit, a tiny temperature gives 0 and -inf, as the limit, and not several infinities.
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    logits = jnp.where(logits == top, 0.0, (logits - top) / values["temperature"])
     logits = jnp.where(allowed_tokens(logits, rule, values), logits, -jnp.inf)
     token = jax.vmap(jax.random.categorical)(keys_B, logits).astype(jnp.int32)
     own = _logprob(logits, token) if rule.logprobs else None

@@ -138,7 +138,7 @@ class Schedule:
     self._on_clamped = on_clamped
     self._rule = sampling.rule(logprobs=logprobs)
     # Inputs of every call are put on the device once.
-    self._values = jax.tree.map(jnp.asarray, sampling.values(decoder.cfg.embedding.vocab_size))
+    self._values = jax.tree.map(jnp.asarray, sampling.values(decoder.cfg.embedding.vocab_size, stop))
     self._stops = jnp.asarray(self._stop)
     self._int8, self._continues, self._mesh = int8_cache, continues, mesh
     # The context of a mesh surrounds single calls, and not the caller's code between two results.

@@ -9,21 +9,18 @@ from maxtext_like.errors import UserError
 from maxtext_like.strict_json import parse_file, printable
 
 
-def stop_tokens(
-  tokenizer: Tokenizer, directory: Path | None, names: Iterable[str] = (), model: ModelConfig | None = None
-) -> frozenset[int]:
-  """Returns the ids that end an answer: the tokenizer's eos, those of the model's files or configuration (Gemma's end of a
-  turn), and names.
+def stop_tokens(tokenizer: Tokenizer, directory: Path | None, model: ModelConfig | None = None) -> frozenset[int]:
+  """Returns the ids that end an answer: the tokenizer's eos, and those of the model's files or configuration (Gemma's end of a
+  turn).
 
   Args:
     tokenizer: tokenizer of the model.
     directory: folder with generation_config.json or config.json, whose ``eos_token_id`` is an id or a list; None for no files.
-    names: additional tokens, in the form of ``tokenizer.token_id``.
     model: the ``model:`` section. Its ids are used only if they include the tokenizer's eos; otherwise they belong to another
       tokenizer.
 
   Raises:
-    UserError: a name is not a token, or a file is malformed.
+    UserError: a file is malformed.
   """
   stops = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
   # The bytes tokenizer has Gemma's id of eos, but the other ids of Gemma's list are ordinary bytes.
@@ -31,6 +28,12 @@ def stop_tokens(
     stops.update(model.eos_token_ids)
   if directory is not None:
     stops |= _listed(directory)
+  return frozenset(stops)
+
+
+def named_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> set[int]:
+  """Returns the ids of tokens in the form of ``tokenizer.token_id``. Raises UserError if a name is not a token."""
+  found = set()
   for name in names:
     token = token_id(tokenizer, name)
     if token is None:
@@ -38,8 +41,8 @@ def stop_tokens(
         f"stop token {name!r}: the tokenizer has no such token\n"
         f"  fix: write a token as the tokenizer spells it, or one of: {', '.join(known_names(tokenizer)) or 'none here'}"
       )
-    stops.add(token)
-  return frozenset(stops)
+    found.add(token)
+  return found
 
 
 SUGGESTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -1,23 +1,34 @@
-"""Options of transformers' ``GenerationConfig`` as keywords of ``generate``: translated, or refused with the reason."""
+"""Options of transformers' ``GenerationConfig`` as keywords of ``generate``: translated, or refused with the reason.
 
+``tests/parity/test_generation_options.py`` compares the names with those of the installed transformers.
+"""
+
+import contextlib
+from collections.abc import Iterable
 from typing import Any
+
+import yaml
 
 from maxtext_like.errors import UserError
 
-_SUPPRESSED = -1e9  # added to the logit of a token that is never drawn
 _ONES = ("typical_p", "num_beams", "num_beam_groups", "length_penalty", "guidance_scale", "encoder_repetition_penalty")
 """Options that have no effect if they are 1. Other options have no effect if they are None, False, 0 or an empty list."""
 _IDS = ("pad_token_id", "bos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 """Options that are token ids, so that 0 is a value like any other."""
 
-_RENAMED = {
-  "max_new_tokens": "max_tokens",
-  "min_new_tokens": "min_tokens",
-  "num_return_sequences": "n",
-  "eos_token_id": "stop_ids",
-}
+SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings", "eos_token_id")
+"""Options with the same name and meaning here. None is the default, except for ``eos_token_id``: no token ends an answer."""
+_RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
+_TRANSLATED = ("do_sample", "suppress_tokens", "sequence_bias")
 _BEAMS = "beam search is not implemented; answers are sampled, or greedy with temperature=0"
+_SPECULATIVE = "speculative decoding is not implemented"
+_CACHES = "the caches are chosen by the layers: rings of the window, and full rows"
+_COMPILES = "programs are always compiled, for few shapes"
+_CAPTURES = "use `maxtext-like xray` or forward with captures"
+_LOGPROBS = "use logprobs=True, which returns log-probabilities of the drawn tokens"
+_TOKENS = "the prompts are texts, from which the ids are made"
 _REFUSED = {
+  # Fields of GenerationConfig.
   "max_length": "it counts the prompt too; use max_tokens, the largest length of an answer",
   "min_length": "it counts the prompt too; use min_tokens, the smallest length of an answer",
   "max_time": "answers end by tokens, not by time; use max_tokens",
@@ -30,6 +41,7 @@ _REFUSED = {
   "encoder_no_repeat_ngram_size": "models here have no encoder",
   "decoder_start_token_id": "models here have no encoder",
   "bad_words_ids": "only single tokens can be suppressed; use suppress_tokens",
+  "remove_invalid_values": "numbers that are not finite are an error, and are not replaced",
   "force_words_ids": _BEAMS,
   "constraints": _BEAMS,
   "num_beams": _BEAMS,
@@ -38,6 +50,7 @@ _REFUSED = {
   "length_penalty": _BEAMS,
   "early_stopping": _BEAMS,
   "penalty_alpha": "contrastive search is not implemented",
+  "low_memory": "contrastive search is not implemented",
   "dola_layers": "it is not implemented",
   "guidance_scale": "classifier-free guidance is not implemented",
   "watermarking_config": "watermarks are not implemented",
@@ -46,22 +59,56 @@ _REFUSED = {
   "forced_eos_token_id": "answers of the largest length end without a token",
   "begin_suppress_tokens": "it is not implemented; suppress_tokens applies to all positions",
   "token_healing": "it is not implemented",
-  "prompt_lookup_num_tokens": "speculative decoding is not implemented",
-  "assistant_early_exit": "speculative decoding is not implemented",
-  "assistant_model": "speculative decoding is not implemented",
-  "output_attentions": "use `maxtext-like xray` or forward with captures",
-  "output_hidden_states": "use `maxtext-like xray` or forward with captures",
-  "output_scores": "use logprobs=True, which returns log-probabilities of the drawn tokens",
-  "output_logits": "use logprobs=True, which returns log-probabilities of the drawn tokens",
-  "cache_implementation": "the caches are chosen by the layers: rings of the window, and full rows",
+  "use_mtp": _SPECULATIVE,
+  "is_assistant": _SPECULATIVE,
+  "num_assistant_tokens": _SPECULATIVE,
+  "num_assistant_tokens_schedule": _SPECULATIVE,
+  "assistant_confidence_threshold": _SPECULATIVE,
+  "assistant_lookbehind": _SPECULATIVE,
+  "target_lookbehind": _SPECULATIVE,
+  "assistant_ensemble_weight": _SPECULATIVE,
+  "speculation_type": _SPECULATIVE,
+  "prompt_lookup_num_tokens": _SPECULATIVE,
+  "max_matching_ngram_size": _SPECULATIVE,
+  "assistant_early_exit": _SPECULATIVE,
+  "output_attentions": _CAPTURES,
+  "output_hidden_states": _CAPTURES,
+  "output_scores": _LOGPROBS,
+  "output_logits": _LOGPROBS,
+  "cache_implementation": _CACHES,
+  "cache_config": f"{_CACHES}; int8_cache=True stores them in 8 bits",
+  "max_cache_len": "the caches have the length of the longest prompt with its answer",
+  "prefill_chunk_size": "prompts are always processed in chunks of at most 512 tokens",
+  "compile_config": _COMPILES,
+  "disable_compile": _COMPILES,
+  "continuous_batching_config": "batching is always continuous; slots sets the number of answers at the same time",
   "pad_token_id": "prompts are not padded with a token",
   "bos_token_id": "the tokenizer decides it",
+  # Other arguments of transformers' generate.
+  "generation_config": "pass its fields as keywords, as **config.to_diff_dict()",
+  "use_model_defaults": "options of generation_config.json are used only if they are passed",
+  "custom_generate": "code of a model repository is not run",
+  "assistant_model": _SPECULATIVE,
+  "assistant_tokenizer": _SPECULATIVE,
+  "logits_processor": "functions on logits are not supported; use logit_bias or the penalties",
+  "prefix_allowed_tokens_fn": "functions on logits are not supported; use logit_bias or the penalties",
+  "stopping_criteria": "answers end by tokens or texts; use stop, stop_ids or stop_strings",
+  "streamer": "use on_text, or model.stream",
+  "negative_prompt_ids": "classifier-free guidance is not implemented",
+  "negative_prompt_attention_mask": "classifier-free guidance is not implemented",
+  "synced_gpus": "the processes of a run always generate together",
+  "inputs": _TOKENS,
+  "input_ids": _TOKENS,
+  "attention_mask": _TOKENS,
 }
 _IGNORED_WHEN_TRUE = {
   "use_cache": "caches are always used",
-  "renormalize_logits": "probabilities are always normalized after the filters",
   "return_dict_in_generate": "the result is always an object",
 }
+_IGNORED = ("renormalize_logits", "transformers_version", "_from_model_config")
+"""Options that change no answer: probabilities are always normalized after the filters, and the others describe a file."""
+
+NAMES = frozenset({*SAME, *_RENAMED, *_TRANSLATED, *_REFUSED, *_IGNORED_WHEN_TRUE, *_IGNORED})
 
 
 def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -78,24 +125,18 @@ def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """
   options: dict[str, Any] = {}
   others: dict[str, Any] = {}
-
-  def add(name: str, option: str, value: Any) -> None:
-    if option in options:
-      raise UserError(f"generate: {name}: {option} is set twice\n  fix: remove one of the two")
-    options[option] = value
-
+  bias: dict[int, float] = {}
   for name, value in keys.items():
-    if name in _RENAMED:
+    if name in SAME:
+      options[name] = value
+    elif name in _RENAMED:
       if value is not None:
-        add(name, _RENAMED[name], [value] if name == "eos_token_id" and isinstance(value, int) else value)
-    elif name == "do_sample":
-      if not value:
-        add(name, "temperature", 0.0)
+        options[_RENAMED[name]] = value
     elif name == "suppress_tokens":
-      if value:
-        add(name, "logit_bias", dict.fromkeys(value, _SUPPRESSED))
+      bias |= dict.fromkeys(value or (), float("-inf"))
     elif name == "sequence_bias":
-      add(name, "logit_bias", _single_tokens(value))
+      for token, number in _single_tokens(value).items():
+        bias[token] = bias.get(token, 0.0) + number  # both apply, as in transformers
     elif name in _IGNORED_WHEN_TRUE:
       if value is False:
         raise UserError(f"generate: {name}=False: {_IGNORED_WHEN_TRUE[name]}\n  fix: remove it")
@@ -104,9 +145,42 @@ def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(
           f"generate: {name}={value!r:.60} is an option of transformers\n  why: {_REFUSED[name]}\n  fix: remove it"
         )
-    else:
+    elif name not in _IGNORED and name != "do_sample":
       others[name] = value
+  if not keys.get("do_sample", True):
+    options["temperature"] = 0.0  # greedy, whatever the temperature
+  return options | ({"logit_bias": bias} if bias else {}), others
+
+
+def typed(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+  """Divide words of a command line into options of transformers, as ``eos_token_id=[1,106]``, and other words.
+
+  Raises:
+    UserError: a value is not YAML.
+  """
+  options: dict[str, Any] = {}
+  others = []
+  for word in words:
+    name, _, text = word.partition("=")
+    if name not in NAMES:
+      others.append(word)
+      continue
+    try:
+      value = yaml.safe_load(text)
+    except yaml.YAMLError:
+      raise UserError(f"generate: {word}: the value is not YAML", fix=f"write {name}=5, {name}=[5, 6] or {name}=true") from None
+    if isinstance(value, str):
+      with contextlib.suppress(ValueError):
+        value = float(value)  # PyYAML reads 1e-6 as a text
+    options[name] = value
   return options, others
+
+
+def ending_tokens(value: Any) -> list[Any]:
+  """Return ``eos_token_id`` as a list. None is an empty list, because no token then ends an answer."""
+  if value is None:
+    return []
+  return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
 
 
 def _changes_nothing(name: str, value: Any) -> bool:

@@ -165,7 +165,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
     ({"stop_ids": 512}, "stop_ids: 512: the vocabulary"),
     ({"max_tokens": "5"}, "max_tokens='5': not a whole number"),
     ({"max_tokens": 2.5}, "max_tokens=2.5: not a whole number"),
-    ({"temperature": None}, "temperature=None: not a number"),
+    ({"temperature": "hot"}, "temperature='hot': not a number"),
     ({"on_text": True}, "on_text=True: not a function"),
     ({"temprature": 0}, "generate: unknown argument 'temprature', did you mean 'temperature'"),
     ({"max_token": 5}, "unknown argument 'max_token', did you mean 'max_tokens'"),

@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from maxtext_like import generate_file, load
+from maxtext_like import Prompt, generate, generate_file, load
+from maxtext_like.api.answers import texts_of
 from maxtext_like.api.generate_file import _name_of
 from maxtext_like.cli.main import main
 from maxtext_like.errors import NonFiniteError, UserError
@@ -27,6 +29,22 @@ def test_a_run_that_was_trained_further_is_another_model(tmp_path: Path):
 
   config = SimpleNamespace(precision=SimpleNamespace(dtype="float32"))
   assert name(10) == name(10) != name(20)
+
+
+def test_eos_token_id_replaces_the_tokens_of_the_model(folder: Path):
+  model = load(folder, "dtype=float32")
+  prompts = ["a", Prompt.chat("a")]
+
+  def stop(**options: Any) -> set[int]:
+    return set(texts_of(model, generate, prompts, options, turn=8)[1].options.stop)
+
+  assert stop() == {1, 4}
+  assert stop(stop_ids=[5], stop="pad") == {0, 1, 4, 5}
+  assert stop(eos_token_id=7) == {7}
+  assert stop(eos_token_id=[7, 9], stop_ids=[5]) == {5, 7, 9}
+  assert stop(eos_token_id=None) == stop(eos_token_id=[]) == set()
+  with pytest.raises(UserError, match="eos_token_id: True: the vocabulary has ids"):
+    stop(eos_token_id=True)
 
 
 @pytest.mark.slow

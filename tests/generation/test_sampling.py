@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.generation import sampling
-from maxtext_like.generation.sampling import Sampling, allowed_tokens
+from maxtext_like.generation.sampling import Rule, Sampling, allowed_tokens
 
 PROBS = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
 LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
@@ -62,10 +62,62 @@ def test_a_row_that_is_not_finite_is_told(bad, temperature):
   assert finite.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"top_k": -1}])
-def test_impossible_sampling_is_refused(options):
-  with pytest.raises(UserError, match="temperature >= 0"):
-    Sampling(**options)
+ODD = [0.0, -0.0, -1.0, 1e-50, 1e-38, 1e-30, 0.3, 1.0, 1e30, 1e39, 1e300, float("inf"), float("-inf"), float("nan")]
+ODD_INTEGERS = [-1, 0, 1, 3, 2**31 - 1, 2**31, 10**30]
+NUMBERS = {
+  **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), ODD),
+  **dict.fromkeys(("top_k", "min_tokens"), ODD_INTEGERS),
+}
+
+
+def test_every_number_is_honored_or_refused_by_name():
+  """Odd values of one number with ordinary, large and small values of the others: a token that may be drawn, never NaN."""
+  logits = jnp.asarray([[2.0, -1.0, 0.0, 3.0, 3.0], [-3e38, 3e38, 1e-30, -1e30, 0.0]], jnp.float32)
+  keys, prompt = jax.random.split(jax.random.key(0), 2), jnp.asarray([[True, True, False, True, False]] * 2)
+  counts, barred = jnp.asarray([[0, 7, 2, 0, 0]] * 2, jnp.int32), jnp.asarray([[False, False, False, False, True]] * 2)
+  run = jax.jit(sampling.draw, static_argnums=2)
+  others = [
+    {},
+    {"temperature": 1e-38, "top_p": 1e-50, "logit_bias": {1: 1e39, 2: float("-inf")}},
+    {"frequency_penalty": 1e300, "presence_penalty": -1e300, "repetition_penalty": 1e-40, "logit_bias": {1: -1e39}},
+  ]
+  refused = set()
+  for name, values in NUMBERS.items():
+    for value in values:
+      for other in others:
+        options = other | {name: value}
+        try:
+          how = Sampling(**options)
+        except UserError as error:
+          refused.add((name, str(value), f"{name}={value}" in str(error)))
+          continue
+        # One program for all of them.
+        rule = Rule(top_k=how.top_k > 0, top_p=True, min_p=True, bias=True, penalties=True, logprobs=True)
+        numbers = {"bias": np.zeros(5, np.float32)} | how.values(5)
+        found = run(logits, keys, rule, numbers, barred=barred, prompt=prompt, counts=counts)
+        assert found["finite"].all(), options
+        assert np.isfinite(found["logprob"]).all(), options
+        assert 4 not in found["token"], options
+        assert 2 not in found["token"] or "logit_bias" not in options or 2 not in options["logit_bias"], options
+  unbounded = {"inf", "-inf", "nan"}
+  assert all(named for *_, named in refused)
+  assert {name: {value for of, value, _ in refused if of == name} for name in NUMBERS} == {
+    "temperature": {"-1.0", *unbounded},
+    "top_p": {"0.0", "-0.0", "-1.0", "1e+30", "1e+39", "1e+300", *unbounded},
+    "min_p": {"-1.0", "1e+30", "1e+39", "1e+300", *unbounded},
+    "repetition_penalty": {"0.0", "-0.0", "-1.0", *unbounded},
+    "presence_penalty": unbounded,
+    "frequency_penalty": unbounded,
+    "top_k": {"-1"},
+    "min_tokens": {"-1"},
+  }
+
+
+def test_a_tiny_temperature_takes_the_top_token():
+  keys = jax.random.split(jax.random.key(2), 2)
+  for temperature in (1e-50, 1e-38, 1e-30, 1e-6):
+    tokens, finite = draw(300 * LOGITS, keys, Sampling(temperature=temperature))
+    assert (tokens.tolist(), finite.tolist()) == ([1, 3], [True, True])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
@@ -134,11 +186,16 @@ def test_importance_weights_of_filtered_draws_have_mean_one():
   assert not kept.all()
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 0.0}, {"presence_penalty": float("inf")}, {"min_tokens": -1}])
-def test_impossible_penalties_are_refused(options):
-  with pytest.raises(UserError, match="finite penalties"):
-    Sampling(**options)
+def test_impossible_biases_are_refused():
   with pytest.raises(UserError, match="logit_bias has -1"):
     Sampling(logit_bias={-1: 1.0})
+  for value in (float("inf"), float("nan")):
+    with pytest.raises(UserError, match=f"logit_bias has 2: {value}"):
+      Sampling(logit_bias={2: value})
   with pytest.raises(UserError, match="ids 0 to 4"):
     Sampling(logit_bias={5: 1.0}).values(5)
+  never = dict.fromkeys(range(4), float("-inf"))
+  assert Sampling(logit_bias=never).values(5)["bias"].tolist() == [float("-inf")] * 4 + [0.0]
+  for how, stop in ((Sampling(logit_bias=never, vocabulary=4), ()), (Sampling(logit_bias=never, min_tokens=1), (4, 9))):
+    with pytest.raises(UserError, match="leave no token"):
+      how.values(5, stop)

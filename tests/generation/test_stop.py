@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.data.tokenization.tokenizer import load_tokenizer
 from maxtext_like.errors import UserError
-from maxtext_like.generation.stop import stop_tokens, suggested_sampling
+from maxtext_like.generation.stop import named_tokens, stop_tokens, suggested_sampling
 from tests.generation.letters import write_letters
 
 
@@ -15,7 +15,7 @@ def test_the_files_of_the_model_and_names(tmp_path: Path):
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
   assert stop_tokens(tokenizer, None) == {1}
   assert stop_tokens(tokenizer, tmp_path) == {1}
-  assert stop_tokens(tokenizer, tmp_path, ["end_of_turn", "<start_of_turn>", "?"]) == {1, 3, 4, tokenizer.encode("?")[0]}
+  assert named_tokens(tokenizer, ["end_of_turn", "<start_of_turn>", "?"]) == {3, 4, tokenizer.encode("?")[0]}
   config, generation = tmp_path / "config.json", tmp_path / "generation_config.json"
   config.write_text('{"text_config": {"eos_token_id": 9}}')
   assert stop_tokens(tokenizer, tmp_path) == {1, 9}
@@ -30,7 +30,7 @@ def test_the_files_of_the_model_and_names(tmp_path: Path):
 def test_a_name_that_is_no_token_lists_those_that_are(tmp_path: Path):
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
   with pytest.raises(UserError, match=r"stop token 'user': .*\n.*one of: bos, eos, pad, start_of_turn, end_of_turn$"):
-    stop_tokens(tokenizer, None, ["user"])
+    named_tokens(tokenizer, ["user"])
 
 
 @pytest.mark.parametrize("value", ["x", -1, True, [1, "x"], [1.5], {"a": 1}])
