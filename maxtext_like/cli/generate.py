@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     shown.extend([text] if shown else [prompts[number].text, text])
     print("".join(shown) if len(shown) == 2 else text, end="", flush=True)
 
-  answers = wanted.get("n", 1)
+  answers = wanted.get("n") or wanted.get("num_return_sequences") or 1
   single = len(prompts) == answers == 1
   found = model.generate(prompts, on_text=show if single else None, **wanted)
   if single:
