@@ -28,7 +28,7 @@ BESIDES = {
   ),
   "sharding",  # of several processes one prints
   "storage",  # a word may be a URL
-  *("generation.prompts", "capacity.topologies", "training.sinks.output", "__version__"),
+  *("generation.prompts", "generation.transformers_options", "capacity.topologies", "training.sinks.output", "__version__"),
 }
 
 
