@@ -74,7 +74,7 @@ def page() -> str:
     "`maxtext-like config MODEL [overlay.yml ...] [key=value ...]` prints the result with the origin of every value.",
     "",
     "- On the command line a key may have its section: `steps=20` and `training.steps=20` are the same.",
-    "- Whole numbers have no point (`5`, not `5.0` or `5e0`). Underscores are allowed: `262_144`.",
+    "- Integers are written without a decimal point (`5`, not `5.0` or `5e0`). Underscores are allowed: `262_144`.",
     "- Bools are `true` and `false`. `null` is allowed if the type includes it. Lists are `[a, b]`.",
     "- Files are plain YAML, without tags, anchors, merge keys, second documents or duplicate keys.",
     "- Unknown keys, keys of another family, and precision keys that the model does not support are errors.",
@@ -146,7 +146,7 @@ def _family_page() -> list[str]:
 
 
 def _former_page() -> list[str]:
-  lines = ["", "## Former names", "", "They work until the next release, and a note says what to write.", ""]
+  lines = ["", "## Former names", "", "These names work until the next release, and a note says what to write instead.", ""]
   rows = [f"| `{former}` | `{present}` |" for former, present in former_names.RENAMED.items()]
   for key, values in former_names.RENAMED_VALUES.items():
     rows += [f"| `{key}: {former}` | `{key}: {present}` |" for former, present in values.items()]
@@ -158,11 +158,11 @@ def _maxtext_page() -> list[str]:
     "",
     "## MaxText's names",
     "",
-    "Model files of MaxText for these families load unchanged and define the same model as in MaxText: a vocabulary of 262144",
-    "for Gemma 3 (the released models have 262208), no routing groups for DeepSeek unless the file sets them, equal rotary",
-    "magnitudes. Choices that MaxText makes by the model's name (the layer pattern of E2B, the score scale of Gemma 3 27B) or",
-    "by the family (bidirectional attention within an image) are made here too. Training settings are not part of such a",
-    "file: the defaults above apply, and the run lists the differences to MaxText's defaults.",
+    "Model files of MaxText for these families load unchanged and define the same model as in MaxText. For example, Gemma 3 gets",
+    "MaxText's vocabulary of 262144 (the released models have 262208), DeepSeek has no routing groups unless the file sets them,",
+    "and both rotary magnitudes are equal. Settings that MaxText derives from the model's name (the layer pattern of E2B, the",
+    "score scale of Gemma 3 27B) or from the family (bidirectional attention within an image) are included. Training settings",
+    "are not part of such a file. For them the defaults above apply, and the run lists the differences to MaxText's defaults.",
     "",
     "MaxText's commands work: `train model_name=gemma3-4b steps=20` and `train configs/base.yml model_name=gemma3-4b`",
     "use this project's model file of that name. MaxText's own base.yml is not read.",
@@ -181,7 +181,7 @@ def _maxtext_page() -> list[str]:
     "| `mscale` in a model file | `mscale` and `mscale_all_dim` |",
     "| `shared_experts: 1` of Gemma 4 | always the case: a dense MLP in addition to the experts |",
     "",
-    "Accepted only with the value that these families (or the supported machines) have:",
+    "These keys are accepted only with the value that the families (or the supported machines) have:",
     "",
     "| key | value |",
     "|---|---|",
@@ -190,7 +190,7 @@ def _maxtext_page() -> list[str]:
     (key, ", ".join(f"{' or '.join(f'`{to_text(v)}`' for v in values)} ({', '.join(of)})" for of, values in by_family.items()))
     for key, by_family in maxtext.FIXED.items()
   )
-  lines += ["", "Accepted without effect; the run prints a note:", "", "| key | reason |", "|---|---|"]
+  lines += ["", "These keys are accepted but have no effect; the run prints a note:", "", "| key | reason |", "|---|---|"]
   lines += _grouped(maxtext.WITHOUT_EFFECT.items())
   return lines + [f"| `{key}` ({name}) | {why} |" for name, f in FAMILIES.items() for key, why in f.maxtext.ignored.items()]
 
