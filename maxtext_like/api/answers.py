@@ -149,7 +149,9 @@ def translated_options(of: Callable[..., Any], options: Mapping[str, Any], keys:
   found, others = translated(keys)
   options, found = ({n: v for n, v in of.items() if v is not None or n == "eos_token_id"} for of in (options, found))
   if twice := [name for name in found if name in options]:
-    raise UserError(f"{of.__name__}: {twice[0]}: set twice, also by its name in transformers\n  fix: remove one of the two")
+    raise UserError(
+      f"{of.__name__}: {twice[0]}: set twice, the second time by its name in transformers\n  fix: remove one of the two"
+    )
   return {**options, **found}, others
 
 

@@ -307,9 +307,9 @@ def compile_step(
   target = find_machine(topology, memory)
   if isinstance(target, GpuHost) and (xla_flags is not None or num_slices != 1):
     what = f"xla_flags={xla_flags}" if xla_flags is not None else f"num_slices={num_slices}"
-    raise UserError(f"compile: {what} is only for TPUs, and {target.name} is not a TPU\n  fix: leave it out")
+    raise UserError(f"compile: {what} is only for TPUs, and {target.name} is not a TPU\n  fix: remove it")
   if not isinstance(machine_code, bool) and machine_code != "quick":
-    raise UserError(f"compile: machine_code={machine_code!r}\n  fix: True, False or 'quick'")
+    raise UserError(f"compile: machine_code={machine_code!r} is not one of its values\n  fix: pass True, False or 'quick'")
   if num_slices < 1:
     raise UserError(f"compile: num_slices={num_slices} is less than 1\n  fix: num_slices=1 or more")
   c = load_config(config, *given).config

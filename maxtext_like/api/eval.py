@@ -71,9 +71,12 @@ def evaluate(
   if limit is not None:
     require_number(evaluate, "limit", limit)
     if limit <= 0:
-      raise UserError(f"evaluate: limit={limit}\n  fix: a number of documents, or a fraction below 1")
+      raise UserError(f"evaluate: limit={limit} is not above 0\n  fix: pass a number of documents, or a fraction below 1")
   if fewshot_as_multiturn and not apply_chat_template:
-    raise UserError("evaluate: fewshot_as_multiturn without a chat template\n  fix: apply_chat_template=True, or leave it out")
+    raise UserError(
+      "evaluate: fewshot_as_multiturn needs a chat template, which writes the turns\n"
+      "  fix: apply_chat_template=True, or leave fewshot_as_multiturn out"
+    )
   words(overrides, keys, evaluate)  # refuses a misspelled argument before the tasks are loaded
   from maxtext_like.evaluation.tasks import Tasks
 

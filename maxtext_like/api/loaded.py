@@ -41,4 +41,4 @@ def require_counts(of: Callable[..., Any], least: int = 1, **numbers: Any) -> No
     if value is not None:
       require_number(of, name, value, whole=True)
       if value < least:
-        raise UserError(f"{of.__name__}: {name}={value}\n  fix: at least {least}")
+        raise UserError(f"{of.__name__}: {name}={value} is too small\n  fix: pass at least {least}")

@@ -62,7 +62,7 @@ class Change:
       return "changes which parameters are trained"
     return {
       KeyClass.TRAINING: "training only",
-      KeyClass.MATHEMATICS: "the model computes something else: allow_model_change=true",
+      KeyClass.MATHEMATICS: "the model gives other results: allow_model_change=true",
     }.get(self.kind, "")
 
   @property
@@ -202,7 +202,7 @@ def require_same(
     first = f"{where}: the checkpoint has another model configuration{whose}:"
     lines.append("  why: the stored arrays do not fit this model")
   else:
-    first = f"{where}: this model computes something else than the checkpoint's model{whose}:"
+    first = f"{where}: this model gives other results than the checkpoint's model{whose}:"
     if computed:
       lines.append("  why: the weights were trained with the checkpoint's values")
     if untrained and comparison.adds is not None:

@@ -43,7 +43,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   weights = "weights to use: a run, one of its checkpoints, or a Hugging Face checkpoint"
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help=weights)
   what = (
-    "maximum relative error of loss, gradients (also of each array) and update (default: chosen by model and dtype, 0.5 to 2)"
+    "maximum relative error of loss, gradients (also of each array) and update (default: chosen by model and dtype, 0.5 to 3)"
   )
   parser.add_argument("--tolerance", metavar="X", type=float, help=what)
   options, words = parse_words(parser, argv)

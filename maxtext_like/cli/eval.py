@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
       help="folder with more task files; may be repeated")  # fmt: skip
   add("--num-fewshot", type=int, metavar="N", help="examples in a prompt (as each task says)")
   add("--limit", type=float, metavar="N", help="documents of each task, or a fraction below 1 (all)")
-  add("--batch-size", type=int, metavar="N", help="rows of a batch (as many as have 8192 tokens together)")
+  add("--batch-size", type=int, metavar="N", help="rows of a batch (as many as fit into 8192 tokens)")
   add("--max-length", type=int, metavar="N", help="longest input in tokens; longer ones lose their first tokens "
       "(the model's longest sequence)")  # fmt: skip
   add("--max-gen-toks", type=int, default=256, metavar="N", help="length of an answer, for tasks that do not set it (256)")

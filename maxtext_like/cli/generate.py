@@ -189,7 +189,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
       "spelled or by role: end_of_turn, user, ...; may be repeated")  # fmt: skip
   add("--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="a token id that ends an answer")
   add("--stop-string", action="append", default=[], dest="stop_strings", metavar="TEXT",
-      help="a text that ends an answer, which ends before it; may be repeated")  # fmt: skip
+      help="a text that ends an answer and is not part of it; may be repeated")  # fmt: skip
   add("--logprobs", action="store_true", help="with --output: write log-probabilities of the tokens")
   add("--slots", type=int, default=64, metavar="N",
       help="largest number of answers that are generated at the same time, a power of two (64)")  # fmt: skip

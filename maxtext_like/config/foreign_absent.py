@@ -39,7 +39,7 @@ _HUB = (
 _COMPILED = "every step is compiled"
 _READER = "documents are read, tokenized and packed in a background thread, without settings"
 _PREPARED = "data are read as they are, and no prepared copy is stored"
-_VERB = "the command says it: train, sft, generate, export and others are verbs (maxtext-like --help)"
+_VERB = "the verb of the command chooses it: train, sft, generate, export and others (maxtext-like --help)"
 _IMPLEMENTATION = "it chooses an implementation of another trainer; no result here depends on it"
 _MAXTEXT = "it belongs to a part of MaxText that this project lacks"
 _CAPACITY = "experts have no capacity limit: no token is dropped or padded"
@@ -54,12 +54,12 @@ _EVALUATION = "an evaluation computes eval_loss with the dtypes and batches of t
 _FLOAT8 = "products in float8 are one key, matmul_dtype=float8, without further settings"
 _QUANTIZATION = "weights are quantized only below an adapter (lora_rank with base_weights), without this setting"
 _PROFILER = "JAX's profiler traces the steps of profile_steps, without further settings"
-_XLA_DUMP = "XLA writes its programs itself: XLA_FLAGS=--xla_dump_to=DIR before the command"
+_XLA_DUMP = "XLA can write its programs: put XLA_FLAGS=--xla_dump_to=DIR before the command"
 _FILES_ONLY = (
   "the text comes from files (dataset, dataset_path, text_field), and this setting of other readers does not exist here"
 )
 _CACHE = "it is the directory of downloads; this program downloads nothing (compiled programs are in compilation_cache_dir)"
-_TOKENIZER = "the file of the tokenizer decides; nothing about it is changed here"
+_TOKENIZER = "the tokenizer's file decides it, and this project does not change the tokenizer"
 _STRUCTURE = (
   "decoder_block chooses a model family with its equations (`maxtext-like models` lists the models), and this setting of other "
   "models does not exist here"

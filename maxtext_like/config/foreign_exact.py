@@ -201,23 +201,25 @@ BY_VALUE: tuple[ByValue, ...] = (
   ),
   ByValue(
     "untie_embeddings_and_output_weights",
-    "logits_via_embedding is the opposite of it",
+    "logits_via_embedding has the opposite meaning",
     _flag("logits_via_embedding=false", "logits_via_embedding=true"),
     "write logits_via_embedding=true or false",
   ),
-  ByValue("bf16 use_bf16 bfloat16", "dtype is that of the activations", _flag(_BFLOAT16, _FLOAT32), "write dtype=bfloat16"),
-  ByValue("fp16 use_fp16 half float16", "dtype is that of the activations", _flag(_FLOAT16, ""), "write dtype=float16"),
-  ByValue("fp32 float32", "dtype is that of the activations", _flag(_FLOAT32, ""), "write dtype=float32"),
   ByValue(
-    "pure_bf16", "dtype is that of the activations, weight_dtype that of the parameters",
+    "bf16 use_bf16 bfloat16", "dtype is the dtype of the activations", _flag(_BFLOAT16, _FLOAT32), "write dtype=bfloat16"
+  ),
+  ByValue("fp16 use_fp16 half float16", "dtype is the dtype of the activations", _flag(_FLOAT16, ""), "write dtype=float16"),
+  ByValue("fp32 float32", "dtype is the dtype of the activations", _flag(_FLOAT32, ""), "write dtype=float32"),
+  ByValue(
+    "pure_bf16", "dtype is the dtype of the activations, weight_dtype the dtype of the parameters",
     _flag("dtype=bfloat16 weight_dtype=bfloat16", ""), "write dtype=bfloat16 weight_dtype=bfloat16",
   ),
   ByValue(
-    "mixed_precision", "dtype is that of the activations, weight_dtype that of the parameters",
+    "mixed_precision", "dtype is the dtype of the activations, weight_dtype the dtype of the parameters",
     {"bf16": _BFLOAT16, "fp16": _FLOAT16, "no": _FLOAT32}, "choose dtype and weight_dtype: float32, bfloat16 or float16",
   ),
   ByValue(
-    "precision", "dtype is that of the activations, weight_dtype that of the parameters",
+    "precision", "dtype is the dtype of the activations, weight_dtype the dtype of the parameters",
     {
       "bf16-mixed": _BFLOAT16, "16-mixed": _FLOAT16, "32": _FLOAT32, "32-true": _FLOAT32,
       "bf16-true": "dtype=bfloat16 weight_dtype=bfloat16",
@@ -239,15 +241,16 @@ BY_VALUE: tuple[ByValue, ...] = (
     _flag("remat_policy=none", ""), "choose remat_policy=none, minimal, save_outputs or full",
   ),
   ByValue(
-    "assistant_only_loss", "train_on says what of a conversation is learned: assistant, last or all",
+    "assistant_only_loss", "train_on says which part of a conversation is learned: assistant, last or all",
     _flag("data_format=chat train_on=assistant", "data_format=chat train_on=all"), "choose train_on=assistant, last or all",
   ),
   ByValue(
-    "train_on_inputs train_on_prompt train_on_input", "train_on says what of a conversation is learned: assistant, last or all",
+    "train_on_inputs train_on_prompt train_on_input",
+    "train_on says which part of a conversation is learned: assistant, last or all",
     _flag("data_format=chat train_on=all", "data_format=chat train_on=assistant"), "choose train_on=assistant, last or all",
   ),
   ByValue(
-    "mask_history", "train_on says what of a conversation is learned: assistant, last or all",
+    "mask_history", "train_on says which part of a conversation is learned: assistant, last or all",
     _flag("data_format=chat train_on=last", ""), "choose train_on=assistant, last or all",
   ),
 )  # fmt: skip

@@ -25,16 +25,16 @@ class Similar:
 _ROWS = "write per_device_batch_size=ROWS"
 _FILES = "write dataset=KIND dataset_path=FILES (jsonl, parquet, arrow, arrayrecord or text)"
 _WARMUP = "write warmup_steps_fraction=SHARE, which is the number of warm-up steps divided by the steps of the schedule"
-_VISION = "vision_tower says what is trained of the vision tower: trained, projector, frozen or adapted"
+_VISION = "vision_tower says which part of the vision tower is trained: trained, projector, frozen or adapted"
 _MODEL = "the first word of the command names the model, and init_from is the directory of its weights"
 _RUN_DIRECTORY = (
   "it is the directory of one run; here output_dir holds all runs, and run_name is the directory of this run in it"
 )
-_STORED = "weight_dtype is the dtype of the stored parameters, dtype that of the activations and matrix products"
+_STORED = "weight_dtype is the dtype of the stored parameters, dtype is the dtype of activations and matrix products"
 _MOMENTS = "mu_dtype and nu_dtype are the dtypes of the two moments: float32, bfloat16 or dynamic8"
 _QUANTIZED = "weights are quantized only below an adapter, and the formats are nf4, int8 and fp8_block"
 _ROPE = "rope_type is default, linear (Gemma 3) or yarn (DeepSeek), and each has its own keys"
-_PACKED = "one key, packing, is for training and evaluation"
+_PACKED = "the key packing applies to both training and evaluation"
 _DECAY = "weight decay is always decoupled and its strength is adam_weight_decay; norms, scalars and biases have none"
 
 NAMES: tuple[Similar, ...] = (
@@ -105,7 +105,7 @@ NAMES: tuple[Similar, ...] = (
           "each of the two decay rates has a key",
           "write adam_b1=FIRST adam_b2=SECOND"),
   Similar("eps epsilon",
-          "adam_eps is that of the optimizer, normalization_layer_epsilon that of the norms",
+          "adam_eps is the epsilon of the optimizer, normalization_layer_epsilon that of the norms",
           "write adam_eps=VALUE"),
   Similar("decoupled_weight_decay adamw_mask weight_decay_mask no_decay_params apply_wd_to_qk_layernorm "
           "no_weight_decay_cond_type do_layer_norm_weight_decay",
@@ -153,7 +153,7 @@ NAMES: tuple[Similar, ...] = (
           "write float32_logits=true or false"),
   Similar("offload_activations activation_offloading activation_offload enable_activation_offloading layer_offloading "
           "cpu_offloading fine_grained_activation_offloading",
-          "remat_offload says what waits in the host's memory for the backward pass: layer_inputs, kept or all",
+          "remat_offload says which activations are kept in host memory for the backward pass: layer_inputs, kept or all",
           "write remat_policy=full remat_offload=layer_inputs"),
   Similar("use_gradient_checkpointing recompute_granularity recompute_method recompute_num_layers recompute_modules "
           "activations_checkpoint_granularity activations_checkpoint_method activations_checkpoint_num_layers "
@@ -203,14 +203,14 @@ NAMES: tuple[Similar, ...] = (
           "write data_format=chat chat_template=FILE.jinja"),
   Similar("use_sft sft completion_only_loss completion_only train_on_responses_only train_on_completions_only "
           "train_on_turn train_on_eos roles_to_train answer_only_loss",
-          "train_on says what of a conversation is learned: assistant (every answer), last (those after the last user "
-          "message) or all",
+          "train_on says which part of a conversation is learned: assistant (every answer), last (those after the last "
+          "user message) or all",
           "write data_format=chat train_on=assistant"),
   Similar("shuffle_documents shuffle_dataset shuffle_data disable_shuffling shuffle_merged_datasets",
           "shuffle puts the documents in random order, another one in each epoch",
           "write shuffle=true or false"),
   Similar("temperature sampling_temperature",
-          "sample_temperature is that of the samples during training; generate has its own option",
+          "sample_temperature is the temperature of the samples during training; generate has its own option",
           "write sample_temperature=NUMBER"),
   # The start of a run and its output.
   Similar("model base_model pretrained model_path model_id model_name_or_path pretrained_model_name_or_path",
@@ -257,7 +257,7 @@ NAMES: tuple[Similar, ...] = (
           "max_to_keep is the number of newest checkpoints; keep_best keeps the best one as well",
           "write max_to_keep=N"),
   Similar("rng_seed random_seed manual_seed global_seed random_state",
-          "seed is that of the initial parameters, data_shuffle_seed that of the order of the documents",
+          "seed is the seed of the initial parameters, data_shuffle_seed that of the order of the documents",
           "write seed=N data_shuffle_seed=N"),
   Similar("async_save async_mode",
           "async_checkpointing writes checkpoints while training continues",
@@ -268,7 +268,7 @@ NAMES: tuple[Similar, ...] = (
           "write profile_steps=10-12"),
   # Model.
   Similar("hidden_dim",
-          "some models call the width of the residual stream so (emb_dim), others that of the MLP (mlp_dim)",
+          "some models use this name for the width of the residual stream (emb_dim), others for the width of the MLP (mlp_dim)",
           "write emb_dim=WIDTH or mlp_dim=WIDTH"),
   Similar("layer_norm_eps",
           "it is the epsilon of a LayerNorm; the norms of these models are RMSNorms, with normalization_layer_epsilon",
@@ -295,7 +295,7 @@ NAMES: tuple[Similar, ...] = (
           "rope_interleave says which two dimensions form a rotary pair (DeepSeek)",
           "write rope_interleave=true or false"),
   Similar("use_bidirectional_attention",
-          "use_bidirectional_image_attn lets the tokens of one image see each other",
+          "use_bidirectional_image_attn lets the tokens of one image attend to each other",
           "write use_bidirectional_image_attn=true or false"),
   Similar("moe_shared_expert_intermediate_size",
           "it is the width of all shared experts together; shared_experts counts them, each with a width of moe_mlp_dim",
@@ -304,8 +304,8 @@ NAMES: tuple[Similar, ...] = (
           "first_num_dense_layers is the number of leading layers without experts; all later layers have experts",
           "write first_num_dense_layers=N"),
   Similar("moe_aux_loss_coef router_aux_loss_factor load_balancing_loss_coef",
-          "load_balance_loss_weight is the weight of the loss that load_balance_loss defines, and a weight is right for "
-          "one definition only (docs/explanation/load-balancing.md)",
+          "load_balance_loss_weight is the weight of the loss that load_balance_loss defines, and a weight has another "
+          "effect for each definition (docs/explanation/load-balancing.md)",
           "choose load_balance_loss=maxtext, huggingface, deepseek_sequence or switch, and its load_balance_loss_weight"),
   Similar("router_z_loss_coef router_z_loss_coeff router_z_loss_multiplier router_z_loss",
           "router_z_loss_weight multiplies the sum over layers, where transformers takes the mean over layers",
@@ -334,7 +334,7 @@ NAMES: tuple[Similar, ...] = (
           "an adapter is switched on by its rank: LoRA, with lora_rslora and lora_dora for rsLoRA and DoRA",
           "write lora_rank=RANK"),
   Similar("alpha adapter_dim",
-          "lora_rank is the rank of the additions; they count lora_alpha / lora_rank",
+          "lora_rank is the rank of the additions; they are multiplied by lora_alpha / lora_rank",
           "write lora_rank=RANK lora_alpha=ALPHA"),
   Similar("rank_pattern alpha_pattern",
           "lora_rank_pattern and lora_alpha_pattern take the names that lora_modules takes",

@@ -8,11 +8,11 @@ from maxtext_like.errors import UserError
 
 _FIX_DAMAGED = "\n  fix: resume from another step, or start a new run (init_from loads the weights)"
 _HELD_OUT = (
-  "(eval_fraction applies if eval_interval is set: eval_interval=N goes on without the documents that were held out from "
-  "training, whether or not they were evaluated)"
+  "(eval_fraction applies only if eval_interval is set. With eval_interval=N the run resumes without the documents that were "
+  "held out from training, whether or not they were evaluated)"
 )
 _NOTHING_HELD_OUT = (
-  "(every document was used for training, because eval_interval was not set: do not set it, or evaluate separate files with "
+  "(every document was used for training, because eval_interval was not set. Leave it out, or evaluate separate files with "
   "eval_path if the dataset reads files)"
 )
 

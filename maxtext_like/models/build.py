@@ -101,7 +101,7 @@ def build_decoder(
     cfg = dataclasses.replace(cfg, vision=tower, image_token_id=vision.image_token_id)
   decoder = Decoder(cfg, precision, layers)
   if remat_offload != "none" and not decoder.loops:
-    why = "no two rows of its layers are equal" if scan_layers else "scan_layers is false"
+    why = "no layer or group of layers is repeated" if scan_layers else "scan_layers is false"
     raise ValueError(
       f"remat_offload = {remat_offload}: the layers do not run in a loop ({why}). Outside a loop, compilers keep offloaded "
       "arrays on the device\n  fix: remat_offload=none"

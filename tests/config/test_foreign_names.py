@@ -126,7 +126,7 @@ SIMILAR = {
   "torch_dtype": "weight_dtype is the dtype of the stored parameters",
   "out_dir": "it is the directory of one run",
   "data_path": "another trainer has prepared",
-  "hidden_dim": "others that of the MLP",
+  "hidden_dim": "others for the width of the MLP",
   "qk_head_dim": "transformers those with it too",
   "initial_scale_power": "not a power of 2",
   "load_in_4bit": "weights are quantized only below an adapter",

@@ -184,7 +184,7 @@ def test_nothing_is_held_out_where_nothing_evaluates(make, path):
   evaluated, trained = make(**given_, split="eval"), make(**given_)
   assert (trained.documents, evaluated.documents) == ({"": 32}, {"": 8})
   # A run of an earlier version held out 20 % without evaluating, and its state says so.
-  with pytest.raises(UserError, match=r"(?s)eval_fraction: was 0\.2, is 0\.0.*eval_interval=N goes on"):
+  with pytest.raises(UserError, match=r"(?s)eval_fraction: was 0\.2, is 0\.0.*eval_interval=N the run resumes"):
     source.set_state(trained.get_state())
   old = json.loads(json.dumps(trained.get_state()))
   del old["identity"]["special_tokens_in_text"]
@@ -248,7 +248,7 @@ def test_a_state_of_when_each_process_had_a_stream_of_its_own(make, path):
     ({"data_shuffle_seed": 3}, "data_shuffle_seed: was 0, is 3"),
     ({"length": 17}, "max_target_length: was 16, is 17"),
     ({"eval_fraction": 0.1}, r"eval_fraction: was 0\.0, is 0\.1"),
-    ({"eval_fraction": 0.1}, r"every document was used for training, because eval_interval was not set: .*eval_path"),
+    ({"eval_fraction": 0.1}, r"every document was used for training, because eval_interval was not set\. .*eval_path"),
     ({"special_tokens_in_text": "parse"}, "special_tokens_in_text: was literal, is parse"),
     ({"dataset_documents_max": 20}, "documents: was 40, is 20"),
     ({"dataset": "text"}, "dataset: was jsonl, is text"),

@@ -72,7 +72,7 @@ def test_layers_in_no_loop_keep_theirs_and_a_model_of_such_alone_is_refused():
   target = TOPOLOGIES["v6e-1"]
   found = plan(load_config("gemma3-tiny", words).config, target)
   assert [t.times for t in found.transfers] == [12, 12]
-  with pytest.raises(UserError, match="no two rows of its layers are equal"):
+  with pytest.raises(UserError, match="no layer or group of layers is repeated"):
     plan(load_config("gemma3-tiny", ["num_decoder_layers=1", *words[1:]]).config, target)
   with pytest.raises(UserError, match=r"remat_offload[^\n]*scan_layers is false[^\n]*\n  fix: remat_offload=none"):
     plan(load_config("gemma3-tiny", [*words, "scan_layers=false"]).config, target)

@@ -192,7 +192,7 @@ def require_counterpart(model: ModelConfig) -> None:
   if model.attn_logits_soft_cap is not None:
     raise UserError(
       f"attn_logits_soft_cap = {model.attn_logits_soft_cap:g}: transformers' classes of {model.decoder_block} do not cap "
-      "attention scores (Gemma 3's ignores attn_logit_softcapping), so an exported model would compute something else\n"
+      "attention scores (Gemma 3's ignores attn_logit_softcapping), so an exported model would give other results\n"
       "  fix: train with attn_logits_soft_cap=null before exporting"
     )
 

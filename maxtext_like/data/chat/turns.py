@@ -140,13 +140,13 @@ class Turns:
     if not prompt.startswith(before) and complete.startswith(prompt):
       return len(prompt)  # a text that does not ask for an answer has another ending, such as <|endoftext|>
     if not prompt.startswith(before) or not complete.startswith(before):
-      raise _NotFoundError(number, "the text before it depends on what comes after it")
+      raise _NotFoundError(number, "the text before the answer depends on later messages")
     asks = prompt[len(before) :]
     ends = [len(asks), *reversed([match.start() for match in self.own.finditer(asks)])]
     for end in ends:
       if end and complete.startswith(asks[:end], len(before)):
         return len(before) + end
-    raise _NotFoundError(number, "the prompt for it does not match the text before it")
+    raise _NotFoundError(number, "the prompt for the answer does not match the text before the answer")
 
   def _length(self, rest: str, alone: str, number: int) -> int:
     """Returns the length of the answer in ``rest``: through the token that ends the message when it is the last one.
@@ -157,11 +157,11 @@ class Turns:
     """
     ends = list(self.own.finditer(alone))
     if not ends or unmarked(alone[ends[-1].end() :]).strip():
-      raise _NotFoundError(number, "no special token ends it")
+      raise _NotFoundError(number, "no special token ends the answer")
     token = ends[-1].group()
     stop = next((found.end() for found in self.own.finditer(rest) if found.group() == token), None)
     if stop is None:
-      raise _NotFoundError(number, f"{token} does not end it in the complete conversation")
+      raise _NotFoundError(number, f"{token} does not end the answer in the complete conversation")
     if not _has_all_except_one_part(rest[:stop], alone[: ends[-1].end()]):
       raise _NotFoundError(number, f"the text up to the next {token} differs once other messages follow")
     return stop
@@ -175,7 +175,7 @@ class Turns:
     elif spelled := _THOUGHT.match(content):
       thought, content = spelled[2], content[spelled.end() :]
     if content.strip() not in said:
-      raise _NotFoundError(number, "its text is not in its turn, so the template drops or changes a part of it")
+      raise _NotFoundError(number, "its turn does not have the complete text, so the template drops or changes a part of it")
     return bool(thought.strip()) and thought.strip() not in said
 
   def _thinks(self, count: int) -> bool:

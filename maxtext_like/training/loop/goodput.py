@@ -24,7 +24,7 @@ PHASES = {
   "save": "waiting for checkpoints",
   "evaluate": "evaluating",
   "sample": "sampling",
-  "end": "explaining and writing at the end",
+  "end": "analyzing and writing at the end",
 }
 """Description of each phase for readers."""
 _LARGEST = 1e12
@@ -71,7 +71,7 @@ class Goodput:
     except FileNotFoundError:
       return
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      _log.warning("%s is damaged (%r); the time of earlier lives is not counted", path, error)
+      _log.warning("%s is damaged (%r); the time of earlier starts is not counted", path, error)
       return
     # Steps that are trained again did not count.
     lost = min(lost, seconds["steps"])

@@ -353,7 +353,7 @@ class Loop:
       self._read_launched()
       held = int(jax.device_get(self.state["step"]))  # smaller if the last step left the state unchanged
       if held != step:
-        self.progress.say(f"step {step} cannot be saved: the state is that of step {held}, but the data are past it")
+        self.progress.say(f"step {step} cannot be saved: the state is that of step {held}, but more data were read")
       elif self._spike is not None:
         self.progress.say(f"step {step} is not saved because its loss is a spike")
       elif self._save_and_wait(step) is not None:

@@ -74,5 +74,6 @@ def warning(step: int, row: Mapping[str, Any], config: Config) -> str | None:
   dtype = config.precision.weight_dtype
   said = f"step {step}: only {row[NAME]:.1%} of the update reached the stored weights (lowest {row[f'{NAME}/lowest']:.1%})"
   if dtype == "float32" or config.training.stochastic_rounding:
-    return f"{said}, although they are {'float32' if dtype == 'float32' else 'rounded stochastically'}: see the layers"
+    how = "float32" if dtype == "float32" else "rounded stochastically"
+    return f"{said}, although they are {how}. {NAME}/layers in metrics.jsonl has the share of each layer"
   return f"{said}: {dtype} rounds the rest away. stochastic_rounding=true keeps it on average, weight_dtype=float32 exactly"

@@ -275,7 +275,7 @@ def test_another_model_of_the_same_shapes_is_refused_unless_that_is_allowed(case
   config, key = read_config(GOLDEN / case / "checkpoint"), next(iter(change))
   model = dataclasses.replace(build(config.model), **change)
   with pytest.raises(
-    UserError, match=rf"something else than the checkpoint's.*:\n  {key}: config.json .*\n  why: .*\n  fix: {key}="
+    UserError, match=rf"other results than the checkpoint's.*:\n  {key}: config.json .*\n  why: .*\n  fix: {key}="
   ):
     require_same_model(config, model, GOLDEN)
   require_same_model(config, model, GOLDEN, allow_model_change=True)

@@ -301,12 +301,12 @@ def test_spelled_tokens_are_text(tokenizer):
 @pytest.mark.parametrize(
   ("source", "reason"),
   [
-    ("{% for m in messages %}{{ m.content }}{% endfor %}", "in message 2 cannot.*does not match the text before it"),
-    ("{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", "depends on what"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "in message 2 cannot.*does not match the text before the answer"),
+    ("{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", "on later messages"),
     ("{% for m in messages %}<|im_start|>{{ m.content }} end{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
-     "no special token ends it"),
+     "no special token ends the answer"),
     ("{% for m in messages %}<|im_start|>you<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
-     "its text is not in its turn"),
+     "its turn does not have the complete text"),
     ("{{ raise_exception('no ' + messages[0].role) }}", "refuses: no user"),
     ("{{ strftime_now('%Y') }}", "asks for the date"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),

@@ -76,4 +76,4 @@ def test_a_damaged_file_is_told_and_this_life_still_counts(clock, tmp_path, capl
   found = life(clock, steps=10.0, lost=5.0, directory=tmp_path)
   assert found["lives"] == 1
   assert found["seconds"]["lost"] == 0
-  assert "the time of earlier lives is not counted" in caplog.text
+  assert "the time of earlier starts is not counted" in caplog.text

@@ -71,7 +71,7 @@ def test_nothing_changed_and_nothing_is_told(told):
     (
       "sliding_window_size=16",
       "sliding_window_size=8",
-      "changed sliding_window_size: was 16, is 8 (the model computes something else: allow_model_change=true)",
+      "changed sliding_window_size: was 16, is 8 (the model gives other results: allow_model_change=true)",
     ),
     ("max_to_keep=3", "max_to_keep=1", "changed max_to_keep: was 3, is 1"),
   ],
