@@ -47,6 +47,36 @@ class Groups:
   kernel: Name = "ragged_dot"
 
 
+@dataclass(frozen=True)
+class Product:
+  """A product of activations and a weight: everything but the operands. Call it with x and an array or a ``Weight``.
+
+  Attributes:
+    precision: selects the dtype of the operands, see ``Precision.einsum``.
+    equation: einsum specification with x first, "BTD,DNH->BTNH". With ``groups``, an axis that only the weight has is the axis
+      of groups: "MD,EDF->MF" for rows sorted by expert.
+    groups: the rows of x that belong to each entry of the weight's first axis.
+    out, unbounded, large: as in ``Precision.einsum``. With ``groups`` only ``out`` applies, as in ``Precision.grouped``.
+  """
+
+  precision: Precision
+  equation: str
+  groups: Groups | None = None
+  out: str | None = None
+  unbounded: bool = False
+  large: bool = False
+
+  def __call__(self, x: jax.Array, weight: Any) -> jax.Array:
+    # A quantized or adapted weight has its own product.
+    if isinstance(weight, Weight):
+      return weight.product(self, x)
+    # Experts: one matrix per group of rows.
+    if self.groups is not None:
+      return self.precision.grouped(x, weight, self.groups.sizes, self.groups.kernel, out=self.out)
+    flags = {"out": self.out, "unbounded": self.unbounded, "large": self.large}
+    return _by_matrix(self.precision, Equation.of(self.equation), x, weight, **flags)
+
+
 class Weight(abc.ABC):
   """A weight that is not a plain array. A subclass is registered as a pytree; its leaves are the stored and trained arrays."""
 
@@ -67,18 +97,8 @@ class Weight(abc.ABC):
     return x, self
 
   @abc.abstractmethod
-  def product(
-    self,
-    precision: Precision,
-    equation: str,
-    x: jax.Array,
-    *,
-    groups: Groups | None = None,
-    out: str | None = None,
-    unbounded: bool = False,
-    large: bool = False,
-  ) -> jax.Array:
-    """Multiply x by this weight; see the function ``product``."""
+  def product(self, how: Product, x: jax.Array) -> jax.Array:
+    """Multiply x by this weight."""
 
   @abc.abstractmethod
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
@@ -104,25 +124,8 @@ def product(
   unbounded: bool = False,
   large: bool = False,
 ) -> jax.Array:
-  """Multiply x by a weight.
-
-  Args:
-    precision: selects the dtype of the operands, see ``Precision.einsum``.
-    equation: einsum specification with x first, "BTD,DNH->BTNH". With ``groups``, an axis that only the weight has is the axis
-      of groups: "MD,EDF->MF" for rows sorted by expert.
-    x: activations.
-    weight: an array or a ``Weight``.
-    groups: the rows of x that belong to each entry of the weight's first axis.
-    out, unbounded, large: as in ``Precision.einsum``. With ``groups`` only ``out`` applies, as in ``Precision.grouped``.
-  """
-  how = {"out": out, "unbounded": unbounded, "large": large}
-  # A quantized or adapted weight has its own product.
-  if isinstance(weight, Weight):
-    return weight.product(precision, equation, x, groups=groups, **how)
-  # Experts: one matrix per group of rows.
-  if groups is not None:
-    return precision.grouped(x, weight, groups.sizes, groups.kernel, out=out)
-  return _by_matrix(precision, Equation.of(equation), x, weight, **how)
+  """Multiply x by a weight, an array or a ``Weight``. The other arguments are the attributes of ``Product``."""
+  return Product(precision, equation, groups, out, unbounded, large)(x, weight)
 
 
 def products(
@@ -227,10 +230,10 @@ class Rounded(Weight):
   def _of(self, dtype: str) -> jax.Array:
     return self.narrow if self.narrow.dtype == dtype else self.stored
 
-  def product(self, precision: Precision, equation: str, x: jax.Array, *, unbounded: bool = False, **how: Any) -> jax.Array:
+  def product(self, how: Product, x: jax.Array) -> jax.Array:
     # An unbounded product is float32, so it uses the stored array.
-    own = self.stored if unbounded and precision.dtype == "float16" else self._of(precision.dtype)
-    return product(precision, equation, x, own, unbounded=unbounded, **how)
+    dtype = how.precision.dtype
+    return how(x, self.stored if how.unbounded and dtype == "float16" else self._of(dtype))
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     return lookup(precision, self.stored, index)

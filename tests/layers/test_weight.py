@@ -41,9 +41,9 @@ class Scaled(Weight):
   scale: jax.Array
   param: Param = static
 
-  def product(self, precision, equation, x, *, groups=None, **flags):
-    e = Equation.of(equation)
-    y = product(precision, equation, x, self.codes, groups=groups, **flags)
+  def product(self, how, x):
+    e, groups = Equation.of(how.equation), how.groups
+    y = how(x, self.codes)
     if groups is not None:
       return y * jnp.repeat(self.scale[:, 0], groups.sizes, axis=0, total_repeat_length=y.shape[0])
     return y * jnp.einsum(f"{e.weight}->{''.join(c for c in e.result if c in e.weight)}", self.scale)[self._spread(e)]
@@ -267,10 +267,9 @@ def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_de
     codes: Any
     param: Param = static
 
-    def product(self, precision, equation, x, **flags):
-      e = Equation.of(equation)
-      seen.append((e, self.param))
-      return product(precision, equation, x, self.codes, **flags)
+    def product(self, how, x):
+      seen.append((Equation.of(how.equation), self.param))
+      return how(x, self.codes)
 
     def lookup(self, precision, index):
       return lookup(precision, self.codes, index)

@@ -20,7 +20,7 @@ from maxtext_like.layers.dropout import Dropout
 from maxtext_like.layers.param import Param, constant, fan_in, stack
 from maxtext_like.layers.partition import joint_gradients
 from maxtext_like.layers.precision import Precision
-from maxtext_like.layers.weight import Equation, Groups, Weight, cast, lookup, product, values
+from maxtext_like.layers.weight import Equation, Product, Weight, cast, lookup, values
 
 LETTERS = "abcdefg"
 
@@ -120,38 +120,29 @@ class LowRank(Weight):
   magnitude: jax.Array | None = None
   dropout: Dropout | None = None
 
-  def product(
-    self,
-    precision: Precision,
-    equation: str,
-    x: jax.Array,
-    *,
-    groups: Groups | None = None,
-    out: str | None = None,
-    unbounded: bool = False,
-    large: bool = False,
-  ) -> jax.Array:
+  def product(self, how: Product, x: jax.Array) -> jax.Array:
     """Add the low-rank product to that of the base.
 
     The intermediate result is float32, because a float16 one could overflow. With groups it is float32 only if the sums are.
     The two products are small, so ``matmul_dtype`` does not apply to them."""
     # Find the letters of each factor in the equation.
-    e = Equation.of(equation)
+    e, groups = Equation.of(how.equation), how.groups
     group = "".join(e.weight[i] for i in self.layout.group)
     summed = "".join(e.weight[i] for i in self.layout.summed)
     kept = "".join(e.weight[i] for i in self.layout.kept)
     inner = "".join(c for c in e.x if c not in summed) + "r"
-    wide: dict[str, Any] = {"out": out} if groups is not None else {"out": "float32", "unbounded": unbounded}
-    given = {"groups": groups, "out": out, "unbounded": unbounded}
+    to_inner = f"{e.x},{group}{summed}r->{inner}"
+    by_a = dataclasses.replace(how, equation=to_inner, out="float32" if groups is None else how.out, large=False)
+    by_b = dataclasses.replace(how, equation=f"{inner},{group}r{kept}->{e.result}", large=False)
     # Multiply by a and by b, and add the product of the base.
     scale = self.scale if self.dropout is None else self.scale / (1 - self.dropout.rate)
     with jax.named_scope("lora"):
       seen = x if self.dropout is None else self.dropout(x)
       seen, a = joint_gradients(seen, self.a)
-      low = product(precision, f"{e.x},{group}{summed}r->{inner}", seen, a, groups=groups, **wide) * scale
+      low = by_a(seen, a) * scale
       low, b = joint_gradients(low, self.b)
-      added = product(precision, f"{inner},{group}r{kept}->{e.result}", low, b, **given)
-    total = product(precision, equation, x, self.base, large=large, **given) + added
+      added = by_b(low, b)
+    total = how(x, self.base) + added
     if self.magnitude is None:
       return total
     # DoRA: scale each output to its magnitude. This rounds a second time, by a factor of about one.
@@ -159,7 +150,7 @@ class LowRank(Weight):
       own = self
       if isinstance(self.base, Weight):
         own = dataclasses.replace(self, base=self.base.after(jax.lax.stop_gradient(total))[1])
-      factor = own._factor(precision)
+      factor = own._factor(how.precision)
       if groups is not None:  # each row has the factor of its expert
         factor = jnp.repeat(factor, groups.sizes, axis=0, total_repeat_length=total.shape[0])
       else:

@@ -24,7 +24,7 @@ from maxtext_like.layers.partition import as_stored
 from maxtext_like.layers.precision import PRODUCT, Precision
 from maxtext_like.layers.quantization.low_rank import Layout, one_layer
 from maxtext_like.layers.sharding_rules import RULES, Rules
-from maxtext_like.layers.weight import Groups, Weight, product
+from maxtext_like.layers.weight import Groups, Product, Weight
 
 FormName = Literal["bfloat16", "nf4", "int8", "fp8_block"]
 Arrays = dict[str, jax.Array]
@@ -433,22 +433,13 @@ class Quantized(Weight):
     x, row = jax.lax.optimization_barrier((x, self.row))
     return x, dataclasses.replace(self, row=row)
 
-  def product(
-    self,
-    precision: Precision,
-    equation: str,
-    x: jax.Array,
-    *,
-    groups: Groups | None = None,
-    out: str | None = None,
-    unbounded: bool = False,
-    large: bool = False,
-  ) -> jax.Array:
+  def product(self, how: Product, x: jax.Array) -> jax.Array:
     """Multiply x by the dequantized weight."""
-    sizes = None if groups is None else groups.sizes
-    how = _How(precision, equation, None if groups is None else groups.kernel, out, unbounded, large)
-    made: Any = _product(how, x, sizes, self)
-    return checkpoint_name(made, PRODUCT) if groups is None else made
+    if how.groups is None:
+      made: Any = _product(how, None, x, None, self)
+      return checkpoint_name(made, PRODUCT)
+    # The sizes of the groups are an operand of the custom derivative.
+    return _product(dataclasses.replace(how, groups=None), how.groups.kernel, x, how.groups.sizes, self)
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Raise a TypeError: a quantized weight is never a table."""
@@ -459,39 +450,34 @@ class Quantized(Weight):
     return dataclasses.replace(self, dtype=precision.dtype)
 
 
-@dataclass(frozen=True)
-class _How:
-  """The settings of a product."""
-
-  precision: Precision
-  equation: str
-  kernel: Any
-  out: str | None
-  unbounded: bool
-  large: bool
-
-  def __call__(self, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> jax.Array:
-    groups = None if sizes is None else Groups(sizes, self.kernel)
-    values = weight.values(weight.dtype or self.precision.dtype)
-    flags = {"groups": groups, "out": self.out, "unbounded": self.unbounded, "large": self.large}
-    return product(self.precision, self.equation, x, values, **flags)
+def _dequantized_product(how: Product, kernel: Any, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> jax.Array:
+  groups = None if sizes is None else Groups(sizes, kernel)
+  return dataclasses.replace(how, groups=groups)(x, weight.values(weight.dtype or how.precision.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: _How, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> Any:
-  """Multiply by the dequantized weight. The backward pass dequantizes it again."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(how: Product, kernel: Any, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> Any:
+  """Multiply by the dequantized weight. The backward pass dequantizes it again.
+
+  Args:
+    how: the product without its groups.
+    kernel: name of the grouped kernel; None without groups.
+    x: activations.
+    sizes: rows of each group; None without groups.
+    weight: the weight.
+  """
   x, weight = weight.after(x)
-  return how(x, sizes, weight)
+  return _dequantized_product(how, kernel, x, sizes, weight)
 
 
-def _product_forward(how, x, sizes, weight):
-  return _product(how, x, sizes, weight), (x, sizes, weight)
+def _product_forward(how, kernel, x, sizes, weight):
+  return _product(how, kernel, x, sizes, weight), (x, sizes, weight)
 
 
-def _product_backward(how, saved, g):
+def _product_backward(how, kernel, saved, g):
   x, sizes, weight = saved
   g, weight = weight.after(g)
-  (dx,) = jax.vjp(lambda x: how(x, sizes, weight), x)[1](g)
+  (dx,) = jax.vjp(lambda x: _dequantized_product(how, kernel, x, sizes, weight), x)[1](g)
   return dx, None, None
 
 
