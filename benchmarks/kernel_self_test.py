@@ -23,8 +23,9 @@ from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.kernels.attention.registry import Case, Name, kernel
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision.attention import case_of
-from maxtext_like.models.attention_kernels import shape_of, verdict_each, versions
+from maxtext_like.models.attention_kernels import shape_of
 from maxtext_like.models.build import build_decoder
+from maxtext_like.models.kernel_verdicts import verdict_each, versions
 from maxtext_like.numerics.attention_selfcheck import ShapeClass, self_test
 
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")

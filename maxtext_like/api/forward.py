@@ -196,21 +196,23 @@ def _settle_kernels(weights: "Weights | StepWeights", loaded: "Loaded", batch: d
   """Give the decoder attention kernels that pass their self-test on this device; return a note for each fused kernel."""
   import jax
 
-  from maxtext_like.models.attention_kernels import settle
+  from maxtext_like.models.attention_kernels import Rows, settle
+  from maxtext_like.models.kernel_verdicts import Target
 
   patches = None
   if "pixel_values" in batch:
     positions = batch.get("image_position_ids")
     patches = loaded.config.vision.patches if positions is None else positions.shape[-2]
-  weights.decoder, uses = settle(
-    weights.decoder,
-    length=batch["tokens"].shape[1],
-    images="token_types" in batch,
-    patches=patches,
-    segments="segments" in batch,
-    device=jax.local_devices()[0],
+  device = jax.local_devices()[0]
+  target = Target(
+    platform=jax.default_backend(),
+    capability=getattr(device, "compute_capability", None),
+    device=device,
     cache=loaded.config.logging.compilation_cache_dir,
   )
+  images, segments = "token_types" in batch, "segments" in batch
+  rows = Rows(length=batch["tokens"].shape[1], images=images, patches=patches, segments=segments)
+  weights.decoder, uses = settle(weights.decoder, rows, target)
   return [f"attention: {use}" for use in uses if use.is_notable]
 
 

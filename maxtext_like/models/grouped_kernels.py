@@ -2,42 +2,35 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from maxtext_like.errors import UserError
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.grouped_matmul import registry
 from maxtext_like.layers.moe.moe import Experts
-from maxtext_like.models.attention_kernels import Verdicts, verdict_each
+from maxtext_like.models.kernel_verdicts import Target
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.grouped_selfcheck import GroupedShape, grouped_shape, self_test
 
 
 def settle(
   decoder: Decoder,
+  target: Target,
   *,
   asked: registry.Choice,
-  platform: str,
   tokens: int,
   ways: int,
-  device: Any = None,
-  cache: str | None = None,
   test: Callable[[GroupedShape], list[CaseResult]] = self_test,
-  known: Verdicts | None = None,
 ) -> tuple[Decoder, str]:
   """Return the decoder with a kernel that passed its self-test, and a note about the test ("" if there is nothing to report).
 
   Args:
     decoder: the model, with its kernel.
+    target: the devices that it will run on.
     asked: the kernel that the configuration selects.
-    platform: where the program will run.
     tokens: tokens of one device.
     ways: number of devices that share the experts.
-    device: device for the test; None: there is none (ahead of time), so nothing is tested.
-    cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
-    known: verdicts of ``first_shapes``; None to test them here.
 
   Raises:
     UserError: a kernel that the configuration names failed. "auto" falls back to the next kernel, which is tested too.
@@ -46,16 +39,15 @@ def settle(
   name = decoder.cfg.grouped
   if not layers or not registry.kernel(name).fused:
     return decoder, ""
-  if device is None:
+  if (device := target.device) is None:
     return decoder, "not self-tested: there is no device"
   # Test the kernel. With "auto", try the next one until one passes or a kernel needs no test.
   failed: dict[registry.Name, str] = {}
   seconds: list[float] = []
   while registry.kernel(name).fused:
     shapes = _shapes(layers, name, tokens=tokens, ways=ways)
-    if known is None or not all(shape in known for shape in shapes):
-      known = verdict_each([(shape, test) for shape in shapes], device, cache)
-    verdicts = [known[shape] for shape in shapes]
+    target = target.tested([(shape, test) for shape in shapes])
+    verdicts = [target.known[shape] for shape in shapes]
     seconds += [max(times)] if (times := [s for _, s in verdicts if s is not None]) else []  # they run at the same time
     problem = next((problem for problem, _ in verdicts if problem), "")
     if not problem:
@@ -66,8 +58,8 @@ def settle(
         "  fix: grouped_product=auto, which falls back to another kernel"
       )
     failed[name] = problem
-    capability = getattr(device, "compute_capability", None)
-    wanted = [registry.Case(platform=platform, dtype=s.dtype, sums=s.sums, capability=capability) for s in shapes]
+    on = {"platform": target.platform, "capability": target.capability}
+    wanted = [registry.Case(dtype=shape.dtype, sums=shape.sums, **on) for shape in shapes]
     name = registry.choose("auto", *wanted, without=tuple(failed)).name
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, grouped=name))
   if failed:

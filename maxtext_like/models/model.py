@@ -20,10 +20,11 @@ from maxtext_like.layers.moe.expert_parallel import SLACK
 from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.sharding_rules import Rules
-from maxtext_like.models import grouped_kernels, norm_kernels
-from maxtext_like.models.attention_kernels import KernelUse, first_shapes, plain_tower, settle, verdict_each
+from maxtext_like.models import attention_kernels, grouped_kernels, norm_kernels
+from maxtext_like.models.attention_kernels import KernelUse, Rows, plain_tower
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.float8_products import require_units
+from maxtext_like.models.kernel_verdicts import Target, Tests
 from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.numerics import attention_selfcheck, grouped_selfcheck, norm_selfcheck
 from maxtext_like.sharding.divisibility import copied_kv_heads, require_divisible
@@ -216,34 +217,33 @@ def make_model(
   require_divisible(decoder.params(), t.max_target_length, decoder.cfg.rules, mesh)
   # Choose the kernels of attention, experts and norms, and test all of them at the same time.
   rules = decoder.cfg.rules
-  of_attention: dict[str, Any] = {
-    "length": t.max_target_length,
-    "images": config.vision.use_multimodal,
-    "patches": config.vision.patches if config.vision.use_multimodal else None,
-    "context": rules.ways("sequence", mesh),
-    "segments": not one_document,
-    "capability": capability,
-  }
+  target = Target(
+    platform=platform, devices=mesh.size, capability=capability, device=device, cache=config.logging.compilation_cache_dir
+  )
+  rows = Rows(
+    length=t.max_target_length,
+    images=config.vision.use_multimodal,
+    patches=config.vision.patches if config.vision.use_multimodal else None,
+    context=rules.ways("sequence", mesh),
+    segments=not one_document,
+  )
   of_experts: dict[str, Any] = {
     "tokens": max(1, round(t.per_device_batch_size * t.max_target_length * mesh.size / rules.ways("batch", mesh))),
     "ways": rules.ways("expert", mesh),
   }
-  of_norms: dict[str, Any] = {"asked": t.norm_kernel, "platform": platform, "devices": mesh.size, "capability": capability}
-  cache, known = config.logging.compilation_cache_dir, None
-  if device is not None:
-    tests = [(shape, grouped_selfcheck.self_test) for shape in grouped_kernels.first_shapes(decoder, **of_experts)]
-    if runs_attention:
-      tests += [(shape, attention_selfcheck.self_test) for shape in first_shapes(decoder, **of_attention)]
-      tests += [(shape, norm_selfcheck.self_test) for shape in norm_kernels.first_shapes(decoder, **of_norms)]
-    known = verdict_each(tests, device, cache)
+  tests: Tests = [(shape, grouped_selfcheck.self_test) for shape in grouped_kernels.first_shapes(decoder, **of_experts)]
+  if runs_attention:  # generation computes no attention over complete rows, and no gradients of norms
+    attention = attention_kernels.first_shapes(decoder, rows, target)
+    tests += [(shape, attention_selfcheck.self_test) for shape in attention]
+    of_norms = norm_kernels.first_shapes(decoder, target, asked=t.norm_kernel)
+    tests += [(shape, norm_selfcheck.self_test) for shape in of_norms]
+  target = target.tested(tests)
+  # Settle each kind of kernel with these verdicts. With "auto", another kernel may be tested then.
   kernels, norms = (), ""
-  if not runs_attention:
-    decoder = plain_tower(decoder)
+  if runs_attention:
+    decoder, kernels = attention_kernels.settle(decoder, rows, target)
+    decoder, norms = norm_kernels.settle(decoder, target, asked=t.norm_kernel)
   else:
-    decoder, kernels = settle(decoder, **of_attention, device=device, cache=cache, known=known)
-  decoder, verdict = grouped_kernels.settle(
-    decoder, asked=t.grouped_product, platform=platform, **of_experts, device=device, cache=cache, known=known
-  )
-  if runs_attention:  # generation has no gradients
-    decoder, norms = norm_kernels.settle(decoder, **of_norms, device=device, cache=cache, known=known)
+    decoder = plain_tower(decoder)
+  decoder, verdict = grouped_kernels.settle(decoder, target, asked=t.grouped_product, **of_experts)
   return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict, norms=norms)

@@ -2,58 +2,44 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.kernels.norm import registry
-from maxtext_like.models.attention_kernels import Verdicts, verdict_each
+from maxtext_like.models.kernel_verdicts import Target
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.norm_selfcheck import NormShape, self_test
 
 
 def settle(
   decoder: Decoder,
+  target: Target,
   *,
   asked: registry.Choice,
-  platform: str,
-  devices: int,
-  capability: str | None = None,
-  device: Any = None,
-  cache: str | None = None,
   test: Callable[[NormShape], list[CaseResult]] = self_test,
-  known: Verdicts | None = None,
 ) -> tuple[Decoder, str]:
   """Return the decoder, and a note about its kernel ("" if it uses XLA and nothing failed).
 
   Args:
     decoder: the model.
+    target: the devices that it will run on.
     asked: the kernel that the configuration selects.
-    platform: where the program will run.
-    devices: number of devices of the mesh.
-    capability: CUDA compute capability of the devices; None if they are not NVIDIA GPUs or not known.
-    device: device for the test; None: there is none (ahead of time), so nothing is tested.
-    cache: folder of stored verdicts; None: they are not stored.
     test: the self-test.
-    known: verdicts of ``first_shapes``; None to test them here.
 
   Raises:
     UserError: the configuration names the kernel, but it does not support the model or failed.
   """
-  norm = decoder.layers[0].cfg.norm
-  case = registry.Case(platform=platform, capability=capability, devices=devices, dim=norm.dim)
   try:
-    name = registry.choose(asked, case)
+    name = registry.choose(asked, _case(decoder, target))
   except ValueError as error:
     raise UserError(str(error)) from error
   if name == "xla":
     return decoder, ""
   words = f"{name} for gradients of norms"
-  if device is None:
+  if (device := target.device) is None:
     return _with(decoder, name), f"{words}, not self-tested: there is no device"
-  if known is None:
-    known = verdict_each([(shape, test) for shape in _shapes(decoder)], device, cache)
-  verdicts = [known[shape] for shape in _shapes(decoder)]
+  target = target.tested([(shape, test) for shape in _shapes(decoder)])
+  verdicts = [target.known[shape] for shape in _shapes(decoder)]
   problem = next((problem for problem, _ in verdicts if problem), "")
   if not problem:
     seconds = [s for _, s in verdicts if s is not None]
@@ -70,15 +56,17 @@ def settle(
   )
 
 
-def first_shapes(
-  decoder: Decoder, *, asked: registry.Choice, platform: str, devices: int, capability: str | None = None
-) -> list[NormShape]:
+def first_shapes(decoder: Decoder, target: Target, *, asked: registry.Choice) -> list[NormShape]:
   """Return the shapes to test the kernel with; none for XLA. Arguments: as for ``settle``."""
-  case = registry.Case(platform=platform, capability=capability, devices=devices, dim=decoder.layers[0].cfg.norm.dim)
   try:
-    return [] if registry.choose(asked, case) == "xla" else _shapes(decoder)
+    return [] if registry.choose(asked, _case(decoder, target)) == "xla" else _shapes(decoder)
   except ValueError:  # ``settle`` reports it
     return []
+
+
+def _case(decoder: Decoder, target: Target) -> registry.Case:
+  dim = decoder.layers[0].cfg.norm.dim
+  return registry.Case(platform=target.platform, capability=target.capability, devices=target.devices, dim=dim)
 
 
 def _shapes(decoder: Decoder) -> list[NormShape]:

@@ -18,9 +18,10 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.layers.vision.attention import case_of
-from maxtext_like.models import attention_kernels
-from maxtext_like.models.attention_kernels import plain_tower, settle
+from maxtext_like.models import attention_kernels, kernel_verdicts
+from maxtext_like.models.attention_kernels import Rows, plain_tower, settle
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.models.kernel_verdicts import Target
 from maxtext_like.models.model import make_model
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.training.step.program import make_program
@@ -30,6 +31,10 @@ GPU = SimpleNamespace(device_kind="NVIDIA H000", platform="gpu", client=SimpleNa
 GOOD = [CaseResult(name=name, error=1e-3, gradient_error=2e-3) for name in ("window", "segments")]
 BAD = [GOOD[0], CaseResult(name="segments", error=0.5, gradient_error=None, problem="dq: 3 of 9 numbers are not finite")]
 RAISED = [CaseResult(name="window", problem="NotImplementedError: head_dim must be <= 128", raised=True)]
+
+
+def gpu(capability: str) -> Target:
+  return Target(platform="gpu", capability=capability, device=GPU)
 
 
 def decoder(attention: Any = "auto", model="gemma4-tiny", layer_precision=()):
@@ -50,9 +55,8 @@ def decide(
     ran.append(shape)
     return results(shape) if callable(results) else results
 
-  settled, uses = settle(
-    decoder(attention, model, layer_precision), length=length, images=images, device=device, cache=cache, test=test
-  )
+  rows, target = Rows(length=length, images=images), Target(platform="gpu", device=device, cache=cache)
+  settled, uses = settle(decoder(attention, model, layer_precision), rows, target, test=test)
   return [traced(layer, length, images=images) for layer in settled.layers], uses, ran
 
 
@@ -65,7 +69,7 @@ def traced(layer: Any, length: int, *, images: bool = False) -> str:
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch):
   """``default_device`` wants a real one; ours only says what it is called."""
-  monkeypatch.setattr(attention_kernels.jax, "default_device", lambda device: contextlib.nullcontext())
+  monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
 
 
 def test_a_kernel_that_passes_is_used():
@@ -86,7 +90,12 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
     def test(shape) -> Any:
       return BAD if shape.kernel == bad else GOOD
 
-    decoder, found = settle(model, length=4096, images=False, segments=False, capability=capability, device=GPU, test=test)
+    decoder, found = settle(
+      model,
+      Rows(length=4096, segments=False),
+      gpu(capability),
+      test=test,
+    )
     mixers: list[Any] = [layer.mixer for layer in decoder.layers]
     names = collections.Counter(choose(m.cfg.kernel, m.case(4096, images=False), m.cfg.failed).name for m in mixers)
     assert names == {use.kernel: use.layers for use in found}
@@ -106,7 +115,7 @@ def test_packed_rows_fall_back_to_the_kernel_that_masks_their_documents_and_then
   model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
   for bad, kernel in ((), "mosaic_flash"), (("mosaic_flash",), "cudnn_flash"), (("mosaic_flash", "cudnn_flash"), "blockwise"):
     test: Any = lambda shape, bad=bad: BAD if shape.kernel in bad else GOOD
-    settled, uses = settle(model, length=4096, images=False, capability="9.0", device=GPU, test=test)
+    settled, uses = settle(model, Rows(length=4096), gpu("9.0"), test=test)
     local = [layer for layer in settled.layers if layer.mixer.case(4096, images=False).window]
     assert {traced(layer, 4096) for layer in local} == {kernel}
     use = uses[0]
@@ -121,7 +130,7 @@ def test_layers_with_a_soft_cap_are_tested_with_one_and_have_another_kernel_than
     model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
     ran: list[Any] = []
     test: Any = lambda shape, ran=ran: (ran.append(shape), GOOD)[1]
-    settle(model, length=4096, images=False, segments=False, capability="9.0", device=GPU, test=test)
+    settle(model, Rows(length=4096, segments=False), gpu("9.0"), test=test)
     assert {(shape.kernel, shape.soft_cap) for shape in ran} == {(kernel, bool(words))}
 
 
@@ -136,7 +145,7 @@ def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
     return BAD if shape.images else GOOD
 
   for images in (True, False):
-    settle(model, length=4096, images=images, segments=False, capability="9.0", device=GPU, test=test)
+    settle(model, Rows(length=4096, images=images, segments=False), gpu("9.0"), test=test)
   # What one kernel fails, the next one tries, and none that is fused can do these.
   assert [(shape.kernel, shape.window, shape.images) for shape in ran] == [
     ("mosaic_flash", True, True), ("mosaic_flash", False, False), ("cudnn_flash", True, False), ("mosaic_flash", False, False),
@@ -154,7 +163,7 @@ def test_a_vision_tower_has_a_verdict_of_its_own(bad):
     return BAD if bad and not shape.causal else GOOD
 
   patches = config.vision.patches
-  settled, uses = settle(model, length=256, images=False, patches=patches, capability="8.0", device=GPU, test=test)
+  settled, uses = settle(model, Rows(length=256, patches=patches), gpu("8.0"), test=test)
   # The layers' heads of 256 need a newer GPU, so that the tower alone is tried.
   assert [(s.kernel, s.head_dim, s.causal, s.segments) for s in ran] == [("cudnn_flash", 72, False, True)]
   tower = settled.cfg.vision
@@ -164,7 +173,7 @@ def test_a_vision_tower_has_a_verdict_of_its_own(bad):
   assert name == ("blockwise" if bad else "cudnn_flash")
   words = "blockwise instead of cudnn_flash" if bad else "cudnn_flash"
   assert str(uses[-1]).startswith(f"{words} in 27 of 27 layers of the vision tower")
-  without, uses = settle(model, length=256, images=False, capability="8.0", device=GPU, test=test)
+  without, uses = settle(model, Rows(length=256), gpu("8.0"), test=test)
   assert not any(use.tower for use in uses)
   assert plain_tower(without).cfg.vision.kernel == "dot_product"
 
@@ -239,7 +248,7 @@ def test_long_rows_say_that_they_go_in_blocks():
 def test_a_kernel_that_is_more_exact_than_a_flag_asks_is_told():
   config = small_config("gemma4-tiny", "dtype=bfloat16", "float32_logits=false")
   model = build_decoder(config.model, precision_of(config.precision), platform="gpu")
-  _, uses = settle(model, length=256, images=False)
+  _, uses = settle(model, Rows(length=256), Target(platform="gpu"))
   assert "in float32" in str(uses[0])
   assert "float32_logits=false" in str(uses[0])
 
@@ -254,7 +263,7 @@ def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
     assert [use.kernel for use in again] == [use.kernel for use in first]
     assert [use.problem for use in again] == [use.problem for use in first]
     assert ("passed on NVIDIA H000 earlier" in str(again[0])) == passes
-  (file, *_) = (tmp_path / "True" / attention_kernels.FOLDER).iterdir()
+  (file, *_) = (tmp_path / "True" / kernel_verdicts.FOLDER).iterdir()
   assert json.loads(file.read_text())["cases"][0] == dataclasses.asdict(GOOD[0])
   assert file.suffix == ".json"
 
@@ -262,7 +271,7 @@ def test_a_verdict_is_kept_beside_the_compiled_programs(tmp_path):
 def test_verdicts_that_come_with_the_environment_are_read(tmp_path, monkeypatch):
   assert decide(GOOD, cache=str(tmp_path))[2]
   assert decide(GOOD)[2]
-  monkeypatch.setattr(attention_kernels, "SHIPPED", tmp_path / attention_kernels.FOLDER)
+  monkeypatch.setattr(kernel_verdicts, "SHIPPED", tmp_path / kernel_verdicts.FOLDER)
   layers, uses, ran = decide(RAISED)
   assert not ran
   assert set(layers) == {"cudnn_flash"}
@@ -299,7 +308,7 @@ def test_a_kernel_that_raised_is_tried_again_by_the_next_run(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"problem": 3}', '{"problem": ""}', "\udcff"])
 def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
   decide(GOOD, cache=str(tmp_path))
-  for file in (tmp_path / attention_kernels.FOLDER).iterdir():
+  for file in (tmp_path / kernel_verdicts.FOLDER).iterdir():
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
   layers, _, ran = decide(BAD, cache=str(tmp_path))
   assert ran
@@ -312,14 +321,14 @@ def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
 
 def test_a_verdict_of_another_key_under_this_name_is_not_believed(tmp_path, caplog):
   decide(GOOD, cache=str(tmp_path))
-  for file in (tmp_path / attention_kernels.FOLDER).iterdir():
+  for file in (tmp_path / kernel_verdicts.FOLDER).iterdir():
     file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "another"}))
   assert decide(BAD, cache=str(tmp_path))[2]
   assert "for another kernel or version" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog):
-  (tmp_path / attention_kernels.FOLDER).write_text("a file where the folder should be")
+  (tmp_path / kernel_verdicts.FOLDER).write_text("a file where the folder should be")
   layers, _, ran = decide(GOOD, cache=str(tmp_path))
   assert ran
   assert set(layers) == {"cudnn_flash"}
@@ -329,7 +338,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog)
 def test_one_process_that_fails_decides_for_all(monkeypatch):
   from jax.experimental import multihost_utils
 
-  monkeypatch.setattr(attention_kernels.jax, "process_count", lambda: 3)
+  monkeypatch.setattr(jax, "process_count", lambda: 3)
   monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: np.asarray([False, True, bool(x)]))
   layers, uses, _ = decide(GOOD)
   assert set(layers) == {"dot_product"}

@@ -9,6 +9,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.models.grouped_kernels import settle
+from maxtext_like.models.kernel_verdicts import Target
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 TPU = types.SimpleNamespace(device_kind="TPU v6 lite", platform="tpu", client=types.SimpleNamespace(platform_version="test"))
@@ -31,7 +32,7 @@ def decide(decoder, problem, monkeypatch, asked: Any = "auto", device: Any = TPU
     return [CaseResult(name="one takes all", problem=problem)]
 
   monkeypatch.setattr("jax.default_device", lambda device: contextlib.nullcontext())
-  settled, words = settle(decoder, asked=asked, platform="tpu", tokens=512, ways=2, device=device, test=test)
+  settled, words = settle(decoder, Target(platform="tpu", device=device), asked=asked, tokens=512, ways=2, test=test)
   return settled.cfg.grouped, words, tried
 
 
@@ -63,9 +64,8 @@ def test_without_a_device_nothing_is_tested(decoder, monkeypatch):
 def test_what_comes_next_is_tested_too(decoder, bad, taken, monkeypatch):
   """On a GPU whose first kernel fails there is a second one of our own."""
   cfg = dataclasses.replace(decoder.cfg, grouped="pallas_gpu")
-  gpu = types.SimpleNamespace(
-    device_kind="NVIDIA H200", platform="gpu", compute_capability="9.0", client=types.SimpleNamespace(platform_version="test")
-  )
+  gpu = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", client=types.SimpleNamespace(platform_version="test"))
+  target = Target(platform="gpu", capability="9.0", device=gpu)
   tried = []
 
   def test(shape):
@@ -74,7 +74,7 @@ def test_what_comes_next_is_tested_too(decoder, bad, taken, monkeypatch):
 
   monkeypatch.setattr("jax.default_device", lambda device: contextlib.nullcontext())
   model = dataclasses.replace(decoder, cfg=cfg)
-  settled, words = settle(model, asked="auto", platform="gpu", tokens=512, ways=2, device=gpu, test=test)
+  settled, words = settle(model, target, asked="auto", tokens=512, ways=2, test=test)
   assert settled.cfg.grouped == taken
   assert list(dict.fromkeys(tried)) == ["pallas_gpu", "pallas_triton"]
   failed = "pallas_gpu and pallas_triton, which failed their self-tests" if bad else "pallas_gpu, which failed its self-test"
