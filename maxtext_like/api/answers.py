@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from maxtext_like.api.arguments import require_number, words
@@ -250,7 +250,9 @@ def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt
   found = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in listed]
   if not found or not all(isinstance(prompt, Prompt) for prompt in found):
     raise UserError(f"prompts: {prompts!r:.60}: neither texts nor Prompts\n  fix: pass a text, a Prompt, or a list of them")
-  return found
+  # Of several prompts without a place, the errors name the number.
+  unnamed = lambda prompt: len(found) > 1 and prompt.place == Prompt.place
+  return [replace(prompt, place=f"prompt {i}") if unnamed(prompt) else prompt for i, prompt in enumerate(found)]
 
 
 def _require_ids(name: str, ids: Iterable[int], vocabulary: int) -> set[int]:

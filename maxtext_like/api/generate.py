@@ -76,7 +76,7 @@ def generate(
 
   Raises:
     UserError: a prompt, an image or an option is invalid.
-    NonFiniteError: the logits are not finite; the message has the row and the token.
+    NonFiniteError: the logits are not finite; the message has the prompt and the token.
     DoesNotFitError: the caches do not fit the memory of the device.
   """
   options: dict[str, Any] = {

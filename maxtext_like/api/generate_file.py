@@ -84,25 +84,19 @@ def generate_file(
     NonFiniteError: as for ``generate``, after the other prompts are answered.
     RetryableError: the disk is full.
   """
-  from maxtext_like.generation.batch_file import BatchFile, key_of
+  from maxtext_like.generation.batch_file import BatchFile, job_key, prompt_key
   from maxtext_like.generation.shapes import slots_for
   from maxtext_like.generation.slots import TOKENS_PER_CALL
 
   listed = as_prompts(prompts)
-  # Slots change the speed and not the answers.
-  decisive = {name: value for name, value in options.items() if name not in ("slots", "seeds")}
   seeds = options.get("seeds")
-  name = _name_of(model)
-
-  def key(i: int, prompt: "Prompt") -> str:
-    own = [prompt.text, prompt.images, repr(prompt.conversation), i if seeds is None else seeds[i]]
-    return key_of(own, decisive, name)
-
   # Check the options with all prompts before the file is opened.
   clamped: list[int] = []
   how: dict[str, Any] = {"turn": TOKENS_PER_CALL, "continues": True, "on_clamped": clamped.append}
   some, texts = texts_of(model, generate, listed, options, **how)
-  with BatchFile(Path(output), [key(i, prompt) for i, prompt in enumerate(listed)]) as file:
+  job = job_key(texts.options, *_decisive_of(model))
+  keys = [prompt_key(job, prompt.text, request) for prompt, request in zip(listed, texts.requests, strict=True)]
+  with BatchFile(Path(output), keys) as file:
     left = [i for i in range(len(listed)) if i not in file.done]
     earlier, tokens = len(file.done), 0
     if not left:
@@ -145,6 +139,12 @@ def generate_file(
     return progress()
 
 
-def _name_of(model: "Pretrained") -> str:
-  # ``files`` belongs to one step of a run: the model is another one when the run has trained further.
-  return f"{model.directory} {model.files} {model.config.precision.dtype} {[str(adapter) for adapter in model.adapters]}"
+def _decisive_of(model: "Pretrained") -> list[Any]:
+  """Return everything about a model that decides its answers: equations, stored forms, weights, and the tokenizer."""
+  import jax
+
+  own = model.model
+  arrays = [(jax.tree_util.keystr(path), x.shape, str(x.dtype)) for path, x in jax.tree.leaves_with_path(own.abstract_params)]
+  # The decoder is the static argument of the compiled programs, so its text has every choice of precision.
+  equations, form = repr(model.decoder_without_kernels), repr(own.base and own.base.form)
+  return [equations, form, arrays, own.platform, model.weight_identity, model.tokenizer.fingerprint]

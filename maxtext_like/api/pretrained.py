@@ -84,12 +84,20 @@ class Pretrained:
     from maxtext_like.checkpoint.read_weights import read_weights
     from maxtext_like.generation.weights import DecodingWeights
 
+    _ = self.weight_identity  # of the step that is read now; a run that is still training writes further ones
     weights = read_weights(self.directory, self.model)
     if self.adapters:
       from maxtext_like.checkpoint.adapters.merge_adapters import with_adapters
 
       weights = with_adapters(weights, self.model, self.adapters, self.directory)
     return DecodingWeights(self.model.decoder, weights, self.model.platform)
+
+  @functools.cached_property
+  def weight_identity(self) -> tuple[str, ...]:
+    """Hashes that change if the weights or the adapters change."""
+    from maxtext_like.checkpoint.weight_identity import weight_identity
+
+    return (weight_identity(self.directory), *map(weight_identity, self.adapters))
 
   @property
   def decoding_params(self) -> Any:

@@ -1,34 +1,80 @@
 """A file of answers to a file of prompts: one JSON object per line, written as answers end, so that a killed job can continue.
 
-Each line has "index", "prompt", "answers" and "key". The key is a hash of the prompt, the options and the model. A job that
-finds lines with other keys stops, because they are answers to something else.
+Each line has "index", "prompt", "answers" and "key". The key is a hash of everything that decides the answers: the token ids
+and images of the prompt, all options after their defaults and the model's files were applied, the equations and dtypes of the
+model, and its weights. A job that finds lines with other keys stops, because they are answers to something else.
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import json
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.generation.schedule import Request
+from maxtext_like.generation.texts import Options
 from maxtext_like.strict_json import NotJsonError, loads, printable
 
 
-def key_of(prompt: Any, options: Mapping[str, Any], model: str) -> str:
-  """Return the key of an answer: 16 hexadecimal digits.
+def key_of(*parts: Any) -> str:
+  """Return a hash of some values: 16 hexadecimal digits.
 
   Args:
-    prompt: the line of the prompt as JSON, or the token ids.
-    options: options that change the answer.
-    model: name of the model and its precision.
+    parts: JSON values, other numbers, sets, arrays, and dataclasses of these.
   """
-  # The order of a set differs between processes.
-  plain = lambda x: sorted(x) if isinstance(x, set | frozenset) else str(x)
-  text = json.dumps([prompt, dict(options), model], sort_keys=True, default=plain)
+  text = json.dumps(parts, sort_keys=True, default=_plain)
   return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+  """Return a value as JSON. Raises TypeError for a type whose text might differ between processes."""
+  if isinstance(value, set | frozenset):
+    return sorted(value)  # the order of a set differs between processes
+  if isinstance(value, np.ndarray):
+    return [str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()]
+  if isinstance(value, np.generic):
+    return value.item()
+  if isinstance(value, numbers.Number):
+    return str(value)
+  if isinstance(value, Mapping):
+    return dict(value)
+  if dataclasses.is_dataclass(value):
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+  raise TypeError(f"a {type(value).__name__} cannot be a part of a key")
+
+
+def job_key(options: Options, *model: Any) -> str:
+  """Return a hash of everything that decides the answers of a job except the prompts.
+
+  Args:
+    options: every field counts, also those of the future, except ``_NOT_DECISIVE``.
+    model: the same for the model.
+  """
+  return key_of({name: value for name, value in _plain(options).items() if name not in _NOT_DECISIVE}, *model)
+
+
+def prompt_key(job: str, text: str, request: Request) -> str:
+  """Return the key of the answers to a prompt.
+
+  Args:
+    job: ``job_key``.
+    text: text of the prompt, which is stored with the answers.
+    request: every field counts except the name.
+  """
+  return key_of(job, text, {name: value for name, value in _plain(request).items() if name != "name"})
+
+
+_NOT_DECISIVE = ("slots", "least_slots", "turn", "continues", "seeds", "numbers")
+"""Options that do not change the answers (how many are generated at a time, and what happens if one fails), and those that are
+part of each request (its seed and number)."""
 
 
 class BatchFile:
@@ -77,7 +123,7 @@ class BatchFile:
       if not isinstance(index, int) or not 0 <= index < len(self._keys) or record.get("key") != self._keys[index]:
         raise UserError(
           f"{place}: not an answer of this job\n"
-          "  why: the prompt, the options or the model differ from those of the line\n"
+          "  why: the prompt, the options, the model, its precision or its weights differ from those of the line\n"
           "  fix: choose another --output, or remove the file"
         )
       done.add(index)

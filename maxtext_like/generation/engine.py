@@ -29,11 +29,17 @@ class Prompts:
     tokens: one sequence of ids for each row; none may be empty.
     token_types: same shape as ``tokens``, 1 at image tokens; None for no images.
     images: "pixel_values" and, for Gemma 4, "image_position_ids", in the order of the rows.
+    names: a name of each prompt for errors; None for "prompt 0", "prompt 1", ...
   """
 
   tokens: Sequence[Sequence[int]]
   token_types: Sequence[Sequence[int]] | None = None
   images: dict[str, np.ndarray] | None = None
+  names: Sequence[str] | None = None
+
+  def name(self, i: int) -> str:
+    """Return the name of a prompt."""
+    return f"prompt {i}" if self.names is None else self.names[i]
 
   @classmethod
   def from_padded(
@@ -99,6 +105,7 @@ def requests_of(
       seed=seed if seeds is None else seeds[i],
       stream=(i if numbers is None else numbers[i]) * answers if seeds is None else 0,
       answers=answers,
+      name=prompts.name(i),
     )
     for i, tokens in enumerate(prompts.tokens)
   ]
@@ -149,7 +156,7 @@ def generate(
 
   Raises:
     UserError: an empty prompt, or a token of a prompt or an answer without a row in the model's tables.
-    NonFiniteError: the logits are not finite; the message names row and token.
+    NonFiniteError: the logits are not finite; the message names prompt and token.
   """
   check(prompts, decoder, max_tokens)
   requests = requests_of(prompts, max_tokens=max_tokens, seed=sampling.seed)
@@ -173,9 +180,11 @@ def check(prompts: Prompts, decoder: Decoder, max_tokens: int) -> None:
     )
   for row, ids in enumerate(prompts.tokens):
     if not len(ids):
-      raise UserError(f"prompt {row} is empty, and the tokenizer has no token for the beginning of a text\n  fix: write a text")
+      raise UserError(
+        f"{prompts.name(row)} is empty, and the tokenizer has no token for the beginning of a text", fix="write a text"
+      )
     missing = lookup.missing(np.asarray(ids, np.int64))
     if bad := [i for i, wrong in zip(ids, missing, strict=True) if wrong and i != image]:
       raise UserError(
-        f"prompt {row}: token id {bad[0]}: {lookup.why_missing(bad[0])}\n  fix: encode with the model's tokenizer"
+        f"{prompts.name(row)}: token id {bad[0]}: {lookup.why_missing(bad[0])}\n  fix: encode with the model's tokenizer"
       )

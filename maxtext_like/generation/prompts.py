@@ -149,7 +149,7 @@ def encode(
     UserError: the renderer does not support a conversation; a prompt is empty; an image cannot be used or has no place in its
       text; there are images but the model takes none; a text contains the image token without an image.
   """
-  rows, images = [], []
+  rows, images, names = [], [], [prompt.place for prompt in prompts]
   encoder = None if renderer is None else ChatEncoder(renderer, tokenizer, vision, parse=special_tokens == "parse")
   for prompt in prompts:
     if prompt.images and not vision.use_multimodal:
@@ -182,9 +182,9 @@ def encode(
     rows.append(ids)
     images += found
   if not images:
-    return Prompts(rows)
+    return Prompts(rows, names=names)
   types = [[int(token == vision.image_token_id) for token in ids] for ids in rows]
-  return Prompts(rows, types, tower_arrays(images, vision))
+  return Prompts(rows, types, tower_arrays(images, vision), names)
 
 
 def _answer_to(

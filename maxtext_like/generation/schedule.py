@@ -36,6 +36,7 @@ class Request:
     seed: seed of the draws.
     stream: number of the draws of the first answer among those with the same seed. Further answers use the next numbers.
     answers: number of answers.
+    name: names the prompt in errors, as the line of its file.
   """
 
   tokens: Sequence[int]
@@ -45,6 +46,7 @@ class Request:
   seed: int
   stream: int
   answers: int = 1
+  name: str = "the prompt"
 
 
 @dataclass
@@ -373,8 +375,9 @@ class Schedule:
 
   def _failure(self, answer: _Answer, at: int, token: int) -> NonFiniteError | UserError:
     """Return the error of an answer whose token ``at`` cannot be used."""
-    sample = f", sample {answer.sample}" if self._requests[answer.request].answers > 1 else ""
-    name = f"row {answer.request}{sample}, token {at} of the answer"
+    request = self._requests[answer.request]
+    sample = f", sample {answer.sample}" if request.answers > 1 else ""
+    name = f"{request.name}{sample}, token {at} of the answer"
     if token == NOT_FINITE:
       return NonFiniteError(
         f"{name}: the logits are not finite\n"

@@ -139,7 +139,7 @@ class Growing:
 class Texts:
   """The answers to some prompts, which ``run`` generates.
 
-  ``options`` are the options, and ``answers`` the answers to each prompt.
+  ``options`` are the options, ``requests`` the requests, and ``answers`` the answers to each prompt.
 
   Args:
     decoder: the model.
@@ -168,7 +168,7 @@ class Texts:
       raise UserError(f"seeds: {len(options.seeds)} seeds for {len(prompts.tokens)} prompts\n  fix: one seed for each prompt")
     self.options = options
     self._decoder, self._mesh, self._on_clamped = decoder, mesh, on_clamped
-    self._requests = requests_of(
+    self.requests = requests_of(
       prompts,
       max_tokens=options.max_tokens,
       seed=options.sampling.seed,
@@ -193,7 +193,7 @@ class Texts:
     schedule = Schedule(
       self._decoder,
       params,
-      self._requests,
+      self.requests,
       options.sampling,
       options.stop,
       largest=options.slots,

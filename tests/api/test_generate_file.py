@@ -1,18 +1,25 @@
 """Answers with their options, streams of text, and files of answers, with a golden model."""
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxtext_like import Prompt, generate, generate_file, load
 from maxtext_like.api.answers import texts_of
-from maxtext_like.api.generate_file import _name_of
+from maxtext_like.api.generate_file import _decisive_of
+from maxtext_like.api.pretrained import Pretrained
 from maxtext_like.cli.main import main
 from maxtext_like.errors import NonFiniteError, UserError
-from tests.generation.letters import copy_golden
+from maxtext_like.generation.batch_file import job_key, prompt_key
+from maxtext_like.generation.prompts import read_prompts
+from maxtext_like.generation.schedule import Piece, Schedule, _Answer
+from maxtext_like.generation.slots import NOT_FINITE
+from tests.generation.letters import copy_golden, write_letters
 
 PROMPTS = ["the fox", "a", "hello there", "the fox"]
 
@@ -22,13 +29,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return copy_golden("gemma3_text", tmp_path_factory.mktemp("golden") / "text", eos=[1, 4])
 
 
-def test_a_run_that_was_trained_further_is_another_model(tmp_path: Path):
-  def name(step: int) -> str:
-    files = tmp_path / "checkpoints" / str(step) / "tokenizer"
-    return _name_of(SimpleNamespace(directory=tmp_path, files=files, config=config, adapters=()))  # pyright: ignore
+def test_everything_that_decides_the_answers_of_a_model_is_in_the_key(folder: Path, tmp_path: Path):
+  def key(*words: str, of: Path = folder) -> str:
+    model = load(of, "dtype=float32", *words)
+    texts = texts_of(model, generate, [Prompt.chat("a")], {"max_tokens": 3}, turn=8)[1]
+    return prompt_key(job_key(texts.options, *_decisive_of(model)), "", texts.requests[0])
 
-  config = SimpleNamespace(precision=SimpleNamespace(dtype="float32"))
-  assert name(10) == name(10) != name(20)
+  copy, first = tmp_path / "copy", key()
+  shutil.copytree(folder, copy)
+  assert key(of=copy) == key("compilation_cache_dir=/nowhere", "steps=7") == first, "the place and other settings do not count"
+  template = tmp_path / "template.jinja"
+  template.write_text("{{ messages[0]['content'] }}!")
+  changes = ["dtype=bfloat16", "weight_dtype=bfloat16", "matmul_precision=highest", "matmul_dtype=float8"]
+  changes += ["float32_logits=false", "residual_dtype=bfloat16", f"chat_template={template}", "special_tokens_in_text=parse"]
+  keys = {words: key(*words.split()) for words in changes}
+  assert keys.pop("special_tokens_in_text=parse") == first, "it does not change this prompt"
+  weights = copy / "model.safetensors"
+  data = bytearray(weights.read_bytes())
+  data[-1000:] = bytes(1000)
+  weights.write_bytes(data)
+  keys["weights"] = key(of=copy)
+  (copy / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+  keys["eos"] = key(of=copy)
+  write_letters(copy, other=5)
+  keys["tokenizer"] = key(of=copy)
+  assert first not in keys.values()
+  assert len(set(keys.values())) == len(keys)
 
 
 def test_eos_token_id_replaces_the_tokens_of_the_model(folder: Path):
@@ -93,10 +119,41 @@ def test_a_killed_job_continues(folder: Path, tmp_path: Path, capsys: pytest.Cap
   model = load(folder, "dtype=float32")
   model.params["final_norm"]["scale"] = model.params["final_norm"]["scale"].at[0].set(float("nan"))
   with pytest.raises(
-    NonFiniteError, match=r"4 of 4 prompts failed, the others are answered\. The first, with index 0: row 0, token 0"
+    NonFiniteError, match=r"4 of 4 prompts failed, the others are answered\. The first, with index 0: prompt 0, token 0"
   ):
     generate_file(model, PROMPTS, tmp_path / "failed.jsonl", max_tokens=3)
   assert (tmp_path / "failed.jsonl").read_bytes() == b""
   # In float16 the clamped values are counted.
   assert main([*words[:2], str(folder), *words[3:6], str(tmp_path / "half.jsonl"), "dtype=float16", "--max-tokens", "2"]) == 0
   assert "clamped" in capsys.readouterr().err
+
+
+def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, tmp_path: Path, monkeypatch):
+  """Two lines get answers, so that the remaining two have other numbers in the second job."""
+  prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+  prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n\n" for prompt in PROMPTS))
+  model = load(folder, "dtype=float32")
+  listed = read_prompts(prompts)
+
+  def run(self: Schedule) -> Iterator[list[Piece]]:
+    """Answers "a" and "hello there", and fails for the others."""
+    for i, request in enumerate(self._requests):
+      answer = _Answer(i, 0, i)
+      self._answers[i] = answer
+      tokens = [11, 12, 13] if len(request.tokens) in (2, 12) else [11, NOT_FINITE]
+      yield [self._piece(answer, np.array(tokens), np.zeros(len(tokens), bool))]
+
+  monkeypatch.setattr(Schedule, "run", run)
+  monkeypatch.setattr(Pretrained, "decoding_params", {"stack_0": (), "stack_1": (), "x": 1})
+  lines = {f"with index {i}: {prompts}:{2 * i + 1}, token 1 of the answer" for i in (0, 3)}
+  for _ in range(2):
+    with pytest.raises(NonFiniteError, match="2 of 4 prompts failed") as raised:
+      generate_file(model, listed, output, max_tokens=3)
+    assert any(line in str(raised.value) for line in lines)
+    assert sorted(json.loads(line)["index"] for line in output.read_text().splitlines()) == [1, 2]
+  # Without the first line, the fourth one is the only one that remains and fails.
+  for call in (model.generate, lambda *given, **how: list(model.stream(*given, **how))):
+    with pytest.raises(NonFiniteError, match=f"{prompts}:7, token 1"):
+      call(listed[1:], max_tokens=3)
+    with pytest.raises(NonFiniteError, match="prompt 1, token 1"):
+      call(PROMPTS[2:], max_tokens=3)

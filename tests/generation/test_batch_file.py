@@ -2,12 +2,18 @@
 
 import json
 import os
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from maxtext_like.errors import RetryableError, UserError
-from maxtext_like.generation.batch_file import BatchFile, key_of
+from maxtext_like.generation.batch_file import _NOT_DECISIVE, BatchFile, job_key, key_of, prompt_key
+from maxtext_like.generation.sampling import Sampling
+from maxtext_like.generation.schedule import Request
+from maxtext_like.generation.texts import Options
 
 KEYS = [key_of(prompt, {"seed": 1}, "model") for prompt in ("a", "b", "c")]
 
@@ -35,10 +41,51 @@ def test_lines_of_another_job_are_refused(line: str, tmp_path: Path):
   with pytest.raises(UserError, match=r"answers.jsonl:1: .*(\n.*)*another --output"):
     BatchFile(path, KEYS)
   assert path.read_text() == line + "\n"
-  assert key_of("a", {"seed": 2}, "model") != KEYS[0]
   # A set has another order in each process.
-  assert key_of("a", {"stop": {"x", "y", "z"}}, "model") == key_of("a", {"stop": ["x", "y", "z"]}, "model")
-  assert key_of("a", {"seed": 1}, "other") != KEYS[0]
+  assert key_of({"x", "y", "z"}) == key_of(["x", "y", "z"])
+  with pytest.raises(TypeError, match="cannot be a part of a key"):
+    key_of(object())
+
+
+def other(value: Any) -> Any:
+  """A valid value of the same field that differs."""
+  match value:
+    case bool():
+      return not value
+    case int() | float():
+      return value * 2 if value else 1
+    case Sampling():
+      return replace(value, seed=5)
+    case frozenset():
+      return value | {3}
+    case dict():
+      return {**value, 3: 1.0}
+    case tuple() | list():
+      return [*value, 3]
+  return (3,)
+
+
+def test_every_field_of_a_job_is_in_its_key():
+  """Also fields that are added later, because the fields are not listed here."""
+  options, request = Options(sampling=Sampling(top_p=0.4)), Request(tokens=[1, 2], limit=3, seed=4, stream=5)
+  images = {"pixel_values": np.ones((2, 3))}
+  jobs = {"": job_key(options, "model"), "model": job_key(options, "other")}
+  for field in fields(Options):
+    jobs[field.name] = job_key(replace(options, **{field.name: other(getattr(options, field.name))}), "model")
+  for field in fields(Sampling):
+    sampling = replace(options.sampling, **{field.name: other(getattr(options.sampling, field.name))})
+    jobs[f"sampling.{field.name}"] = job_key(replace(options, sampling=sampling), "model")
+  assert {name for name, key in jobs.items() if key == jobs[""]} == {"", *_NOT_DECISIVE}
+  distinct = [key for name, key in jobs.items() if name not in (*_NOT_DECISIVE, "sampling.seed")]
+  assert len(set(distinct)) == len(distinct)
+  prompts = {"": prompt_key("job", "text", request), "text": prompt_key("job", "other", request)}
+  prompts["job"] = prompt_key("other", "text", request)
+  for field in fields(Request):
+    prompts[field.name] = prompt_key("job", "text", replace(request, **{field.name: other(getattr(request, field.name))}))
+  for i, changed in enumerate((images, {"pixel_values": np.ones((3, 2))}, {"pixel_values": np.eye(2, 3)})):
+    prompts[f"images {i}"] = prompt_key("job", "text", replace(request, images=changed))
+  assert {name for name, key in prompts.items() if key == prompts[""]} == {"", "name"}
+  assert len(set(prompts.values())) == len(prompts) - 1
 
 
 def test_a_full_disk_can_be_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

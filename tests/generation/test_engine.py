@@ -75,7 +75,7 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not(model):
 def test_nan_is_an_error_and_not_a_token(model):
   decoder, params = model
   broken = params | {"final_norm": {"scale": params["final_norm"]["scale"].at[0].set(jnp.nan)}}
-  with pytest.raises(NonFiniteError, match="row 0, token 0"):
+  with pytest.raises(NonFiniteError, match="prompt 0, token 0"):
     run((decoder, broken), PROMPTS)
 
 
