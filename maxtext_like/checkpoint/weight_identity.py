@@ -26,7 +26,7 @@ def weight_identity(directory: Path) -> str:
   """
   settings = [path for name in ("config.json", "adapter_config.json") if (path := directory / name).is_file()]
   if not settings and (step := find_step(directory)) is not None:
-    return xxhash.xxh3_128_hexdigest(manifest.to_text(manifest.read(step)))
+    return xxhash.xxh3_128_hexdigest(manifest.to_text(manifest.read(step)).encode())
   digest = xxhash.xxh3_128()
   for path in [*settings, *sorted(directory.glob("*.safetensors"))]:
     try:
