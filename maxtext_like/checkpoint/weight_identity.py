@@ -22,11 +22,15 @@ def weight_identity(directory: Path) -> str:
     directory: a run, a step, a Hugging Face checkpoint, or an adapter of peft.
 
   Raises:
-    UserError: a file cannot be read.
+    UserError: there are no weights, or a file cannot be read.
   """
   settings = [path for name in ("config.json", "adapter_config.json") if (path := directory / name).is_file()]
   if not settings and (step := find_step(directory)) is not None:
     return xxhash.xxh3_128_hexdigest(manifest.to_text(manifest.read(step)).encode())
+  if not settings:
+    raise UserError(
+      f"{directory}: contains no weights", fix="pass a run, one of its checkpoints, or a checkpoint of Hugging Face"
+    )
   digest = xxhash.xxh3_128()
   for path in [*settings, *sorted(directory.glob("*.safetensors"))]:
     try:

@@ -4,16 +4,19 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.weight_identity import weight_identity
+from maxtext_like.errors import UserError
 
 
 def test_a_run_that_was_trained_further(tmp_path: Path):
   def save(step: int) -> None:
     folder = tmp_path / "run" / "checkpoints" / str(step)
     folder.mkdir(parents=True)
-    files = {"state/d/1": {"size": 3, "xxh3_128": f"{step}"}}
+    (folder / "array").write_text(f"{step}")
+    files = {"array": {"size": 2, "xxh3_128": f"{step}"}}
     manifest.write(folder, manifest.Manifest(step=step, finite=True, config={}, extra={}, leaves={}, files=files, versions={}))
 
   save(10)
@@ -22,6 +25,8 @@ def test_a_run_that_was_trained_further(tmp_path: Path):
   save(20)
   assert weight_identity(tmp_path / "copy") == weight_identity(tmp_path / "run" / "checkpoints" / "10") == first
   assert weight_identity(tmp_path / "run") != first
+  with pytest.raises(UserError, match="contains no weights"):
+    weight_identity(tmp_path)
 
 
 def test_files_of_hugging_face(tmp_path: Path):
