@@ -2,6 +2,7 @@
 
 python benchmarks/generation.py                                       every case, on one GPU
 python benchmarks/generation.py --cases gemma3-4b/1 gemma3-4b/64      some of them
+python benchmarks/generation.py --decode xla                          without the kernel for single tokens
 python benchmarks/generation.py --torch PYTHON                        also transformers, by a Python that has torch
 python benchmarks/generation.py --cases tiny                          a CPU, for a look
 
@@ -17,7 +18,7 @@ import math
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,14 @@ def bytes_of_a_step(decoder: Any, params: Any, rows: int, length: float) -> tupl
   return weights, cached
 
 
-def measure(case: Case) -> dict[str, Any]:
-  """Generates, and returns the numbers."""
+def measure(case: Case, decode: str) -> dict[str, Any]:
+  """Generates, and returns the numbers. ``decode``: "auto", or "xla" to leave out the kernel for single tokens."""
   import jax
   import numpy as np
 
   from maxtext_like.capacity.chips import find_chip
   from maxtext_like.config.load import load_config
+  from maxtext_like.generation import shapes
   from maxtext_like.generation.sampling import Sampling
   from maxtext_like.generation.schedule import Request, Schedule
   from maxtext_like.generation.slots import TOKENS_PER_CALL
@@ -96,22 +98,18 @@ def measure(case: Case) -> dict[str, Any]:
 
   config = load_config(case.model, [*COMMON, *case.words]).config
   model = make_model(config, runs_attention=False)
-  decoder = model.decoder
-  if case.form:
-    params = quantized(decoder, case.form)
-  else:
-    params = model.lower_init().compile()(np.uint32(0))
-  stored = params
-  weights = DecodingWeights(decoder, params, model.platform)
-  del params
+  decoder, note = model.decoder, model.decode
+  if decode == "xla":
+    decoder, note = without_kernel(decoder), ""
+  make = (lambda: quantized(decoder, case.form)) if case.form else (lambda: model.lower_init().compile()(np.uint32(0)))
+  weights = DecodingWeights(decoder, make, model.platform)
   draw = np.random.default_rng(0).integers
   asked = [
     Request(tokens=draw(3, config.model.vocab_size, case.prompt).tolist(), limit=case.new, seed=0, stream=i)
     for i in range(case.rows)
   ]
-  needed = bytes_of_a_step(decoder, stored, case.rows, case.prompt + case.new / 2)
-  del stored
-  slots = 1 << (case.rows - 1).bit_length()
+  needed = bytes_of_a_step(decoder, weights.for_decoding, case.rows, case.prompt + case.new / 2)
+  slots = max(shapes.MIN_ROWS, 1 << (case.rows - 1).bit_length())
 
   def run(requests: list[Request]) -> float:
     begin = time.perf_counter()
@@ -132,12 +130,24 @@ def measure(case: Case) -> dict[str, Any]:
   step = (whole - prompts) / (case.new - 1)
   bound = None if bandwidth is None else case.rows / (sum(needed) / bandwidth)
   return {
-    "device": device.device_kind, "jax": jax.__version__, "compile_seconds": first - whole,
+    "device": device.device_kind, "jax": jax.__version__, "decode": note or "xla", "compile_seconds": first - whole,
     "tokens_per_second": case.rows * case.new / whole, "step_ms": step * 1e3, "prompt_seconds": prompts,
     "decode_tokens_per_second": case.rows / step, "weight_gb": needed[0] / 1e9, "cache_gb": needed[1] / 1e9,
     "bound_tokens_per_second": bound, "share_of_bound": bound and case.rows / step / bound,
     "peak_gib": (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB,
   }  # fmt: skip
+
+
+def without_kernel(decoder: Any) -> Any:
+  """The decoder with attention of single tokens in XLA."""
+
+  def plain(layer: Any) -> Any:
+    mixer = layer.cfg.mixer
+    if not hasattr(mixer, "decode"):
+      return layer
+    return replace(layer, cfg=replace(layer.cfg, mixer=replace(mixer, decode="xla")))
+
+  return replace(decoder, layers=tuple(map(plain, decoder.layers)))
 
 
 def quantized(decoder: Any, form: str) -> Any:
@@ -224,6 +234,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if name != "tiny"])
   parser.add_argument("--torch", metavar="PYTHON", help="Python with torch and transformers")
+  parser.add_argument("--decode", choices=["auto", "xla"], default="auto", help="xla: without the kernel for single tokens")
   parser.add_argument("--out", type=Path, help="file for all numbers")
   parser.add_argument("--one", help=argparse.SUPPRESS)
   parser.add_argument("--peer", help=argparse.SUPPRESS)
@@ -232,7 +243,7 @@ def main() -> None:
     print(json.dumps(peer(**json.loads(args.peer))))
     return
   if args.one:
-    print(json.dumps(measure(CASES[args.one])))
+    print(json.dumps(measure(CASES[args.one], args.decode)))
     return
   heads = (
     "case|rows x (prompt + new)|tokens/s|step ms|decode tokens/s|bound|share|prompts s|peak GiB|compile s|transformers tokens/s"
@@ -241,7 +252,7 @@ def main() -> None:
   every = {}
   for name in args.cases:
     case = CASES[name]
-    found = {"ours": apart([sys.executable, __file__, "--one", name])}
+    found = {"ours": apart([sys.executable, __file__, "--one", name, "--decode", args.decode])}
     if args.torch and case.transformers:
       found["transformers"] = theirs(case, args.torch)
     every[name] = {"case": asdict(case), **found}

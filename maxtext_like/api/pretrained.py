@@ -85,12 +85,16 @@ class Pretrained:
     from maxtext_like.generation.weights import DecodingWeights
 
     _ = self.weight_identity  # of the step that is read now; a run that is still training writes further ones
-    weights = read_weights(self.directory, self.model)
-    if self.adapters:
+
+    def read() -> Any:
+      weights = read_weights(self.directory, self.model)
+      if not self.adapters:
+        return weights
       from maxtext_like.checkpoint.adapters.merge_adapters import with_adapters
 
-      weights = with_adapters(weights, self.model, self.adapters, self.directory)
-    return DecodingWeights(self.model.decoder, weights, self.model.platform)
+      return with_adapters(weights, self.model, self.adapters, self.directory)
+
+    return DecodingWeights(self.model.decoder, read, self.model.platform)
 
   @functools.cached_property
   def weight_identity(self) -> tuple[str, ...]:

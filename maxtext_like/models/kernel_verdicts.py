@@ -27,7 +27,7 @@ import numpy as np
 from maxtext_like import atomic
 from maxtext_like.layers.attention import masks
 from maxtext_like.layers.kernels.attention import registry
-from maxtext_like.numerics import attention_selfcheck, grouped_selfcheck, norm_selfcheck
+from maxtext_like.numerics import attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ def versions(device: Any) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
       continue
   driver = Path("/proc/driver/nvidia/version")
-  beside = [Path(inspect.getfile(module)) for module in (masks, attention_selfcheck, grouped_selfcheck, norm_selfcheck)]
+  tests = (attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck)
+  beside = [Path(inspect.getfile(module)) for module in (masks, *tests)]
   sources = b"".join(path.read_bytes() for path in (*sorted(_KERNELS.rglob("*.py")), *beside))
   return {
     "packages": found,

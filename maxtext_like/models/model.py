@@ -20,13 +20,13 @@ from maxtext_like.layers.moe.expert_parallel import SLACK
 from maxtext_like.layers.param import abstract, init, shardings
 from maxtext_like.layers.partition import Mesh
 from maxtext_like.layers.sharding_rules import Rules
-from maxtext_like.models import attention_kernels, grouped_kernels, norm_kernels
+from maxtext_like.models import attention_kernels, decode_kernels, grouped_kernels, norm_kernels
 from maxtext_like.models.attention_kernels import KernelUse, Rows, plain_tower
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.float8_products import require_units
 from maxtext_like.models.kernel_verdicts import Target, Tests
 from maxtext_like.models.quantized_base import QuantizedBase
-from maxtext_like.numerics import attention_selfcheck, grouped_selfcheck, norm_selfcheck
+from maxtext_like.numerics import attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck
 from maxtext_like.sharding.divisibility import copied_kv_heads, require_divisible
 from maxtext_like.sharding.mesh import make_mesh, use_mesh
 
@@ -46,6 +46,7 @@ class Model:
     base: storage of the weights under an adapter; None: as declared.
     grouped_verdict: note about the self-test of the experts' kernel.
     norms: note about the kernel for gradients of norms; "" if it is XLA.
+    decode: note about the kernel for a single new token in generation; "" if it is XLA.
   """
 
   config: Config
@@ -56,6 +57,7 @@ class Model:
   base: QuantizedBase | None = None
   grouped_verdict: str = ""
   norms: str = ""
+  decode: str = ""
 
   @property
   def grouped_product(self) -> str | None:
@@ -237,13 +239,15 @@ def make_model(
     tests += [(shape, attention_selfcheck.self_test) for shape in attention]
     of_norms = norm_kernels.first_shapes(decoder, target, asked=t.norm_kernel)
     tests += [(shape, norm_selfcheck.self_test) for shape in of_norms]
+  else:
+    tests += [(shape, decode_selfcheck.self_test) for shape in decode_kernels.first_shapes(decoder, target)]
   target = target.tested(tests)
   # Settle each kind of kernel with these verdicts. With "auto", another kernel may be tested then.
-  kernels, norms = (), ""
+  kernels, norms, decode = (), "", ""
   if runs_attention:
     decoder, kernels = attention_kernels.settle(decoder, rows, target)
     decoder, norms = norm_kernels.settle(decoder, target, asked=t.norm_kernel)
   else:
-    decoder = plain_tower(decoder)
+    decoder, decode = decode_kernels.settle(plain_tower(decoder), target)
   decoder, verdict = grouped_kernels.settle(decoder, target, asked=t.grouped_product, **of_experts)
-  return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict, norms=norms)
+  return Model(config, mesh, decoder, platform, kernels, grouped_verdict=verdict, norms=norms, decode=decode)

@@ -44,6 +44,14 @@ class Step:
     """Return bool [B, T]: which of the new tokens are real."""
     return jnp.arange(length) < self.count[:, None]
 
+  def decodes(self, new: int) -> bool:
+    """True if a single new token follows cached ones."""
+    return new == 1 and not self.fresh
+
+  def lengths(self, slots: int) -> jax.Array:
+    """Return the number of slots that each row uses after a single new token, int32 [B]. They are the first ones."""
+    return jnp.where(self.count > 0, jnp.minimum(self.start + 1, slots), 0)
+
   def held(self, new: int, slots: int) -> int:
     """Return S, the number of keys that ``extended`` returns for a cache of ``slots`` slots."""
     if self.fresh:
@@ -66,7 +74,7 @@ class Step:
     entries = jnp.moveaxis(new, 1, -2).astype(cache.dtype)
     if self.fresh:
       return self._stored(cache, new), entries
-    if new.shape[1] == 1:
+    if self.decodes(new.shape[1]):
       stored = self._stored(cache, new)
       return stored, self._own(stored)
     # Read the cached entries before any is replaced. Without the barrier, XLA copies the caches of all rows.
@@ -83,7 +91,7 @@ class Step:
       images: int32 [B, T], image numbers of the new tokens. Tokens of one image see each other. None: there are no images.
     """
     start = self.start[:, None]
-    if new == 1 and not self.fresh:
+    if self.decodes(new):
       # The cache contains the new token, and no entry of it is older than the window.
       return (start - jnp.mod(start - jnp.arange(keys), keys) >= 0)[:, None]
     # Positions of keys and queries, counted from the first new token. Cached keys have negative positions.

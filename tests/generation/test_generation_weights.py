@@ -1,21 +1,62 @@
 """Parameters in the form for decoding and back."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.generation.weights import DecodingWeights
+from maxtext_like.layers.cache import Step
 from maxtext_like.models.build import build_decoder, precision_of
+from tests.tiers import tiers
 
 
 def test_rows_apart_and_stacked_again():
-  config = load_config("gemma3-tiny", ["num_decoder_layers=7", "emb_dim=24", "vocab_size=37"]).config
+  config = load_config("gemma3-tiny", ["dtype=float32", "num_decoder_layers=7", "emb_dim=24", "vocab_size=37"]).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
   params = jax.tree.map(lambda p: np.arange(np.prod(p.shape), dtype=np.float32).reshape(p.shape), decoder.params())
-  on_cpu, on_gpu = DecodingWeights(decoder, params, "cpu"), DecodingWeights(decoder, params, "gpu")
+  on_cpu, on_gpu = (DecodingWeights(decoder, lambda: params, platform) for platform in ("cpu", "gpu"))
   assert on_cpu.for_decoding is params
   apart = on_gpu.for_decoding
   jax.tree.map(np.testing.assert_array_equal, apart, decoder.apart(params))
   rows = [row for stack in decoder.stacks for row in apart[stack.name]]
   assert len(rows) == sum(stack.repeats for stack in decoder.stacks)
   jax.tree.map(np.testing.assert_array_equal, on_gpu.stacked, params)
+
+
+CASES = {
+  "gemma4-e2b-tiny": ["num_decoder_layers=6", "num_kv_shared_layers=3"],
+  "gemma4-moe-tiny": ["num_decoder_layers=6"],
+  "deepseek3.2-tiny": ["indexer_topk=6", "num_decoder_layers=2", "num_experts=4", "n_routing_groups=2"],
+  "qwen3-moe-tiny": ["num_decoder_layers=2"],
+}
+
+
+@pytest.mark.parametrize("name", tiers(CASES, slow=["gemma4-e2b-tiny", "deepseek3.2-tiny"]))
+def test_rounded_weights_give_the_same_bits(name: str):
+  """A weight that is also read in float32, as a router's, would change the logits if it was rounded."""
+  config = load_config(name, ["dtype=bfloat16", *CASES[name]]).config
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
+  leaves, tree = jax.tree.flatten(decoder.params())
+  draws = [np.random.default_rng(i).normal(size=leaf.shape).astype(np.float32) for i, leaf in enumerate(leaves)]
+  read = lambda: jax.tree.map(jnp.asarray, tree.unflatten(draws))
+  weights = DecodingWeights(decoder, read, "gpu")
+  tokens = np.random.default_rng(1).integers(2, 97, (2, 9)).astype(np.int32)
+
+  @jax.jit
+  def logits(params):
+    cache, found = decoder.empty_cache(2, 16, apart=True), []
+    for begin, end in ((0, 8), (8, 9)):
+      step = Step(jnp.full(2, begin), jnp.full(2, end - begin), fresh=begin == 0)
+      batch = {"tokens": tokens[:, begin:end], "positions": jnp.broadcast_to(jnp.arange(begin, end), (2, end - begin))}
+      x, cache, _ = decoder.extend(params, batch, cache, step)
+      found.append(decoder.head(params, x[:, -1:]))
+    return jnp.concatenate(found, axis=1)
+
+  exact = logits(decoder.apart(read()))
+  rounded = weights.for_decoding
+  count = sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(rounded))
+  assert count >= 10
+  np.testing.assert_array_equal(logits(rounded), exact)
+  jax.tree.map(np.testing.assert_array_equal, weights.stacked, read())

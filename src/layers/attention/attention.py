@@ -10,8 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.attention.masks import Tokens, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate
-from maxtext_like.layers.cache import cache_slots
+from maxtext_like.layers.cache import SCALE, cache_slots
 from maxtext_like.layers.context import Context, KeysValues
+from maxtext_like.layers.kernels.attention.decode import DecodeName, decode_attention
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -40,6 +41,7 @@ class AttentionConfig:
       None: it projects its own keys and values.
     bidirectional_images: tokens of one image see each other in this layer.
     kernel: the kernel that the configuration selects.
+    decode: the kernel of a single new token in generation: "xla" or "pallas_triton".
     platform: "cpu", "gpu" or "tpu": where the program will run.
     capability: CUDA compute capability of that device; None if it is not an NVIDIA GPU or not known.
     failed: kernels that failed their self-test on that device.
@@ -64,6 +66,7 @@ class AttentionConfig:
   reuses_kv_of: str | None = None
   bidirectional_images: bool = False
   kernel: Choice = "auto"
+  decode: DecodeName = "xla"
   platform: str = "cpu"
   capability: str | None = None
   failed: tuple[Name, ...] = ()
@@ -247,6 +250,8 @@ class Attention:
     # Attend. Generation uses the mask of its cache and the unfused kernel; other passes use the kernel that fits the case.
     if ctx.step is not None:
       images = ctx.tokens.images if c.bidirectional_images else None
+      if c.decode == "pallas_triton" and ctx.step.decodes(x_BTD.shape[1]):
+        return self._output(p, self._decode(q_BTNH, kv, ctx)), kv
       mask = ctx.step.mask(x_BTD.shape[1], kv[0].shape[2], window=c.window, images=images)
       how = {"scale": c.scale, "precision": self.precision, "soft_cap": c.soft_cap}
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, cached=True, **how)
@@ -270,7 +275,20 @@ class Attention:
       )
       if not kernel.named:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
-    # Project to the residual stream.
+    return self._output(p, out_BTNH), kv
+
+  def _decode(self, q_BTNH: jax.Array, kv: KeysValues, ctx: Context) -> jax.Array:
+    """Attend with the kernel for a single new token. It reads an 8-bit cache as it is stored."""
+    assert ctx.step is not None
+    arrays: dict[str, jax.Array] = {"k": kv[0], "v": kv[1]} if self.cfg.reuses_kv_of else ctx.aux["cache"]
+    scales = {f"{name}_scale": arrays.get(name + SCALE) for name in ("k", "v")}
+    lengths = ctx.step.lengths(arrays["k"].shape[2])
+    how = {"scale": self.cfg.scale, "soft_cap": self.cfg.soft_cap, **scales}
+    return decode_attention(q_BTNH[:, 0], arrays["k"], arrays["v"], lengths, **how)[:, None]
+
+  def _output(self, p: dict, out_BTNH: jax.Array) -> jax.Array:
+    """Project the heads to the residual stream."""
+    c = self.cfg
     out_BTD = product(self.precision, "BTNH,NHD->BTD", out_BTNH, p["o"], out=self.precision.branch_dtype, large=True)
     out_BTD = checkpoint_name(out_BTD, "output")
-    return (self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD), kv
+    return self.precision.plus(out_BTD, p["o_bias"]) if c.o_bias else out_BTD

@@ -1,0 +1,102 @@
+"""Self-test of the kernel for a single new token: compared with attention in float64, on the device that will run it.
+
+B rows, N query heads, K key-value heads, S slots, H head.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
+
+_SLOTS, _ROWS = 1100, 5  # several parts of each row, and an incomplete block
+# Largest relative error of the output: scores are exact, and probabilities and the output are rounded to the dtype.
+_TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeShape:
+  """The properties that decide how the kernel works.
+
+  Attributes:
+    dtype: dtype of the queries and the cache.
+    query_heads, kv_heads, head_dim: N, K, H.
+    soft_cap: soft cap of the scores; None: no cap.
+  """
+
+  dtype: str
+  query_heads: int
+  kv_heads: int
+  head_dim: int
+  soft_cap: float | None = None
+
+  def __str__(self) -> str:
+    return f"decode_attention, {self.dtype}, {self.query_heads} query and {self.kv_heads} key-value heads of {self.head_dim}"
+
+
+def self_test(shape: DecodeShape, attention: Any = None) -> list[CaseResult]:
+  """Test the kernel on JAX's default device.
+
+  Args:
+    shape: the shape to test.
+    attention: the function to test, with the signature of ``decode_attention``; None for that function.
+
+  Returns:
+    One result each for a cache in the dtype and an 8-bit cache. A kernel that raises has failed; its message is the problem.
+  """
+  from maxtext_like.layers.cache import in_8_bits
+
+  if attention is None:
+    from maxtext_like.layers.kernels.attention.decode import decode_attention as attention
+  rng = np.random.default_rng(0)
+  draw = lambda *size: jnp.asarray(rng.normal(size=size), jnp.float32).astype(shape.dtype)
+  q = draw(_ROWS, shape.query_heads, shape.head_dim)
+  k, v = (draw(_ROWS, shape.kv_heads, _SLOTS, shape.head_dim) for _ in range(2))
+  # A row without tokens, one token, a complete cache, and lengths within blocks. Nothing reads the slots behind them.
+  lengths = np.array([0, 1, _SLOTS, 77, 641], np.int32)[:_ROWS]
+  unused = (np.arange(_SLOTS) >= lengths[:, None])[:, None, :, None]
+  scale = shape.head_dim**-0.5
+  results = []
+  for name in ("plain", "8 bits"):
+    arrays, scales, values = {"k": k, "v": v}, {}, {"k": k, "v": v}
+    if name == "8 bits":
+      for which, x in values.items():
+        arrays[which], scales[f"{which}_scale"] = in_8_bits(x)
+      values = {which: arrays[which] * scales[f"{which}_scale"] for which in arrays}
+      scales = {which: jnp.where(unused, jnp.nan, x) for which, x in scales.items()}
+    else:
+      arrays = {which: jnp.where(unused, jnp.nan, x) for which, x in arrays.items()}
+    try:
+      made = attention(q, arrays["k"], arrays["v"], jnp.asarray(lengths), scale=scale, soft_cap=shape.soft_cap, **scales)
+      got = np.asarray(jax.device_get(made), np.float64)
+    except Exception as error:
+      # Any exception means that the kernel did not run, which is the result of the test.
+      results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
+      continue
+    results.append(_judge(name, shape, got, _written_out(q, values["k"], values["v"], lengths, scale, shape.soft_cap)))
+  return results
+
+
+def _written_out(q: Any, k: Any, v: Any, lengths: np.ndarray, scale: float, cap: float | None) -> np.ndarray:
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  B, N, H = q.shape
+  scores = np.einsum("bkgh,bksh->bkgs", q.reshape(B, k.shape[1], -1, H), k) * scale
+  scores = scores if cap is None else cap * np.tanh(scores / cap)
+  seen = (np.arange(k.shape[2]) < lengths[:, None])[:, None, None]
+  weights = np.where(seen, np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
+  probs = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+  return np.einsum("bkgs,bksh->bkgh", probs, v).reshape(B, N, H)
+
+
+def _judge(name: str, shape: DecodeShape, got: np.ndarray, want: np.ndarray) -> CaseResult:
+  if bad := int(np.sum(~np.isfinite(got))):
+    return CaseResult(name=name, problem=f"{bad} of {got.size} numbers are not finite")
+  error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+  most = _TOLERANCE[shape.dtype]
+  problem = f"relative error {error:.2g}; the tolerance is {most:g}" if error > most else ""
+  if got[want == 0].any():
+    problem = "a row without tokens is not zero"
+  return CaseResult(name=name, error=error, problem=problem)

@@ -1,0 +1,136 @@
+"""Attention of one new token of each row over its cache, in Pallas (Triton) for NVIDIA GPUs.
+
+XLA reads every slot of the cache, and rows of different lengths take the time of the longest. This kernel reads the slots that
+a row uses, each once, and keeps scores in registers. An 8-bit cache is read as 8 bits. The slots of a row are divided into
+parts, so that few rows occupy the complete GPU; the results of the parts are then combined.
+
+B rows, N query heads, K key-value heads, G = N / K queries per key-value head, S slots, H head, V value head, P parts.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+DecodeName = Literal["xla", "pallas_triton"]
+"""Names of the kernels for a single new token."""
+
+_KERNEL = "decode_attention"
+"""Name of the kernel in a program."""
+
+_QUERIES = 16
+"""Smallest number of rows of a matrix unit."""
+_PROGRAMS = 132
+"""Programs that are wanted at least: one for each multiprocessor of an H100."""
+_BYTES = 32 << 10
+"""Largest size of a block of keys in shared memory."""
+_LOWEST = -1e30
+"""Below every score. It is finite, so that differences with it are numbers."""
+
+
+def _triton() -> Any:
+  """Import Pallas for Triton on use: choosing between kernels does not need it."""
+  from jax.experimental.pallas import triton
+
+  return triton
+
+
+def decode_attention(
+  q_BNH: jax.Array,
+  k_BKSH: jax.Array,
+  v_BKSV: jax.Array,
+  lengths_B: jax.Array,
+  *,
+  scale: float,
+  soft_cap: float | None = None,
+  k_scale: jax.Array | None = None,
+  v_scale: jax.Array | None = None,
+  interpret: bool = False,
+) -> jax.Array:
+  """Compute attention of one query for each row and head.
+
+  Args:
+    q_BNH: queries, bfloat16 or float16. H and V are powers of two from 16.
+    k_BKSH, v_BKSV: the cache, in the dtype of the queries or int8.
+    lengths_B: int32, number of slots that each row uses: the first ones. A row with 0 gives zeros.
+    scale: factor on the scores.
+    soft_cap: soft cap of the scaled scores; None: no cap.
+    k_scale, v_scale: float32 [B, K, S, 1], scales of an int8 cache.
+    interpret: run on any platform, slowly: for tests.
+
+  Returns:
+    [B, N, V] in the dtype of the queries. Scores and sums are float32; probabilities are rounded to that dtype.
+  """
+  (B, N, H), K, V = q_BNH.shape, v_BKSV.shape[1], v_BKSV.shape[3]
+  q_BKGH = q_BNH.reshape(B, K, N // K, H)
+  scales = [] if k_scale is None or v_scale is None else [k_scale[..., 0], v_scale[..., 0]]
+  total, top, mass = _parts(lengths_B, q_BKGH, k_BKSH, v_BKSV, scales, scale=scale, soft_cap=soft_cap, interpret=interpret)
+  # Combine the parts: each has its own maximum.
+  weight = jnp.exp(top - jnp.max(top, axis=2, keepdims=True))
+  mass = jnp.sum(mass * weight, axis=2)
+  out = jnp.sum(total * weight[..., None], axis=2) / jnp.where(mass == 0, 1, mass)[..., None]
+  return out.reshape(B, N, V).astype(q_BNH.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # layers share the compiled kernel
+def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
+  """Return of every part: unnormalized sums [B, K, P, G, V], largest scores and sums of probabilities [B, K, P, G]."""
+  plgpu = _triton()
+  (B, K, G, H), S, V = q.shape, k.shape[2], v.shape[3]
+  block = max(16, min(128, pl.next_power_of_2(S), _BYTES // (max(H, V) * k.dtype.itemsize)))
+  rows = max(pl.next_power_of_2(G), _QUERIES)
+  # Divide long rows into parts of whole blocks.
+  blocks = pl.cdiv(S, block)
+  each = pl.cdiv(blocks, min(blocks, pl.cdiv(_PROGRAMS, B * K)))
+  P, span = pl.cdiv(blocks, each), each * block
+
+  def kernel(lengths, q, k, v, *refs):
+    *scales, out, tops, masses = refs
+    b, head, part = (pl.program_id(axis) for axis in range(3))
+    begin = part * span
+    end = jnp.minimum(begin + span, lengths[b])
+    # A matrix unit needs several rows: the queries of one key-value head, and zeros.
+    real = jax.lax.broadcasted_iota(jnp.int32, (rows,), 0) < G
+    own_rows = pl.ds(part * 0, rows)  # a start that is not a constant may end beyond the array, where nothing is read
+    queries = plgpu.load(q.at[b, head, own_rows], mask=real[:, None], other=0.0)
+
+    def step(i, carry):
+      total, top, mass = carry
+      at = begin + i * block
+      own, slots = at + jax.lax.broadcasted_iota(jnp.int32, (block,), 0) < end, pl.ds(at, block)
+      # Slots beyond the end may contain anything, also NaN.
+      read = lambda array: plgpu.load(array.at[b, head, slots], mask=own[:, None], other=0).astype(queries.dtype)
+      scores = plgpu.dot(queries, read(k), trans_b=True) * scale
+      if scales:
+        scores *= plgpu.load(scales[0].at[b, head, slots], mask=own, other=0.0)[None, :]
+      if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+      scores = jnp.where(own[None, :], scores, _LOWEST)
+      # Rescale the sums to the new maximum.
+      highest = jnp.maximum(top, jnp.max(scores, axis=1))
+      probs = jnp.where(own[None, :], jnp.exp(scores - highest[:, None]), 0.0)
+      old = jnp.exp(top - highest)
+      mass = mass * old + jnp.sum(probs, axis=1)
+      if scales:
+        probs *= plgpu.load(scales[1].at[b, head, slots], mask=own, other=0.0)[None, :]
+      total = total * old[:, None] + plgpu.dot(probs.astype(queries.dtype), read(v))
+      return total, highest, mass
+
+    steps = jax.lax.div(jnp.maximum(end - begin, 0) + (block - 1), jnp.int32(block))
+    start = jnp.zeros((rows, V), jnp.float32), jnp.full((rows,), _LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    total, top, mass = jax.lax.fori_loop(0, steps, step, start)
+    plgpu.store(out.at[b, head, part, own_rows], total, mask=real[:, None])
+    plgpu.store(tops.at[b, head, part, own_rows], top, mask=real)
+    plgpu.store(masses.at[b, head, part, own_rows], mass, mask=real)
+
+  sums = jax.ShapeDtypeStruct((B, K, P, G), jnp.float32)
+  return pl.pallas_call(
+    kernel,
+    out_shape=(jax.ShapeDtypeStruct((B, K, P, G, V), jnp.float32), sums, sums),
+    grid=(B, K, P),
+    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+    interpret=interpret,
+    name=_KERNEL,
+  )(lengths, q, k, v, *scales)
