@@ -16,9 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -63,7 +62,7 @@ class Target:
   capability: str | None = None
   device: Any = None
   cache: str | None = None
-  known: Verdicts = MappingProxyType({})
+  known: Verdicts = field(default_factory=dict)
 
   def tested(self, tests: Tests) -> "Target":
     """Return the target with the verdicts of these tests. Those without a verdict run at the same time."""

@@ -144,12 +144,13 @@ def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
     ran.append(shape)
     return BAD if shape.images else GOOD
 
-  for images in (True, False):
+  # What one kernel fails, the next one tries, and none that is fused can do these. Shapes are tested at the same time, in any
+  # order.
+  for images, local in ((True, ("mosaic_flash", True, True)), (False, ("cudnn_flash", True, False))):
+    ran.clear()
     settle(model, Rows(length=4096, images=images, segments=False), gpu("9.0"), test=test)
-  # What one kernel fails, the next one tries, and none that is fused can do these.
-  assert [(shape.kernel, shape.window, shape.images) for shape in ran] == [
-    ("mosaic_flash", True, True), ("mosaic_flash", False, False), ("cudnn_flash", True, False), ("mosaic_flash", False, False),
-  ]  # fmt: skip
+    found = [(shape.kernel, shape.window, shape.images) for shape in ran]
+    assert sorted(found) == sorted([local, ("mosaic_flash", False, False)])
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -180,14 +181,14 @@ def test_a_vision_tower_has_a_verdict_of_its_own(bad):
 
 @pytest.mark.parametrize("results", [BAD, RAISED])
 def test_auto_falls_back_and_says_why(results):
-  layers, uses, ran = decide(results)
+  layers, uses, _ = decide(results)
   assert set(layers) == {"dot_product"}
   failed = [use for use in uses if use.shape]
   assert {use.kernel for use in failed} == {"dot_product"}
   assert sum(use.layers for use in uses) == uses[0].of == len(layers)
   words = str(failed[0])
   assert "dot_product instead of cudnn_flash" in words
-  assert f"failed its self-test on NVIDIA H000: {ran[0]}: {results[-1].name}: {results[-1].problem}" in words
+  assert f"failed its self-test on NVIDIA H000: {failed[0].shape}: {results[-1].name}: {results[-1].problem}" in words
 
 
 def test_layers_whose_kernel_passes_keep_it():
