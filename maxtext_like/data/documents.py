@@ -1,6 +1,5 @@
 """The interface of document sources: ``Documents``, ``Record``, ``BadRecordError``, and hints about missing fields."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,12 +91,6 @@ def check_text(text: object, place: str, field: str) -> str:
         place, f"field '{field}' has a lone surrogate (\\u{ord(text[error.start]):04x}) at character {error.start}"
       ) from None
   return text
-
-
-def locate(stops: Sequence[int], index: int) -> tuple[int, int]:
-  """Returns the part that contains ``index`` and the position inside it, for parts that end at ``stops``."""
-  part = bisect_right(stops, index)
-  return part, index - (stops[part - 1] if part else 0)
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -16,17 +16,16 @@ from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import (
   MAX_RECORD_BYTES,
   BadRecordError,
-  ReadRecord,
   Record,
   check_text,
   fix_of_missing_field,
   list_names,
-  locate,
   text_fields,
 )
 from maxtext_like.data.image_text.captions import Captions
 from maxtext_like.data.readers import input_files
-from maxtext_like.data.readers.input_files import Unchanged
+from maxtext_like.data.readers.input_files import Unchanged, no_records
+from maxtext_like.data.readers.record_files import RecordFiles
 from maxtext_like.errors import UserError
 
 SUFFIXES = (".array_record", ".arrayrecord")
@@ -38,31 +37,10 @@ _END_BYTES = 2**17  # length of the end of a file, which has the positions of it
 _KINDS = {1: "bytes", 2: "floats", 3: "integers"}  # of a tf.train.Example's lists
 
 
-class ArrayRecord:
+class ArrayRecord(RecordFiles):
   """The records of the files. The first records decide the form of all; a later record in another form is bad."""
 
-  def __init__(
-    self,
-    files: Sequence[str],
-    text_field: str,
-    captions: Captions | None = None,
-    *,
-    key: str = "dataset_path",
-    read: ReadRecord | None = None,
-  ):
-    """Opens every file once.
-
-    Args:
-      files: paths of the files.
-      text_field: field with the text, in Examples and JSON objects.
-      captions: finds the images of JSON objects; None if they have none.
-      key: key of the ``data:`` section that names the files.
-      read: makes records from JSON objects, instead of text and images.
-
-    Raises:
-      UserError: a file is not an ArrayRecord file or is cut off; there are no records; the field does not exist.
-    """
-    self._files, self._field, self._captions, self._make = list(files), text_field, captions, read
+  def _find_records(self, key: str) -> None:
     self._state = [Unchanged(path, _end, str) for path in self._files]
     self._open: OrderedDict[int, Any] = OrderedDict()
     self._cache: OrderedDict[int, list[bytes]] = OrderedDict()
@@ -73,16 +51,13 @@ class ArrayRecord:
       sizes.append(_group_size(reader.writer_options_string()))
     self._stops = list(accumulate(counts))
     if not self._stops[-1]:
-      raise UserError(
-        f"data.{key}: no records: {len(self._files)} array_record file(s), 0 records (first: {self._files[0]})\n"
-        f"  fix: {key}=FILES with records"
-      )
+      raise no_records(key, self._files, "array_record file(s), 0 records", "records")
     begins = [0, *self._stops[:-1]]
     self._groups = [
       at for begin, count, size in zip(begins, counts, sizes, strict=True) for at in range(begin, begin + count, size)
     ]
     self.groups: Sequence[int] | None = self._groups if max(sizes) > 1 else None
-    self.form = self._detect_form() if read is None else "JSON"
+    self.form = self._detect_form() if self._make is None else "JSON"
 
   def _reader(self, number: int) -> Any:
     """Returns the open file. Raises UserError if it cannot be read or has changed."""
@@ -129,25 +104,12 @@ class ArrayRecord:
         return form
     return "text"
 
-  def __len__(self) -> int:
-    return self._stops[-1]
-
-  def _locate(self, index: int) -> tuple[int, int]:
-    return locate(self._stops, index)
-
   def place(self, index: int) -> str:
     file, row = self._locate(index)
     return f"{self._files[file]}, record {row}"
 
   def read(self, index: int) -> Record:
     return self._record(self._bytes(index), index)
-
-  def scan(self) -> Iterator[Record | BadRecordError]:
-    for index in range(len(self)):
-      try:
-        yield self.read(index)
-      except BadRecordError as bad:
-        yield bad
 
   def _bytes(self, index: int) -> bytes:
     if self.groups is None:
@@ -207,8 +169,7 @@ class ArrayRecord:
       raise BadRecordError(place, f"not UTF-8 at byte {error.start} of the text") from None
 
   def fingerprint(self) -> dict[str, str]:
-    files = input_files.fingerprint(self._files, [state.digest for state in self._state])
-    return files | {"records are": self.form}
+    return super().fingerprint() | {"records are": self.form}
 
 
 def _feature(data: bytes, name: str) -> bytes:

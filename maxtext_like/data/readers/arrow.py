@@ -28,11 +28,10 @@ from maxtext_like.data.documents import (
   Record,
   fix_of_missing_field,
   list_names,
-  locate,
 )
 from maxtext_like.data.image_text.captions import Captions
 from maxtext_like.data.readers import input_files
-from maxtext_like.data.readers.input_files import Unchanged
+from maxtext_like.data.readers.input_files import FileDocuments, Unchanged, no_records
 from maxtext_like.errors import RetryableError, UserError
 
 SUFFIXES = (".arrow",)
@@ -57,10 +56,8 @@ class Batches(NamedTuple):
   width: int
 
 
-class Arrow:
+class Arrow(FileDocuments):
   """The rows of a string column. A null or undecodable value is a bad record."""
-
-  groups: Sequence[int] | None = None
 
   def __init__(self, files: Sequence[str], text_field: str, *, key: str = "dataset_path"):
     """Locates the batches of all files, which data.``key`` names.
@@ -75,10 +72,7 @@ class Arrow:
     self._batches = [state.found for state in self._state]
     self._stops = np.cumsum([int(batches.stops[-1]) if len(batches.stops) else 0 for batches in self._batches]).tolist()
     if not self._stops[-1]:
-      raise UserError(
-        f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})\n"
-        f"  fix: {key}=FILES with rows"
-      )
+      raise no_records(key, self._files, "arrow file(s), 0 rows", "rows")
 
   def _locate_batches(self, path: str) -> Batches:
     """Locates the batches of a file, and checks that all of them exist."""
@@ -135,22 +129,19 @@ class Arrow:
       )
     return found[0], kind
 
-  def __len__(self) -> int:
-    return self._stops[-1]
-
-  def _locate(self, index: int) -> tuple[int, int, int]:
+  def _locate_row(self, index: int) -> tuple[int, int, int]:
     """Returns the file, the batch in the file and the row in the batch."""
-    file, row = locate(self._stops, index)
+    file, row = self._locate(index)
     stops = self._batches[file].stops
     batch = int(np.searchsorted(stops, row, side="right"))
     return file, batch, row - (int(stops[batch - 1]) if batch else 0)
 
   def place(self, index: int) -> str:
-    file, row = locate(self._stops, index)
+    file, row = self._locate(index)
     return f"{self._files[file]}, row {row}"
 
   def read(self, index: int) -> Record:
-    file, batch, row = self._locate(index)
+    file, batch, row = self._locate_row(index)
     of_nulls, _, text, length = self._batches[file].places[batch].tolist()
     if of_nulls >= 0 and not self._read(file, of_nulls + row // 8, 1)[0] >> row % 8 & 1:
       raise self._null(index)
@@ -213,11 +204,8 @@ class Arrow:
   def _damaged(self, file: int, what: str) -> NoReturn:
     raise UserError(f"{self._files[file]}: damaged arrow file: {what}{input_files.FIX_DAMAGED}")
 
-  def fingerprint(self) -> dict[str, str]:
-    return input_files.fingerprint(self._files, [state.digest for state in self._state])
 
-
-class ArrowRows:
+class ArrowRows(FileDocuments):
   """The rows of arrow files, each as an object."""
 
   def __init__(self, files: Sequence[str], read: ReadRecord, *, key: str = "dataset_path"):
@@ -230,10 +218,7 @@ class ArrowRows:
     self._batches = [(number, at, rows) for number, state in enumerate(self._state) for at, rows in state.found if rows]
     self._stops = list(accumulate(rows for _, _, rows in self._batches))
     if not self._stops:
-      raise UserError(
-        f"data.{key}: no records: {len(self._files)} arrow file(s), 0 rows (first: {self._files[0]})\n"
-        f"  fix: {key}=FILES with rows"
-      )
+      raise no_records(key, self._files, "arrow file(s), 0 rows", "rows")
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()
 
@@ -254,12 +239,6 @@ class ArrowRows:
             found.append((at, reader.read_next_batch().num_rows))
           except StopIteration:
             return found
-
-  def __len__(self) -> int:
-    return self._stops[-1]
-
-  def _locate(self, index: int) -> tuple[int, int]:
-    return locate(self._stops, index)
 
   def place(self, index: int) -> str:
     batch, _ = self._locate(index)
@@ -293,16 +272,6 @@ class ArrowRows:
       raise BadRecordError(self.place(index), f"not UTF-8 at byte {error.start} of a value") from None
     folder = os.path.dirname(os.path.abspath(self._files[self._batches[batch][0]]))
     return self._make(row_object(values), self.place(index), folder)
-
-  def scan(self) -> Iterator[Record | BadRecordError]:
-    for index in range(len(self)):
-      try:
-        yield self.read(index)
-      except BadRecordError as bad:
-        yield bad
-
-  def fingerprint(self) -> dict[str, str]:
-    return input_files.fingerprint(self._files, [state.digest for state in self._state])
 
 
 def row_object(values: dict[str, Any]) -> dict[str, Any]:

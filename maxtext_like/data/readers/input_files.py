@@ -1,5 +1,6 @@
 """Finds the files that data.dataset_path names (a path, a list or globs), reads them safely and identifies their contents."""
 
+import abc
 import contextlib
 import glob
 import io
@@ -10,13 +11,15 @@ import shlex
 import stat
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import xxhash
 
 from maxtext_like import local_copies
+from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.storage import Entry, Place, failed, is_remote
 from maxtext_like.strict_json import printable
@@ -314,3 +317,58 @@ def fingerprint(files: Sequence[str], digests: Sequence[str] | None = None) -> d
     return entries
   total = xxhash.xxh3_128_hexdigest(repr(sorted(entries.items())).encode("utf-8", "surrogateescape"))
   return {f"{len(entries)} files": f"{sum(lengths)} bytes, xxh3 {total}"}
+
+
+class FileDocuments(abc.ABC):
+  """Documents of files, in the order of the files; see ``Documents``.
+
+  Attributes:
+    groups: see ``Documents``.
+  """
+
+  groups: Sequence[int] | None = None
+  _files: list[str]
+  _state: list[Unchanged[Any]]
+  """What was found in each file, for readers that keep no other digest."""
+  _stops: list[int]
+  """Number of documents up to the end of each part: a file, or a group of records in it."""
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def _locate(self, index: int) -> tuple[int, int]:
+    """Returns the part that contains a document, and the document's position inside it."""
+    part = bisect_right(self._stops, index)
+    return part, index - (self._stops[part - 1] if part else 0)
+
+  @abc.abstractmethod
+  def place(self, index: int) -> str:
+    """Returns the place of document ``index`` for messages."""
+
+  @abc.abstractmethod
+  def read(self, index: int) -> Record:
+    """Reads document ``index``."""
+
+  def scan(self) -> Iterator[Record | BadRecordError]:
+    """Reads all documents in order."""
+    for index in range(len(self)):
+      try:
+        yield self.read(index)
+      except BadRecordError as bad:
+        yield bad
+
+  def fingerprint(self) -> dict[str, str]:
+    """Returns an identity of each file's contents."""
+    return fingerprint(self._files, [state.digest for state in self._state])
+
+
+def no_records(key: str, files: Sequence[str], found: str, wanted: str) -> UserError:
+  """Returns the error about files without records.
+
+  Args:
+    key: key of the ``data:`` section that names the files.
+    files: the files.
+    found: what the files are and what was counted in them, as "parquet file(s), 0 rows".
+    wanted: what the files should contain.
+  """
+  return UserError(f"data.{key}: no records: {len(files)} {found} (first: {files[0]})\n  fix: {key}=FILES with {wanted}")

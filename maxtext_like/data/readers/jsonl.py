@@ -15,18 +15,18 @@ from maxtext_like.data.chat.dataset import record_reader
 from maxtext_like.data.documents import (
   MAX_RECORD_BYTES,
   BadRecordError,
-  ReadRecord,
   Record,
   check_text,
   fix_of_missing_field,
   list_names,
-  locate,
   text_fields,
 )
 from maxtext_like.data.image_text.captions import Captions
 from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.compressed import SUFFIXES as PACKED
+from maxtext_like.data.readers.input_files import no_records
 from maxtext_like.data.readers.lines import KEPT_BYTES, ChunkCache, LineFile
+from maxtext_like.data.readers.record_files import RecordFiles
 from maxtext_like.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst"))
 
 
-class JsonLines:
+class JsonLines(RecordFiles):
   """Files with one JSON object on each line. Lines may end in CRLF or be empty, and a file may begin with a byte-order mark.
 
   Bad records (BadRecordError with file:line): broken or truncated JSON, not UTF-8, a lone surrogate, a missing field, a field
@@ -43,33 +43,10 @@ class JsonLines:
   The contents of compressed files stay in memory up to KEPT_BYTES in total. If there is more, their chunks are the groups.
   """
 
-  def __init__(
-    self,
-    files: Sequence[str],
-    text_field: str,
-    captions: Captions | None = None,
-    *,
-    key: str = "dataset_path",
-    read: ReadRecord | None = None,
-  ):
-    """Finds the lines of all files.
-
-    Args:
-      files: paths of the files.
-      text_field: field with the text.
-      captions: finds the images of a text; None if it has none.
-      key: key of the ``data:`` section that names the files.
-      read: makes records from the objects, instead of text and images.
-
-    Raises:
-      UserError: the files have no lines, or a file is one JSON list or a table (CSV).
-    """
-    self._files = list(files)
-    self._field, self._captions, self._make = text_field, captions, read
+  def _find_records(self, key: str) -> None:
     cache = ChunkCache()
     self._lines = [LineFile(file, cache) for file in self._files]
     self._stops = list(accumulate(map(len, self._lines)))
-    self.groups: Sequence[int] | None = None
     if sum(lines.index.size for lines in self._lines if lines.packed) > KEPT_BYTES:
       begins = [0, *self._stops[:-1]]
       self.groups = [
@@ -77,19 +54,10 @@ class JsonLines:
       ]
     if not self._stops[-1]:
       size = sum(input_files.sizes(self._files))
-      raise UserError(
-        f"data.{key}: no records: {len(self._files)} file(s), {size} bytes, 0 lines with text (first: {self._files[0]})"
-        f"\n  fix: {key}=FILES with records"
-      )
+      raise no_records(key, self._files, f"file(s), {size} bytes, 0 lines with text", "records")
     for lines in self._lines:
       _refuse_one_list(lines)
       _refuse_table(lines)
-
-  def __len__(self) -> int:
-    return self._stops[-1]
-
-  def _locate(self, index: int) -> tuple[int, int]:
-    return locate(self._stops, index)
 
   def place(self, index: int) -> str:
     file, row = self._locate(index)

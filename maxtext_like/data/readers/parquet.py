@@ -17,12 +17,12 @@ from maxtext_like.data.documents import (
   check_text,
   fix_of_missing_field,
   list_names,
-  locate,
 )
 from maxtext_like.data.image_text.captions import Captions
 from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.arrow import row_object
-from maxtext_like.data.readers.input_files import Unchanged
+from maxtext_like.data.readers.input_files import Unchanged, no_records
+from maxtext_like.data.readers.record_files import RecordFiles
 from maxtext_like.errors import RetryableError, UserError
 
 SUFFIXES = (".parquet",)
@@ -32,56 +32,31 @@ DICTIONARY_UP_TO = 2**30
 ROWS_UP_TO = 2**24  # rows that a file of any size may have; 8 more are allowed for each byte
 
 
-class Parquet:
+class Parquet(RecordFiles):
   """The rows of a string column. Page checksums are verified if the writer stored them (write_page_checksum).
 
   A null or undecodable value is a bad record. A damaged page is an error, because it affects a complete row group.
   """
 
-  def __init__(
-    self,
-    files: Sequence[str],
-    text_field: str,
-    captions: Captions | None = None,
-    *,
-    key: str = "dataset_path",
-    read: ReadRecord | None = None,
-  ):
-    """Reads the metadata of all files.
-
-    Args:
-      files: paths of the files.
-      text_field: column with the text.
-      captions: finds the images of a text in files with a column for images; None if there are none.
-      key: key of the ``data:`` section that names the files.
-      read: makes records from complete rows, instead of text and images.
-
-    Raises:
-      UserError: pyarrow is not installed; a file is not a parquet file; there is no such string column; there are no rows.
-    """
+  def _find_records(self, key: str) -> None:
     try:
       import pyarrow
       import pyarrow.parquet
     except ImportError as error:
       raise UserError("dataset=parquet needs pyarrow, which is not installed\n  fix: pip install -e '.[parquet]'") from error
     self._arrow = pyarrow
-    self._files = list(files)
-    self._field = text_field
-    self._make: list[ReadRecord | None] = []  # for each file, how to make records; None reads the text column alone
+    self._makes: list[ReadRecord | None] = []  # for each file, how to make records; None reads the text column alone
     self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in the file, rows, whether read as a dictionary
-    self._state: list[Unchanged[str]] = []
+    self._state = []
     for number, path in enumerate(self._files):
       with self._open(path) as reader:
-        if read is None:
+        if self._make is None:
           self._check_column(reader, path)
-        self._make.append(read or self._with_images(reader.schema_arrow, captions, path))
+        self._makes.append(self._make or self._with_images(reader.schema_arrow, self._captions, path))
         self._groups += self._row_groups(number, reader.metadata)
       self._state.append(Unchanged(path, _footer, str))
     if not self._groups:
-      raise UserError(
-        f"data.{key}: no records: {len(self._files)} parquet file(s), 0 rows (first: {self._files[0]})\n"
-        f"  fix: {key}=FILES with rows"
-      )
+      raise no_records(key, self._files, "parquet file(s), 0 rows", "rows")
     self._stops = list(accumulate(rows for _, _, rows, _ in self._groups))
     self.groups: Sequence[int] | None = [0, *self._stops[:-1]]
     self._cache: OrderedDict[int, Any] = OrderedDict()
@@ -97,7 +72,7 @@ class Parquet:
     for group in range(metadata.num_row_groups):
       row_group = metadata.row_group(group)
       columns = (row_group.column(i) for i in range(row_group.num_columns))
-      all_columns = self._make[number] is not None
+      all_columns = self._makes[number] is not None
       unpacked = sum(
         column.total_uncompressed_size for column in columns if all_columns or column.path_in_schema == self._field
       )
@@ -148,12 +123,6 @@ class Parquet:
     captions.warn_left_out(found, path)
     return None
 
-  def __len__(self) -> int:
-    return self._stops[-1]
-
-  def _locate(self, index: int) -> tuple[int, int]:
-    return locate(self._stops, index)
-
   def place(self, index: int) -> str:
     group, row = self._locate(index)
     number, inner, _, _ = self._groups[group]
@@ -169,7 +138,7 @@ class Parquet:
         raise input_files.reading_failed(path, error) from error
       with self._open(path, dictionary=dictionary) as reader:
         try:
-          all_columns = self._make[number] is not None
+          all_columns = self._makes[number] is not None
           table = reader.read_row_group(inner, columns=None if all_columns else [self._field], use_threads=False)
           column = table if all_columns else table.column(self._field)
         except self._arrow.ArrowException as error:
@@ -191,7 +160,7 @@ class Parquet:
     group, row = self._locate(index)
     number, place = self._groups[group][0], self.place(index)
     try:
-      if (make := self._make[number]) is not None:
+      if (make := self._makes[number]) is not None:
         (values,) = self._column(group).slice(row, 1).to_pylist()
         return make(row_object(values), place, os.path.dirname(os.path.abspath(self._files[number])))
       text = self._column(group)[row].as_py()
@@ -202,16 +171,6 @@ class Parquet:
     if len(text) > MAX_RECORD_BYTES:
       raise BadRecordError(place, f"the value has {len(text)} characters, more than the limit of {MAX_RECORD_BYTES}")
     return Record(check_text(text, place, self._field))
-
-  def scan(self) -> Iterator[Record | BadRecordError]:
-    for index in range(len(self)):
-      try:
-        yield self.read(index)
-      except BadRecordError as bad:
-        yield bad
-
-  def fingerprint(self) -> dict[str, str]:
-    return input_files.fingerprint(self._files, [state.digest for state in self._state])
 
 
 def _footer(path: str) -> str:

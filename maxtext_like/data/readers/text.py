@@ -2,13 +2,13 @@
 
 import os
 import sysconfig
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
 from maxtext_like.data.documents import BadRecordError, Record
 from maxtext_like.data.readers import input_files
+from maxtext_like.data.readers.input_files import FileDocuments
 from maxtext_like.errors import UserError
 
 SUFFIXES: tuple[str, ...] = ()  # endings of the files to take from a folder; empty for all
@@ -20,7 +20,7 @@ STDLIB_PIECE_BYTES = 2**20  # longer than any file of the standard library, so e
 STDLIB_SKIPPED = frozenset(("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"))
 
 
-class TextFiles:
+class TextFiles(FileDocuments):
   """UTF-8 text files, each of which is one document. A file above ``piece_bytes`` is cut into pieces of about that size.
 
   A piece ends after a newline if one is near, otherwise between two characters. The pieces are separate records: they are
@@ -28,8 +28,6 @@ class TextFiles:
   bos and eos. A byte-order mark is dropped, and CRLF becomes LF. A file that is not UTF-8 or has NUL bytes (UTF-16, binary) is
   a bad record; with ``skip_undecodable`` it is an empty one.
   """
-
-  groups: Sequence[int] | None = None
 
   def __init__(
     self,
@@ -63,14 +61,7 @@ class TextFiles:
     self._longest = len(self._undivided[0]) if self._undivided else 0
     self._skip_undecodable = skip_undecodable
     self._pieces = [max(1, -(-size // piece_bytes)) for size in self._sizes]  # an empty file is an empty document
-    self._ends = list(accumulate(self._pieces))
-
-  def __len__(self) -> int:
-    return self._ends[-1]
-
-  def _locate(self, index: int) -> tuple[int, int]:
-    file = bisect_right(self._ends, index)
-    return file, index - (self._ends[file] - self._pieces[file])
+    self._stops = list(accumulate(self._pieces))
 
   def place(self, index: int) -> str:
     file, piece = self._locate(index)
@@ -124,13 +115,6 @@ class TextFiles:
         return Record("")
       raise BadRecordError(self.place(index), "has NUL bytes, so it is not a text file (binary, or UTF-16?)")
     return Record(text.replace("\r\n", "\n"), begins=piece == 0, ends=piece == self._pieces[file] - 1)
-
-  def scan(self) -> Iterator[Record | BadRecordError]:
-    for index in range(len(self)):
-      try:
-        yield self.read(index)
-      except BadRecordError as bad:
-        yield bad
 
   def fingerprint(self) -> dict[str, str]:
     return input_files.fingerprint(self._files)
