@@ -1,4 +1,5 @@
-"""Tiny models of every family, parameters that are nowhere trivial, and a batch; all sizes unequal."""
+"""Fixtures for tests of layers: tiny models of every family, parameters without neutral values, and a batch. All sizes
+differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +122,7 @@ def _tiny_decoder(family: str, *, precision: dict | None = None, changes: dict |
 
 
 def _random_params(spec, seed: int = 0):
-  """Numbers for a spec, none of them at its neutral value: scales are around 0.8, everything else around 0."""
+  """Return random arrays for a spec, without neutral values: scales are around 0.8, all other arrays around 0."""
   rng = np.random.default_rng(seed)
 
   def leaf(path, p):
@@ -139,25 +140,26 @@ def family(request) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., ModelConfig]:
-  """tiny_model(family, **changes) -> ModelConfig."""
+  """Return the function tiny_model(family, **changes) -> ModelConfig."""
   return _tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny_decoder():
-  """tiny_decoder(family, precision={...}, changes={...}, **build_decoder arguments) -> Decoder."""
+  """Return the function tiny_decoder(family, precision={...}, changes={...}, **build_decoder arguments) -> Decoder."""
   return _tiny_decoder
 
 
 @pytest.fixture(scope="session")
 def random_params():
-  """random_params(spec, seed=0) -> arrays."""
+  """Return the function random_params(spec, seed=0) -> arrays."""
   return _random_params
 
 
 @pytest.fixture(scope="session")
 def batch() -> dict:
-  """Two rows of 9: three packed documents and padding; one document and padding. Targets end with their document."""
+  """Return two rows of 9 tokens. The first has three packed documents and padding, the second has one document and padding. The
+  last token of a document has no target."""
   tokens = np.random.default_rng(5).integers(0, 37, (2, 9))
   segments = np.array([[1, 1, 1, 1, 2, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
   positions = np.array([[0, 1, 2, 3, 0, 1, 0, 1, 0], [0, 1, 2, 3, 4, 5, 6, 0, 0]])

@@ -1,4 +1,4 @@
-"""Runs a function of a test module in a Python with eight CPU devices, where it compares a mesh with one of them."""
+"""Runs a function of a test module in a Python process with eight CPU devices, to compare a mesh with one device."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from tests.processes import ROOT, environment
 
 
 def run(module: str, function: str, *words: str, timeout: int = 1800) -> str:
-  """What ``function(*words)`` of a test module prints; fails as it does, warnings included."""
+  """Return what ``function(*words)`` of a test module prints. Fail if the function fails or warns."""
   own = environment(8) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "layers")])}
   program = f"import sys, tests.layers.{module} as module; module.{function}(*sys.argv[1:])"
   done = subprocess.run(
@@ -27,26 +27,29 @@ def run(module: str, function: str, *words: str, timeout: int = 1800) -> str:
 
 
 def mesh_of(**sizes: int) -> jax.sharding.Mesh:
-  """A mesh of as many of the devices as the sizes multiply to; axes that are not named have one."""
+  """Return a mesh with these sizes. An axis without a size has one device."""
   shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
   devices = np.asarray(jax.devices()[: np.prod(shape)]).reshape(shape)
   return jax.sharding.Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def placed(spec: Any, p: Any, mesh, rules) -> Any:
-  """Parameters as a run has them on a mesh."""
+  """Place parameters on a mesh as a run does."""
   return jax.device_put(p, shardings(spec, mesh, rules))
 
 
 def spread(batch: Any, mesh, rules, *axes: str | None) -> Any:
-  """Arrays whose leading dimensions are split as the rules say."""
+  """Place arrays on a mesh. The rules split their leading dimensions, which are named by ``axes``."""
   place = lambda x: NamedSharding(mesh, rules.spec(x.shape[: len(axes)], axes, mesh))
   return jax.tree.map(lambda x: jax.device_put(x, place(x)), batch)
 
 
 def worst(got: Any, expected: Any) -> float:
-  """The largest difference, relative to the largest number of each array, or a tenth of the largest of all: the derivative of a
-  scale in front of a norm is nothing but rounding."""
+  """Return the largest relative difference of any array.
+
+  A difference is divided by the largest magnitude in its array, or by a tenth of the largest magnitude in all arrays if that is
+  more. Arrays with tiny values consist of rounding only, such as the gradient of a scale before a norm.
+  """
   pairs = [
     (np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True)
   ]

@@ -1,4 +1,4 @@
-"""Reads a jaxpr: every equation, those inside loops, calls and custom derivatives included."""
+"""Reads jaxprs: every equation, including those inside loops, calls and custom derivatives."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from jax.extend.core import jaxprs_in_params
 
 
 def equations(function, *args) -> Iterator:
-  """Every equation of the traced function, in the order of the program."""
+  """Return every equation of the traced function, in the order of the program."""
   return _walk(jax.make_jaxpr(function)(*args).jaxpr)
 
 
@@ -19,10 +19,10 @@ def _walk(jaxpr):
 
 
 def named(function, *args, name: str) -> list:
-  """The equations of one primitive."""
+  """Return the equations of one primitive."""
   return [e for e in equations(function, *args) if e.primitive.name == name]
 
 
 def dtypes(equation) -> tuple[str, ...]:
-  """Dtypes of the operands, then of the results."""
+  """Return the dtypes of the operands, followed by those of the results."""
   return tuple(str(v.aval.dtype) for v in (*equation.invars, *equation.outvars))

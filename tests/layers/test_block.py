@@ -1,4 +1,4 @@
-"""A single layer: its place, carry, aux and refusals. How layers become stacks."""
+"""Tests a single layer: its position, carry, aux, and what it refuses. Also how layers become stacks."""
 
 from typing import Any
 
@@ -81,7 +81,8 @@ def test_a_layer_s_statistics_and_captures(tiny_decoder):
 
 
 def test_a_context_that_collects_stays_in_its_trace(tiny_decoder, random_params):
-  """What it held would be tracers of another trace."""
+  """A context that collects values must not be passed into a jitted function, because it would hold tracers of another
+  trace."""
   layer = tiny_decoder("gemma3").layers[0]
   ctx = context().collecting()
   with pytest.raises(TypeError, match="Taps"):
@@ -98,7 +99,8 @@ def test_a_context_that_collects_stays_in_its_trace(tiny_decoder, random_params)
   ],
 )
 def test_dtype_of_the_residual_stream(family, precision, expected, tiny_decoder):
-  """Through embedding and every layer, scanned or not; the final norm goes back to the dtype of activations."""
+  """The stream has this dtype in the embedding and in every layer, scanned or not. The final norm returns to the dtype of
+  activations."""
   decoder = tiny_decoder(family, precision=precision)
   p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
   batch = {"tokens": jax.ShapeDtypeStruct((2, 5), "int32")}
@@ -110,11 +112,11 @@ def test_dtype_of_the_residual_stream(family, precision, expected, tiny_decoder)
 
 
 def shape(pattern):
-  """[(layers in the block, repeats)] of a pattern with one letter for each kind of layer."""
+  """Return [(layers in the block, repeats)] of a pattern with one letter for each kind of layer."""
   letters: Any = tuple(pattern)
   stacks: Any = find_stacks(letters)
   assert [s.name for s in stacks] == [f"stack_{i}" for i in range(len(stacks))]
-  # Unrolled, the stacks are the pattern again.
+  # If the stacks are unrolled, they give the pattern again.
   assert "".join("".join(s.layers) * s.repeats for s in stacks) == pattern
   assert [s.first for s in stacks] == np.cumsum([0] + [len(s.layers) * s.repeats for s in stacks])[:-1].tolist()
   return [(len(s.layers), s.repeats) for s in stacks]
@@ -134,8 +136,8 @@ def shape(pattern):
     ("ab", [(1, 1), (1, 1)]),
     ("aab", [(1, 2), (1, 1)]),
     ("abab", [(2, 2)]),
-    ("aabaab", [(3, 2)]),  # not aa, b, aa, b: the longer cover wins
-    ("aaaa", [(1, 4)]),  # of equal covers the shortest block
+    ("aabaab", [(3, 2)]),  # not aa, b, aa, b, because the block that covers more layers is preferred
+    ("aaaa", [(1, 4)]),  # the shortest of the blocks that cover the same layers
     ("abcabcab", [(3, 2), (1, 1), (1, 1)]),
   ],
 )

@@ -1,4 +1,4 @@
-"""Caches: stored entries and the entries that a token sees, compared with a list of the entries of each row."""
+"""Tests caches: the stored entries, and the entries that a token sees, against a list of the entries of each row."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +10,12 @@ ROWS, HEADS, WIDTH = 4, 2, 3
 
 
 def entry(row: int, position: int) -> np.ndarray:
-  """Different numbers for each entry, [HEADS, WIDTH]."""
+  """Return numbers that differ for each entry, [HEADS, WIDTH]."""
   return 100 * row + position + np.arange(HEADS * WIDTH, dtype=np.float32).reshape(HEADS, WIDTH) / 10
 
 
 def seen(held: np.ndarray, mask: np.ndarray) -> list[float]:
-  """The first numbers of the entries that a query sees, in the order of their positions."""
+  """Return the first number of each entry that a query sees, ordered by position."""
   return sorted(held[0, mask, 0].tolist())
 
 
@@ -23,11 +23,11 @@ def seen(held: np.ndarray, mask: np.ndarray) -> list[float]:
   ("window", "chunks"), [(None, [2, 4, 1, 3, 1]), (3, [5, 1, 1, 1, 1]), (3, [2, 4, 1, 3, 1]), (5, [1, 7, 1, 1])]
 )
 def test_every_token_sees_the_tokens_before_it(window, chunks):
-  capacity, rows = 12, np.array([2, 0, 9])  # the last row of the batch belongs to no row of the cache
+  capacity, rows = 12, np.array([2, 0, 9])  # the last row of the batch has no row in the cache
   cache = jnp.zeros((ROWS, HEADS, cache_slots(window, capacity), WIDTH))
   start = np.zeros(3, np.int32)
   for number, T in enumerate(chunks):
-    # The second row has fewer real tokens in chunks of several.
+    # In chunks of several tokens, the second row has fewer real tokens.
     count = np.array([T, max(1, T - 1), 0], np.int32)
     new = np.stack([np.stack([entry(int(r), int(s) + t) for t in range(T)]) for r, s in zip(rows, start, strict=True)])
     step = Step(jnp.asarray(start), jnp.asarray(count), jnp.asarray(rows), fresh=number == 0)

@@ -1,6 +1,7 @@
-"""The whole decoder, every family: scan equals loop, remat changes nothing, documents and padding stay apart, and captures.
+"""Tests the complete decoder of every family: scan equals loop, remat changes nothing, documents and padding have no effect on
+each other, and captures.
 
-Compiled programs are shared by the tests of a family and compiled without optimization, because the tests compare programs.
+The tests of a family share compiled programs. They are compiled without optimization, because the tests compare programs.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ from maxtext_like.layers.context import CAPTURES, Context
 from maxtext_like.layers.per_layer import PerLayerInput
 from tests.tiers import slow, tiers
 
-QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # between them every kind of layer
-FOUR_LAYERS = (("num_decoder_layers", 4),)  # of Gemma 3: two rows of two, which is the least that is scanned
+QUICK = ("gemma4-moe", "gemma4-e2b", "deepseek3.2")  # together they have every kind of layer
+FOUR_LAYERS = (("num_decoder_layers", 4),)  # for Gemma 3: two rows of two layers, the fewest that are scanned
 TWO_LAYERS = (("num_decoder_layers", 2), ("inhomogeneous_layer_cycle_interval", 2))
 UNOPTIMIZED: Any = {"xla_backend_optimization_level": 0}
 
@@ -40,7 +41,8 @@ def objective(decoder):
 
 @pytest.fixture(scope="module")
 def compiled(tiny_decoder, random_params, batch):
-  """compiled(family, **build) -> (decoder, p, step): step(p, batch) -> ((loss, (logits, aux)), gradients)."""
+  """Return the function compiled(family, **build) -> (decoder, p, step), with step(p, batch) -> ((loss, (logits, aux)),
+  gradients)."""
 
   @functools.cache
   def made(family, changes, build):
@@ -49,14 +51,15 @@ def compiled(tiny_decoder, random_params, batch):
     step = jax.jit(jax.value_and_grad(objective(decoder), has_aux=True)).lower(p, batch)
     return decoder, p, step.compile(compiler_options=UNOPTIMIZED)
 
-  # One entry however the arguments are written: functools.cache takes changes=() and none for two calls.
+  # Keep one cache entry however the arguments are written. functools.cache treats changes=() and a missing argument as two
+  # calls.
   return lambda family, changes=(), **build: made(family, changes, tuple(sorted(build.items())))
 
 
 def close(a, b, tolerance=1e-4):
-  """Equal to this error relative to each array's largest number, or absolutely where all are small.
+  """Compare to this error, relative to the largest number of each array, or absolute if all its numbers are small.
 
-  Norms of few numbers (the per-layer input's, above all) enlarge float32's rounding by one or two orders of magnitude.
+  Norms over few numbers amplify the rounding of float32 by one or two orders of magnitude, above all in the per-layer input.
   """
 
   def leaf(x, y):
@@ -79,7 +82,7 @@ def test_scan_is_the_loop(family, compiled, batch):
   gradients = a[1]
   for path, g in jax.tree_util.tree_leaves_with_path(gradients):
     assert jnp.isfinite(g).all(), path
-  # Every trainable array takes part; the loss reaches no array that is not trainable except Gemma's layer scalar.
+  # Every trainable array gets a gradient. Arrays that are not trainable get none, except Gemma's layer scalar.
   spec = decoder.params()
   for (path, g), q in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(spec), strict=True):
     name = jax.tree_util.keystr(path)
@@ -90,7 +93,7 @@ def test_scan_is_the_loop(family, compiled, batch):
 
 
 REMATTED = (("gemma4-e2b", "full"), ("gemma4-moe", "minimal"), ("gemma4-moe", "save_mlp"), ("deepseek3.2", "save_attention"))
-"""Each policy where a family has the most that it names: shared keys, experts, MLA with an indexer."""
+"""Each policy with a family in which most of its names occur: shared keys and values, experts, MLA with an indexer."""
 
 
 @pytest.mark.parametrize(("family", "policy"), [("gemma3", "full"), *tiers(REMATTED, rest="slow")])
@@ -112,7 +115,7 @@ WAITS = (
 
 @pytest.mark.parametrize("case", tiers(WAITS, quick=WAITS[:1], slow=(WAITS[2], WAITS[4])))
 def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, batch):
-  """A CPU has both memories in one, so that the program runs: E2B's layers read keys and values of others too."""
+  """A CPU has one memory for both, so the program runs there. E2B's layers also read keys and values of other layers."""
   family, policy, offload = case.split()
   layers = FOUR_LAYERS if family == "gemma3" else ()
   _, p, here = compiled(family, changes=layers, remat_policy=policy)
@@ -122,7 +125,7 @@ def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, 
 
 @pytest.mark.slow
 def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batch):
-  """Bytes that the forward pass hands to the backward pass: none keeps most, full least."""
+  """Compare the bytes that the forward pass keeps for the backward pass. The policy none keeps most, full keeps least."""
 
   def kept(policy):
     decoder = tiny_decoder("gemma4-moe", changes=dict(TWO_LAYERS), remat_policy=policy)
@@ -137,7 +140,7 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
 
 @pytest.mark.slow
 def test_minimal_keeps_the_same_products_where_devices_share_their_sums(tiny_decoder, batch):
-  """There they have derivatives of their own, and XLA adds up in float32."""
+  """On several devices the products have custom derivatives, and XLA adds their sums in float32."""
 
   def kept(mesh):
     decoder = tiny_decoder("gemma4-moe", precision={"dtype": "bfloat16"}, remat_policy="minimal")
@@ -177,7 +180,7 @@ def test_a_packed_document_is_the_same_as_alone(family, compiled, batch):
   }
   (loss, (single, aux)), gradients = step(p, alone)
   close(single[0, :2], logits[0, 4:6])
-  # A row, and a loss, of nothing but padding is finite in both directions.
+  # Rows and losses of only padding are finite, forward and backward.
   assert jnp.isfinite(single).all()
   assert jnp.isfinite(loss)
   assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
@@ -272,14 +275,14 @@ def test_an_unknown_capture_is_refused(tiny_decoder):
 
 
 def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
-  """A stack of blocks of two layers with experts: rows 0, 1, 2, 3 and not 0, 2, 1, 3."""
+  """Loads are in the order of the layers, 0, 1, 2, 3, and not in the order 0, 2, 1, 3 of a stack of blocks with two layers."""
   decoder = tiny_decoder("gemma4-moe", changes={"num_decoder_layers": 4, "inhomogeneous_layer_cycle_interval": 2})
   assert [(len(s.layers), s.repeats) for s in decoder.stacks] == [(2, 2)]
   p = random_params(decoder.params())
   for i in range(4):
     stack, row, name = decoder.locate(i)
     scale = p[stack][name]["moe"]["router"]["kernel"]
-    # Layer i's router sends every token to expert i first: one column outweighs the others.
+    # The router of layer i sends every token to expert i, because one column exceeds the others.
     column = jnp.zeros(scale.shape[1:]).at[:, i].set(0.0)
     p[stack][name]["moe"]["router"]["kernel"] = scale.at[row].set(column)
     p[stack][name]["moe"]["router"]["scale"] = p[stack][name]["moe"]["router"]["scale"].at[row].set(1.0)
@@ -297,9 +300,10 @@ def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
 
 @pytest.mark.slow
 def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_params, batch):
-  """Layers 1 and 2, one scanned stack, read layer 0's keys and values.
+  """Layers 1 and 2 are one scanned stack and read the keys and values of layer 0.
 
-  Each consumer's path is cut in turn. A path goes through one consumer's keys and values at most, so that they add up.
+  The path through each consumer is removed in turn. A path uses the keys and values of at most one consumer, so their gradients
+  add up.
   """
   changes = {"num_decoder_layers": 3, "num_kv_shared_layers": 2, "layer_types": ("global",) * 3}
   decoder = tiny_decoder("gemma4-e2b", changes=changes)
@@ -310,7 +314,8 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
   weights = (batch["segments"] > 0)[..., None]
 
   def by_hand(donor, real):
-    """The decoder's layers one after the other; consumer i's gradient to its keys and values is multiplied by real[i]."""
+    """Run the layers of the decoder one by one. The gradient from consumer i to its keys and values is multiplied by
+    real[i]."""
     x = decoder._embedding(p["embedding"], batch["tokens"])
     inputs = PerLayerInput(decoder.cfg.per_layer_input, decoder.precision)(p["ple"], batch["tokens"], x)
     own = lambda i: dataclasses.replace(ctx, per_layer_input=inputs[:, :, i])
@@ -337,13 +342,13 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
   for array in ("k", "v"):
     own, first, second = parts[array]
     close(total[stack][name]["attention"][array][row], first + second - own)
-    assert jnp.abs(first - own).max() > 1e-2  # every consumer contributes
+    assert jnp.abs(first - own).max() > 1e-2  # every consumer contributes to the gradient
     assert jnp.abs(second - own).max() > 1e-2
 
 
 @pytest.mark.parametrize("family", ["gemma4-e2b", slow("gemma4-moe"), slow("deepseek3.2")])
 def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_params, batch):
-  """enter, every row, leave, and back through them one row at a time, as an update inside the backward pass goes."""
+  """Run enter, every row and leave, and go back one row at a time, as an update inside the backward pass does."""
   layers = {"num_decoder_layers": 4, "num_kv_shared_layers": 2} if family == "gemma4-e2b" else {}
   decoder = tiny_decoder(family, changes=layers)
   p, ctx = random_params(decoder.params()), decoder.context(batch)

@@ -1,4 +1,4 @@
-"""Dropout whose masks follow from what they are for: how many, alike where they shall be, unlike everywhere else."""
+"""Tests dropout: the share of dropped values, masks that must be equal, and masks that must be independent."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def test_as_many_zeros_as_were_asked_for(rate):
   found = kept(keys(), (4, 100, 250), rate)
   assert abs(found.mean() - (1 - rate)) < 4 * (rate * (1 - rate) / found.size) ** 0.5
   spread = np.sqrt(rate * (1 - rate) / (found[0, 0].size * 4))
-  assert np.abs(found.mean(axis=(0, 2)) - (1 - rate)).max() < 5 * spread  # no place of a row has others
+  assert np.abs(found.mean(axis=(0, 2)) - (1 - rate)).max() < 5 * spread  # all positions of a row have the same rate
 
 
 def test_every_row_step_seed_array_and_layer_has_its_own_and_so_has_every_place():
@@ -37,7 +37,7 @@ def test_a_row_has_its_mask_wherever_it_is():
   whole = kept(keys())
   np.testing.assert_array_equal(kept(keys()[2:], (2, 30, 50)), whole[2:])
   np.testing.assert_array_equal(kept(keys()[::2], (2, 30, 50)), whole[::2])
-  np.testing.assert_array_equal(kept(keys(), (120, 50)), whole.reshape(120, 50))  # positions in one list
+  np.testing.assert_array_equal(kept(keys(), (120, 50)), whole.reshape(120, 50))  # positions as one list
 
 
 def test_what_is_left_is_as_it_was_and_its_gradient_too():

@@ -1,4 +1,5 @@
-"""Which row a token is looked up in: placeholders are padding in every table, and what has no row is told on the host."""
+"""Tests the row of the table that a token reads. Placeholders read the row of padding in every table. Tokens without a row are
+reported on the host."""
 
 import dataclasses
 
@@ -32,7 +33,8 @@ def test_what_has_no_row_and_why():
 
 @pytest.fixture(scope="module")
 def model(tiny_decoder, random_params):
-  """A decoder with per-layer embeddings and placeholders, its parameters, and gradients of a loss of given tokens."""
+  """Return a decoder with per-layer embeddings and placeholders, its parameters, and a function from tokens to a loss and its
+  gradients."""
   decoder = tiny_decoder("gemma4-e2b")
   cfg = dataclasses.replace(decoder.cfg, placeholder_ids=(IMAGE, SOUND, BEYOND), pad_token_id=PADDING)
   decoder = dataclasses.replace(decoder, cfg=cfg)
@@ -49,7 +51,8 @@ def test_a_placeholder_is_padding_in_every_table(model):
 
 
 def test_the_row_of_padding_is_not_trained_by_placeholders(model):
-  """As ``torch.nn.Embedding`` with its ``padding_idx``; nor are the placeholders' own rows, which nothing reads."""
+  """The row of padding gets no gradient, as with ``padding_idx`` of ``torch.nn.Embedding``. The rows of placeholders get none
+  either, because nothing reads them."""
   _, _, step = model
   _, gradient = step([[2, IMAGE, 5, SOUND, BEYOND, 7]])
   for name in ("embedding", "ple"):

@@ -1,4 +1,5 @@
-"""The gated MLP against float64; what float16 survives, exactly and counted; and that nothing of it costs bfloat16 anything."""
+"""Tests the gated MLP against float64: exact results and counts at the limits of float16, and no additional work in
+bfloat16."""
 
 import functools
 from typing import Any
@@ -38,7 +39,7 @@ def written(p, x, activation=gelu):
 
 
 def counted(layer, p, x):
-  """The output, and the number of values that were clamped."""
+  """Return the output, and the number of clamped values."""
   ctx = Context.of(x).collecting()
   return layer(p, x, ctx), ctx.aux["clamped"]
 
@@ -84,7 +85,7 @@ def test_float16_clamp_changes_no_instruction_of_other_dtypes(dtype, random_para
 def test_dtype_of_the_product_and_the_activation(dtype, flag, expected, random_params):
   layer = MLP(CFG, Precision(dtype=dtype, float32_gate_product=flag))
   found = list(equations(layer.standalone, params(random_params), jnp.asarray(X, jnp.float32)))
-  # Inside, the activation is float32 always: in bfloat16 its sigmoid would keep 8 bits.
+  # The activation is always computed in float32, because bfloat16 would leave 8 bits of its sigmoid.
   assert {str(e.outvars[0].aval.dtype) for e in found if e.primitive.name == "logistic"} == {"float32"}
   activations = [e for e in found if "custom_vjp" in e.primitive.name and "logistic" in str(e.params)]
   assert {str(e.outvars[0].aval.dtype) for e in activations} == {expected}
@@ -102,7 +103,7 @@ def test_low_precision_is_near_float64(dtype, flag, random_params):
   assert clamped == 0
 
 
-# --- float16 beyond its range ---
+# --- values beyond the range of float16 ---
 
 KEPT, PLAIN = Precision(dtype="float16"), Precision(dtype="float16", float32_gate_product=False)
 
@@ -122,7 +123,8 @@ def gradients(precision, p, x):
 
 
 def test_a_product_beyond_float16_is_exact_to_float16_s_own_rounding(random_params):
-  """gate * up near 1e7: divided by a power of two before the last product and multiplied after, nothing is clamped."""
+  """gate * up is near 1e7. It is divided by a power of two before the last product and multiplied by it afterwards, so no value
+  is clamped."""
   p = params(random_params, 30.0)
   x = X * 60
   out, clamped = forward(KEPT, p, x)
@@ -135,7 +137,7 @@ def test_a_product_beyond_float16_is_exact_to_float16_s_own_rounding(random_para
 
 
 def test_an_output_beyond_float16_is_kept_too(random_params):
-  """The hidden numbers fit, the sum does not."""
+  """The hidden values fit float16, but their sum does not."""
   p = params(random_params) | {"down": jnp.full((F, D), 3000.0)}
   x = np.abs(X) * 20
   p["gate"], p["up"] = jnp.abs(p["gate"]), jnp.abs(p["up"])
@@ -158,7 +160,7 @@ def test_without_the_float32_product_the_clamp_clips_and_counts(random_params):
 
 
 def test_gate_and_up_beyond_float16_are_neutralised_before_the_activation(random_params):
-  """The gate itself is infinite in float16: clamped behind the activation, the gradient would be NaN."""
+  """The gate is infinite in float16. Clamping it after the activation would make the gradient NaN."""
   p = params(random_params, 3000.0)
   assert gradients(PLAIN, p, X * 60) > 0
   unclamped = Precision(dtype="float16", float32_gate_product=False, float16_clamp=False)
@@ -203,7 +205,7 @@ def test_the_activation_s_float16_gradient_is_finite_up_to_the_largest_number():
 
 @pytest.mark.parametrize("peak", [65279.0, 65280.0, 65281.0, 65280.0 * 2, 65280.0 * 2 + 64, 1e9, 1e30])
 def test_a_row_is_divided_by_the_smallest_power_of_two_that_fits(peak):
-  """silu of a large gate is the gate, so that the product is known exactly."""
+  """silu returns a large gate unchanged, so the exact product is known."""
   gate = jnp.asarray([[100.0, 50.0], [100.0, 50.0]])
   up = jnp.asarray([[peak / 100, peak / 128], [1.0, 2.0]])
   run: Any = jax.jit(lambda g, u: float16_gated_product(g, u, "silu", KEPT))
@@ -224,7 +226,7 @@ def test_without_clamp_a_bad_number_is_left_to_be_seen():
 
 
 def test_an_output_that_is_still_infinite_becomes_zero_and_is_counted(random_params):
-  """A weight above 65504 is infinite in float16."""
+  """The weights are above 65504, so they are infinite in float16."""
   p = params(random_params) | {"down": jnp.full((F, D), 1e5)}
   out, clamped = forward(KEPT, p)
   assert (out == 0).all()
@@ -233,7 +235,7 @@ def test_an_output_that_is_still_infinite_becomes_zero_and_is_counted(random_par
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_the_activation_keeps_its_digits_at_negative_gates(activation: Any):
-  """1 + tanh would leave none there, and the norm behind a narrow product shows it."""
+  """1 + tanh would lose all digits there, which becomes visible in the norm after a narrow product."""
   x = np.linspace(-6, 6, 241)
   exact = {"gelu": gelu, "silu": silu}[activation](x)
   got = np.asarray(activate(jnp.asarray(x, jnp.float32), activation), np.float64)

@@ -1,4 +1,5 @@
-"""The Linen and NNX module of every layer: same tree, same program, metadata of the right rank, errors for a wrong tree."""
+"""Tests the Linen and the NNX module of every layer: same parameter tree, same program, metadata of the right rank, and errors
+for a wrong tree."""
 
 import inspect
 from typing import Any
@@ -37,7 +38,7 @@ INDEXER = IndexerConfig(**LATENT, num_heads=2, head_dim=7, topk=2)
 VOCABULARY = EmbeddingConfig(vocab_size=11, emb_dim=D)
 WEIGHTS, EXPERTS = jnp.ones((2, T, 2)) / 2, jnp.broadcast_to(jnp.asarray([3, 1]), (2, T, 2))
 
-# name -> (configuration, arguments of the call); the layers that need a model are in the fixture below.
+# name -> (configuration, arguments of the call). The fixture below adds the layers that need a model.
 LAYERS = {
   "RMSNorm": (NormConfig(dim=D), (X,)),
   "LayerNorm": (NormConfig(dim=D), (X,)),
@@ -62,7 +63,7 @@ LAYERS = {
 
 @pytest.fixture(scope="module")
 def case(tiny_decoder):
-  """case(name) -> (arguments of the constructor, arguments of the call)."""
+  """Return the function case(name) -> (arguments of the constructor, arguments of the call)."""
 
   def make(name):
     if name in LAYERS:
@@ -95,7 +96,7 @@ def test_every_public_layer_is_tested_here():
 
 
 def of_nnx(name, arguments) -> Any:
-  """The NNX module without running its initializers."""
+  """Return the NNX module without running its initializers."""
   return getattr(nnx, name)(*arguments, rngs=None)
 
 
@@ -137,7 +138,7 @@ def test_both_faces_hold_the_same_tree_and_are_the_same_program(name, case, rand
   assert program(lambda p, *args: module.apply({"params": p}, *args), p, *args) == plain
   assert program(by_nnx, p, *args) == plain
 
-  # Metadata: one logical name for each dimension.
+  # The metadata has one logical name for each dimension.
   names = nn.get_partition_spec(boxed)["params"]
   flat = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
   for q, axes in zip(jax.tree.leaves(spec), flat, strict=True):
@@ -167,7 +168,7 @@ def test_initialized_parameters_are_of_use():
     assert all(float(jnp.std(leaf)) > 0.1 for leaf in tree.values())
     assert not jnp.allclose(tree["gate"], tree["up"])
   jax.tree.map(np.testing.assert_array_equal, variables, again)
-  # apply takes the boxed tree as it came from init.
+  # apply accepts the boxed tree that init returns.
   out: Any = linen.MLP(MLP, FLOAT32).apply(variables, X)
   assert out.shape == X.shape
 
@@ -204,7 +205,7 @@ def test_linen_scan_stacks_arrays_and_their_names(random_params):
 
 
 class Twice(nn.Module):
-  """A submodule used twice: one set of parameters."""
+  """A module that calls a submodule twice, with one set of parameters."""
 
   @nn.compact
   def __call__(self, x):
@@ -273,7 +274,8 @@ def test_nnx_parameters_are_attributes(case):
 
 # --- a tree that does not fit ---
 
-WIDER = {"gate": jnp.ones((D, 8)), "up": jnp.ones((D, 8)), "down": jnp.ones((8, D))}  # would run, as another model
+# This tree would run, but as another model.
+WIDER = {"gate": jnp.ones((D, 8)), "up": jnp.ones((D, 8)), "down": jnp.ones((8, D))}
 WRONG = {
   "shape": (lambda p: WIDER, r"\['gate'\] has shape \(6, 8\), expected \(6, 7\)"),
   "transposed": (lambda p: p | {"down": p["down"].T}, r"\['down'\] has shape \(6, 7\), expected \(7, 6\)"),

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm against the formula written out in float64, and their behavior at the edge of float16."""
+"""Tests RMSNorm and LayerNorm against the formula in float64, and at the limits of float16."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def test_rms_norm(options, expected):
 
 @pytest.mark.parametrize("options", [{}, {"scale_plus_one": True}, {"with_scale": False}, {"round_before_scale": True}])
 def test_gradients_of_rms_norm(options):
-  """Against differences of the formula in float64, one entry moved at a time."""
+  """Compare with finite differences of the formula in float64, one entry at a time."""
   g = np.random.default_rng(2).normal(size=X.shape)
   plus_one, with_scale = options.get("scale_plus_one", False), options.get("with_scale", True)
 
@@ -49,7 +49,7 @@ def test_gradients_of_rms_norm(options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_what_rms_norm_keeps_for_its_gradient(dtype):
-  """x as it came, one float32 number a row, and the scale; gradients in the dtypes of what they belong to."""
+  """The norm keeps x unchanged, one float32 number per row, and the scale. Gradients have the dtypes of their arrays."""
   layer = RMSNorm(NormConfig(dim=8), Precision(dtype=dtype, weight_dtype="bfloat16"))
   p, x = {"scale": jnp.ones(8, "bfloat16")}, jnp.ones((2, 3, 8), dtype)
   y, pull = jax.vjp(layer, p, x)
@@ -62,7 +62,8 @@ def test_what_rms_norm_keeps_for_its_gradient(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, {"round_before_scale": True}, {"scale_plus_one": True}])
 def test_16_bit_gradients_are_the_float32_ones_rounded(dtype, options):
-  """With cotangents as a loss scale makes them: times the scale they leave float16, the gradient of x does not."""
+  """Cotangents have the size that a loss scale gives them. Multiplied by the scale they exceed float16, but the gradient of x
+  does not."""
   cfg = NormConfig(dim=8, **options)
   rng = np.random.default_rng(4)
   x, g = (jnp.asarray(rng.normal(size=(2, 3, 8)) * size, dtype) for size in (50, 2e4))
@@ -95,7 +96,7 @@ def test_the_scale_starts_at_one_either_way():
 
 
 def test_order_of_rounding():
-  """Gemma rounds once, after the scale; DeepSeek before it and after it."""
+  """Gemma rounds once, after the scale. DeepSeek rounds before and after it."""
   x, w = jnp.asarray(X, jnp.bfloat16), jnp.asarray(W, jnp.bfloat16)
   normed = rms(np.asarray(x, np.float64))
   after = jnp.asarray(normed * np.asarray(w, np.float64), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Declared arrays: initialization, stacking, sharding specs."""
+"""Tests declared arrays: initialization, stacking, and sharding specs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Sharding rules are a value: the default ones, and others that parameters and activations of a whole model obey."""
+"""Tests sharding rules: the default rules, and other rules that all parameters and activations of a model then follow."""
 
 import dataclasses
 
@@ -22,12 +22,13 @@ def test_each_mesh_axis_splits_one_dimension_and_only_where_it_divides():
   spec = lambda shape, axes: RULES.spec(shape, axes, MESH)
   assert spec((8, 3), ("embed", "mlp")) == PartitionSpec("fsdp")
   assert spec((3, 8), ("mlp", "embed")) == PartitionSpec(None, "fsdp")
-  assert spec((6, 8), ("embed", "q_lora")) == PartitionSpec(None, "fsdp")  # 6 does not divide by 4, so the next may
+  # 6 does not divide by 4, so the next dimension may be split.
+  assert spec((6, 8), ("embed", "q_lora")) == PartitionSpec(None, "fsdp")
   assert spec((8, 8), ("embed", "q_lora")) == PartitionSpec("fsdp")
   assert spec((16, 8), ("batch", "embed")) == PartitionSpec(("data", "fsdp"))
   assert spec((5,), (None,)) == PartitionSpec()
   single = AbstractMesh((1, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-  assert RULES.spec((16,), ("batch",), single) == PartitionSpec("fsdp")  # an axis of one device splits nothing
+  assert RULES.spec((16,), ("batch",), single) == PartitionSpec("fsdp")  # an axis with one device splits nothing
 
 
 def test_all_but_experts_lies_split_over_the_expert_axis_too():
@@ -35,8 +36,10 @@ def test_all_but_experts_lies_split_over_the_expert_axis_too():
   spec = lambda shape, axes: RULES.spec(shape, axes, mesh)
   assert spec((8, 3), ("embed", "heads")) == PartitionSpec(("fsdp", "expert"))
   assert spec((8, 16, 3), ("expert", "embed", "mlp")) == PartitionSpec("expert", "fsdp")
-  assert spec((6, 3), ("embed", "heads")) == PartitionSpec("fsdp")  # 6 does not divide by 8: what does is kept
-  assert spec((6, 16), ("batch", "embed")) == PartitionSpec(None, ("fsdp", "expert"))  # rows are split as a whole or not
+  # 6 does not divide by 8, so only the axis that divides it is used.
+  assert spec((6, 3), ("embed", "heads")) == PartitionSpec("fsdp")
+  # Rows are split over all axes or not at all.
+  assert spec((6, 16), ("batch", "embed")) == PartitionSpec(None, ("fsdp", "expert"))
 
 
 def test_an_axis_without_a_rule_is_an_error():
@@ -46,7 +49,7 @@ def test_an_axis_without_a_rule_is_an_error():
 
 @pytest.mark.parametrize("rules", [RULES, OTHERS])
 def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder):
-  """Traced on a mesh of devices that are not there: where every array shall lie is in the program."""
+  """Trace on an abstract mesh. The program contains the sharding of every array."""
   decoder = tiny_decoder("gemma4-moe", changes={"num_experts": 6}, scan_layers=False)
   decoder = dataclasses.replace(decoder, cfg=dataclasses.replace(decoder.cfg, rules=rules))
   spec = decoder.params()
@@ -61,12 +64,15 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
   stream = PartitionSpec(("data", "fsdp")) if default else PartitionSpec("data", "fsdp")
   with jax.sharding.use_abstract_mesh(MESH):
     constraints = named(decoder, p, batch, name="sharding_constraint")
-    local = max(named(decoder, p, batch, name="shard_map"), key=lambda e: len(e.params["in_specs"]))  # of the experts
+    # The shard_map of the experts.
+    local = max(named(decoder, p, batch, name="shard_map"), key=lambda e: len(e.params["in_specs"]))
   found = [e.params["sharding"].spec for e in constraints]
-  of_stream = [spec for spec in found if PartitionSpec.UNCONSTRAINED not in spec]  # others are of the copies of a table
-  assert len(of_stream) >= 1 + len(decoder.layers)  # behind the embedding, and behind every layer
+  # The other constraints are those of copies of a table.
+  of_stream = [spec for spec in found if PartitionSpec.UNCONSTRAINED not in spec]
+  assert len(of_stream) >= 1 + len(decoder.layers)  # after the embedding and after every layer
   assert set(of_stream) == {stream}
-  weights = PartitionSpec(None, "fsdp") if default else PartitionSpec("data")  # gathered inside; or tokens travel
+  # Weights are gathered inside, or tokens are sent to the experts.
+  weights = PartitionSpec(None, "fsdp") if default else PartitionSpec("data")
   down = PartitionSpec(None, None, "fsdp") if default else PartitionSpec("data")
   assert set(local.params["in_specs"]) == {stream, weights, down}
 
@@ -84,7 +90,7 @@ def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_
       found = named(jax.grad(lambda w: product(w).sum()), weight, name="layout_constraint")
     return [e.params["layout"].major_to_minor for e in found]
 
-  assert orders("tpu") == [(1, 2, 0)] * 2  # a part is [128, 8, 72], which fills tiles by its 128
+  assert orders("tpu") == [(1, 2, 0)] * 2  # a part is [128, 8, 72], and 128 fills tiles
   assert orders("tpu", columns=256) == [(0, 1, 2)] * 2
   assert orders("cpu") == []
 
@@ -98,7 +104,7 @@ def test_on_gpus_gradients_of_a_stack_s_layers_are_put_together_before_anything_
     found = named(jax.grad(loss), x, name="optimization_barrier")
     codes = named(lambda codes: rows_of(codes), jnp.zeros((3, 4), jnp.int8), name="custom_vjp_call")
   assert [e.outvars[0].aval.shape for e in found] == [(3, 4)] * together
-  assert not codes  # what has no gradient is left alone
+  assert not codes  # arrays without a gradient are not changed
   weighted = lambda x: sum((i + 1) * jnp.sum(jnp.square(row)) for i, row in enumerate(partition._rows_of(x)))
   np.testing.assert_array_equal(jax.grad(weighted)(x), 2 * x * jnp.arange(1, 4)[:, None])
 

@@ -1,4 +1,4 @@
-"""``Precision.einsum``: the dtype of operands, accumulator and result, and a float32 product's gradient."""
+"""Tests ``Precision.einsum``: the dtype of operands, accumulator and result, and the gradient of a float32 product."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ LOW = ["bfloat16", "float16"]
 
 
 def product(function):
-  """The one matrix product of a function of X and Y."""
+  """Return the only matrix product of a function of X and Y."""
   (dot,) = named(function, X, Y, name="dot_general")
   return dot
 
@@ -85,7 +85,7 @@ def test_gradient_of_a_float32_product(dtype, tolerance, spec, shapes):
 
 
 def test_a_large_cotangent_of_a_float16_product_is_not_rounded_to_float16():
-  """1e6 * 1e-3: the cotangent alone would be infinite in float16."""
+  """The gradient is 1e6 * 1e-3 per term. The cotangent alone would be infinite in float16."""
   low = Precision(dtype="float16").einsum
   _, pull = jax.vjp(lambda x: low("BTD,DF->BTF", x, jnp.full((5, 7), 1e-3), out="float32"), X)
   (gradient,) = pull(jnp.full((2, 3, 7), 1e6))
@@ -158,7 +158,8 @@ def test_matmul_precision_reaches_the_product(dtype, precision):
   ],
 )
 def test_a_float32_product_is_within_the_bound_of_its_sum(spec, x_shape, y_shape):
-  """|error| <= n u sum |x| |y| for n terms in any order (Higham 1993), against float64; one product, whatever its precision."""
+  """Check the bound |error| <= n u sum |x| |y| for n terms in any order (Higham 1993), against float64. The program has one
+  product for each precision."""
   x, y = (np.asarray(jax.random.normal(jax.random.key(i), shape)) for i, shape in enumerate((x_shape, y_shape)))
   exact, sizes = (np.einsum(spec, f(x).astype(np.float64), f(y).astype(np.float64)) for f in (np.asarray, np.abs))
   operands, result = spec.split("->")
@@ -172,7 +173,7 @@ def test_a_float32_product_is_within_the_bound_of_its_sum(spec, x_shape, y_shape
 @pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", ["float32", *LOW])
 def test_float8_operands_are_multiplied_exactly(stored, dtype):
-  """Every float8 number is one of bfloat16 and of float16, and a product of two is exact in float32."""
+  """bfloat16 and float16 represent every float8 number, and float32 represents the product of two of them."""
   x, y = X.astype(stored), Y.astype(stored)
   got = Precision(dtype=dtype).einsum("BTD,DF->BTF", x, y, out="float32")
   exact = np.einsum("BTD,DF->BTF", np.asarray(x, np.float64), np.asarray(y, np.float64))
@@ -206,14 +207,16 @@ def test_on_one_cpu_the_leading_axes_are_one(dtype, spec, shapes):
     got = jax.jit(pull)(x, y)
     ranks = [v.aval.ndim for dot in named(pull, x, y, name="dot_general") for v in dot.invars]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2), got, want)
-  # Operands of a product by a weight, its gradients' too, have no two axes of rows: what is summed over both is never turned.
+  # No operand of a product with a weight, or of its gradients, has two axes of rows. So axes that are summed are never
+  # transposed.
   assert max(ranks) <= len(shapes[0]) - 1
 
 
 @pytest.mark.parametrize(
   ("axis", "reduction", "dtypes"),
   [
-    ("fsdp", "float32", ["bfloat16", "bfloat16", "float32"]),  # forward, gradient of x, of the weight: rows are shared alone
+    # Forward, gradient of x, gradient of the weight: only rows are split.
+    ("fsdp", "float32", ["bfloat16", "bfloat16", "float32"]),
     ("tensor", "float32", ["float32", "float32", "float32"]),
     ("tensor", "dtype", ["bfloat16", "bfloat16", "bfloat16"]),
     (None, "float32", ["bfloat16", "bfloat16", "bfloat16"]),
@@ -237,7 +240,7 @@ def test_sums_that_devices_share_are_handed_on_in_the_reduction_dtype(axis, redu
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind_it(stored):
-  """A bias, the scale of a norm: a barrier keeps compilers from rounding each device's part, for which they see a reason."""
+  """This applies to a bias or the scale of a norm. A barrier stops compilers from rounding the partial sum of each device."""
   precision = Precision(dtype="bfloat16")
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   uses = {
@@ -264,7 +267,8 @@ def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind
   ("axes", "barred"), [(("fsdp",), 0), (("fsdp", "expert"), 0), (("data",), 1), (("fsdp", "context"), 2)]
 )
 def test_the_gradient_of_a_weight_is_rounded_behind_the_sum_where_it_is_added_up_whole(axes, barred):
-  """With an axis that may split heads or the hidden size also what sums over those: the gradient of x here."""
+  """If an axis may split heads or the hidden size, sums over these are rounded after the addition too. Here it is the gradient
+  of x."""
   mesh = jax.sharding.AbstractMesh((2,) * len(axes), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
   gradient = jax.grad(lambda w, x: jnp.sum(Precision(dtype="bfloat16").einsum("BTD,DF->BTF", x, w).astype(jnp.float32)))
   x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 3, 8), (8, 6)))
@@ -278,7 +282,7 @@ def test_a_large_table_s_gradient_is_made_in_parts(monkeypatch):
   x, table = (jnp.asarray(RNG.normal(size=s), jnp.bfloat16) for s in ((2, 3, 8), (12, 8)))
   gradient = jax.grad(lambda w, x: jnp.sum(precision.einsum("BTD,VD->BTV", x, w) ** 2))
   whole = gradient(table, x)
-  monkeypatch.setattr("maxtext_like.layers.precision._TILE_BYTES", 12 * 8)  # a quarter of it
+  monkeypatch.setattr("maxtext_like.layers.precision._TILE_BYTES", 12 * 8)  # a quarter of the gradient
   with jax.sharding.use_abstract_mesh(mesh):
     parts = jax.make_jaxpr(gradient)(table, x)
   np.testing.assert_array_equal(jax.extend.core.jaxpr_as_fun(parts)(table, x)[0], whole)

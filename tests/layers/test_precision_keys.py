@@ -1,6 +1,6 @@
-"""Every precision key in every family: it changes the program where it should, and nothing where there is nothing to change.
+"""Tests every precision key in every family: it changes the program exactly in the families that the table lists.
 
-The table is the contract: a key that does nothing in a family is said to, here and in the configuration's own rules.
+The table also defines which keys have no effect in a family. The rules of the configuration must agree with it.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ LAYERS = {
   "gemma4": {"num_decoder_layers": 2},
   "gemma4-moe": {"num_decoder_layers": 2, "inhomogeneous_layer_cycle_interval": 2},
 }
-"""One of each kind, traced once; what is not here has no fewer kinds than layers that are traced."""
+"""Changes that leave one layer of each kind. Families that are not listed have no repeated kind of layer."""
 MOE = ("gemma4-moe", "deepseek3", "deepseek3.2")
 EVERY = ("gemma3", "gemma4", "gemma4-moe", "gemma4-e2b", "deepseek3", "deepseek3.2")
 
-# key -> (the value that differs from the default, the dtype it is tried in, the families whose program it changes)
+# key -> (a value other than the default, the dtype to test it in, the families whose program it changes)
 KEYS = {
   "dtype": ("float32", "bfloat16", EVERY),
   "weight_dtype": ("bfloat16", "bfloat16", EVERY),
@@ -39,8 +39,8 @@ KEYS = {
   "float32_weight_sum": (False, "bfloat16", MOE),
   "indexer_float32_logits": (False, "bfloat16", ("deepseek3.2",)),
 }
-# Keys that act outside a text decoder's forward pass on one device: the gradient's dtype is the train step's, the pool is the
-# vision tower's (tests/layers/test_vision*.py), sums are shared on a mesh (tests/layers/test_precision.py).
+# Keys without effect on the forward pass of a text decoder on one device. The train step uses the dtype of gradients, the
+# vision tower uses the pool (tests/layers/test_vision*.py), and only a mesh shares sums (tests/layers/test_precision.py).
 ELSEWHERE = {"grad_dtype", "float32_vision_pool", "reduction_dtype"}
 
 
@@ -55,7 +55,8 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def program(tiny_decoder, batch):
-  """program(family, **flags) -> the traced forward pass of a text batch, as text. Blocks once: two layers tell all."""
+  """Return the function program(family, **flags) -> text of the traced forward pass of a text batch. Blocks occur once, because
+  two layers contain every operation."""
 
   def trace(family, **flags):
     decoder = tiny_decoder(family, precision=flags, changes=LAYERS.get(family))
@@ -91,7 +92,8 @@ def test_a_key_of_something_else_leaves_the_text_decoder_alone(key, family, prog
 
 
 def test_the_configuration_tells_the_same_of_keys_that_do_nothing(family, tiny_model):
-  """``indexer_float32_logits`` belongs to every DeepSeek configuration; the vision pool to every Gemma 4."""
+  """All DeepSeek configurations accept ``indexer_float32_logits``, and all Gemma 4 configurations accept the key of the vision
+  pool."""
   silent = set(foreign_keys(tiny_model(family)))
   nothing = {key for key, (_, _, families) in KEYS.items() if family not in families}
   if family == "deepseek3":
@@ -101,13 +103,13 @@ def test_the_configuration_tells_the_same_of_keys_that_do_nothing(family, tiny_m
 
 @pytest.mark.parametrize(("flag", "expected"), [("auto", True), (True, True), (False, False)])
 def test_float32_gate_product_in_float16(flag, expected, family, program):
-  """ "auto" is on in float16, and off in bfloat16."""
+  """ "auto" switches the key on in float16 and off in bfloat16."""
   automatic = program(family, dtype="float16", float32_gate_product="auto")
   assert (program(family, dtype="float16", float32_gate_product=flag) == automatic) == expected
 
 
 def test_float32_knows_no_float32_flags(family, program, defaults):
-  """With everything in float32, what stays in float32 is no choice; float32_gate_logits, float32_weight_sum and
-  indexer_float32_logits still are, since they ask for a product without TF32."""
+  """If dtype is float32, these flags have no effect. float32_gate_logits, float32_weight_sum and indexer_float32_logits still
+  have one, because they ask for a product without TF32."""
   flags = ["float32_qk_product", "float32_logits", "float32_gate_product", "cast_logits_to_fp32", "float16_clamp"]
   assert program(family, dtype="float32", **dict.fromkeys(flags, False)) == defaults(family, "float32")

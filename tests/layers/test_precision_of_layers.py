@@ -1,4 +1,5 @@
-"""Layers with their own precision: parameters stay, scan equals loop equals the layers by hand, caches, modules, remat."""
+"""Tests layers with different precisions: parameters do not change, scan equals loop equals layers called by hand, caches,
+module wrappers, and remat."""
 
 import dataclasses
 import functools
@@ -20,10 +21,11 @@ from tests.layers.conftest import FAMILIES
 from tests.layers.test_decoder import QUICK, UNOPTIMIZED, objective
 from tests.tiers import tiers
 
-# As written: XLA on a CPU leaves out roundings to bfloat16 and back where it may.
+# XLA on a CPU may skip rounding to bfloat16 and back. This option makes it round as the program says.
 EXACT: Any = UNOPTIMIZED | {"xla_allow_excess_precision": False}
 
-# Within blocks, at stack borders, in donors and readers of shared keys and values (e2b: 0-3 own, 4-7 reuse).
+# Entries inside blocks, at the borders of stacks, and in layers that share or reuse keys and values (in e2b layers 0 to 3 have
+# their own, 4 to 7 reuse them).
 MIXED = {
   "gemma3": (("2 dtype=float32",), {"num_decoder_layers": 3, "inhomogeneous_layer_cycle_interval": 1}),
   "gemma4-moe": (("1 dtype=float32", "2 float32_weight_sum=false float32_logits=false"), {"num_decoder_layers": 6}),
@@ -40,7 +42,7 @@ MIXED = {
 
 @pytest.fixture(scope="module")
 def mixed(tiny_decoder):
-  """mixed(family, **build) -> a bfloat16 decoder with the entries of ``MIXED``."""
+  """Return the function mixed(family, **build) -> bfloat16 decoder with the entries of ``MIXED``."""
 
   def make(family, entries=None, **build) -> Decoder:
     own, changes = MIXED[family]
@@ -60,7 +62,7 @@ def test_parameters_and_stacks_are_those_of_one_precision(family, mixed):
 
 
 def relative(a, b) -> float:
-  """The largest difference, relative to each array's largest number."""
+  """Return the largest difference relative to the largest number of its array."""
   pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)]
   return max(np.abs(x - y).max(initial=0) / max(np.abs(y).max(initial=0), 1e-3) for x, y in pairs)
 
@@ -69,7 +71,7 @@ def relative(a, b) -> float:
   "family", tiers(("gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",))
 )  # shared keys and values; two stacks and an indexer
 def test_scan_is_the_loop(family, mixed, random_params, batch):
-  """Bit for bit, as the program rounds: in bfloat16 anything else would show."""
+  """The results are equal to the bit. In bfloat16 any difference in rounding would be visible."""
   scanned, looped = mixed(family), mixed(family, scan_layers=False)
   p = random_params(scanned.params())
 
@@ -80,14 +82,14 @@ def test_scan_is_the_loop(family, mixed, random_params, batch):
   (_, (logits, aux)), gradients = run(scanned)
   (_, (looped_logits, looped_aux)), looped_gradients = run(looped)
   jax.tree.map(np.testing.assert_array_equal, (logits, aux), (looped_logits, looped_aux))
-  # Sums over several uses of an array (shared keys and values, the table) come in another order.
+  # The terms of a sum over several uses of an array (shared keys and values, the table) are added in another order.
   assert relative(gradients, looped_gradients) < 0.02
   assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
 
 
 @pytest.mark.parametrize("family", tiers(MIXED, quick=["gemma3"], rest="slow"))
 def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batch):
-  """The layers called one by one, each on what the decoder gave to it: the same numbers as in the decoder."""
+  """Call the layers one by one with the inputs that the decoder passed to them. The results equal those of the decoder."""
   decoder = mixed(family)
   p = random_params(decoder.params())
   ctx = Context(batch["positions"], Tokens(batch["segments"]))
@@ -121,7 +123,7 @@ def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batc
   "family", tiers(("gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",))
 )  # caches of keys and values, shared ones, and of latents
 def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_params):
-  """Two calls with caches: 4 tokens, then 3, as one row of 7. A cache holds all that its float32 layers store."""
+  """Two calls with caches, of 4 and 3 tokens, equal one row of 7. A cache stores everything that its float32 layers store."""
   decoder = mixed(family)
   p = random_params(decoder.params())
   tokens = jnp.asarray(np.random.default_rng(3).integers(0, 37, (2, 7)), jnp.int32)
@@ -140,13 +142,13 @@ def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_
 
   whole, parts, cache = both(p)
   assert jnp.dtype("float32") in {x.dtype for x in jax.tree.leaves(cache)}
-  # One bfloat16 rounding in another direction moves a layer's output by 1/256 of it.
+  # One rounding to bfloat16 in the other direction changes the output of a layer by 1/256.
   np.testing.assert_allclose(parts, whole, atol=0.05 * float(jnp.abs(whole).max()))
   assert float(jnp.mean((parts == whole).astype(jnp.float32))) > 0.7
 
 
 def test_module_wrappers_run_the_same_layers(mixed, batch):
-  """One program, with either module wrapper."""
+  """Both module wrappers trace the same program."""
   decoder = mixed("gemma3")
   p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
 
@@ -169,7 +171,8 @@ def test_remat_changes_no_number(mixed, random_params, batch):
 
 @pytest.mark.parametrize("family", tiers(FAMILIES, quick=QUICK[1:], rest="slow"))
 def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(family, tiny_decoder, tiny_model, batch):
-  """Keys x dtypes x kinds of layer: refused (``idle_reason``) where the layer's program would stay the same."""
+  """For all keys, dtypes and kinds of layer: the key is refused (``idle_reason``) exactly if it does not change the layer's
+  program."""
   values: dict[str, Any] = dict.fromkeys(LAYER_KEYS, False) | {
     "matmul_precision": "high", "matmul_dtype": "float8", "float32_gate_product": True,
   }  # fmt: skip
@@ -190,7 +193,7 @@ def test_every_key_changes_the_layer_exactly_where_the_configuration_lets_it(fam
       inputs = jax.ShapeDtypeStruct((2, 9, 7), dtype) if decoder.cfg.per_layer_input else None
       return str(jax.make_jaxpr(lambda p, c, t: layer(p, c, dataclasses.replace(ctx, per_layer_input=t)))(p, carry, inputs))
 
-    # Every kind of layer in bfloat16, the last one in the others.
+    # In bfloat16 test every kind of layer, in the other dtypes only the last kind.
     for i in list(kinds.values())[0 if dtype == "bfloat16" else -1 :]:
       layer = decoder.layers[i]
       before = program(layer)

@@ -1,4 +1,5 @@
-"""What a layer keeps for its backward pass, by policy, and in which memory it lies. Bits: test_decoder.py."""
+"""Tests what a layer keeps for its backward pass under each policy, and in which memory. test_decoder.py compares the
+results."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ X, W = jnp.ones((3, 5)), jnp.ones((5, 5))
 
 
 def layer(p, carry, ctx):
-  """A product of another name after each name that layers give, and what two layers share."""
+  """A layer with a product after each name that real layers use, and an input that layers share."""
   x, shared = carry["x"], carry["shared"]
   for name in (PRODUCT, "attention", "output", "mlp"):
     x = jnp.sin(checkpoint_name(jnp.einsum("td,de->te", jnp.cos(x), p), name)) * ctx
@@ -20,7 +21,7 @@ def layer(p, carry, ctx):
 
 
 def kept(policy, offload):
-  """How many arrays of tokens wait on the device and in the host's memory."""
+  """Return the number of arrays of tokens that are kept on the device, and the number in host memory."""
   found = []
 
   def step(p, x, shared, ctx):
@@ -34,13 +35,13 @@ def kept(policy, offload):
   return len(found) - len(on_host), len(on_host)
 
 
-# By the names of a policy; minimal keeps every product besides, of which each has a name here.
+# The policies keep the arrays with their names. minimal also keeps every product, and each product here has a name.
 COUNTS = {"full": 0, "save_attention": 1, "save_outputs": 1, "save_mlp": 2, "minimal": 4}
 
 
 @pytest.mark.parametrize("policy", COUNTS)
 def test_what_a_policy_keeps_lies_where_offload_says(policy):
-  names, inputs = COUNTS[policy], 2  # the stream and what is shared
+  names, inputs = COUNTS[policy], 2  # the stream and the shared input
   assert kept(policy, "none") == (inputs + names, 0)
   assert kept(policy, "layer_inputs") == (names, inputs)
   assert kept(policy, "kept") == (inputs, names)

@@ -1,4 +1,4 @@
-"""Thresholds equal those of a sort."""
+"""Tests that thresholds equal those of a sort."""
 
 import jax.numpy as jnp
 import numpy as np

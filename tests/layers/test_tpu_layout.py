@@ -1,4 +1,4 @@
-"""The order in which libtpu takes a program's arguments, and what tiles take of them."""
+"""Tests the order in which libtpu lays out the arguments of a program, and the memory that their tiles take."""
 
 import math
 
@@ -33,9 +33,9 @@ def test_the_order_that_fills_up_least(shape):
 
 
 def test_numbers_are_those_of_whole_tiles():
-  assert numbers((5, 128, 88, 704)) == 5 * 128 * 88 * 704  # in its own order nothing is filled up
+  assert numbers((5, 128, 88, 704)) == 5 * 128 * 88 * 704  # in its own order the array needs no padding
   assert numbers((10, 84, 21504)) == 10 * 88 * 21504
-  assert numbers((2, 21, 21504)) == 2 * 21 * 21504  # tiles of two rows
+  assert numbers((2, 21, 21504)) == 2 * 21 * 21504  # tiles with two rows
   assert numbers((3, 192)) == 4 * 256
   for shape in ((), (7,)):
     assert numbers(shape) == math.prod(shape)

@@ -1,7 +1,7 @@
-"""Two kinds of weights that are no arrays stand in for every weight of every model, and compute and train as they should.
+"""Tests models in which every weight is a ``Weight`` instead of an array. They must compute and train correctly.
 
-A low-rank addition (``layers/quantization/low_rank.py``) and a scaled int8 weight, made from nothing but the ``Param`` of each
-weight.
+There are two kinds, both made from the ``Param`` of each weight: a low-rank addition (``layers/quantization/low_rank.py``) and
+a scaled int8 weight.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Scaled(Weight):
     return y * jnp.einsum(f"{e.weight}->{''.join(c for c in e.result if c in e.weight)}", self.scale)[self._spread(e)]
 
   def _spread(self, e):
-    """A new axis for each axis of the result that the weight has not."""
+    """Return an index that adds an axis for each axis of the result that the weight does not have."""
     return tuple(slice(None) if c in e.weight else None for c in e.result if c != ".")
 
   def lookup(self, precision, index):
@@ -64,13 +64,13 @@ class Scaled(Weight):
 
 
 def contracts(p: Param, array: Any) -> tuple[int, ...]:
-  """Of the stored array, which in a stack has an axis before the row's."""
+  """Return the contracted axes of the stored array. In a stack it has one more axis in front."""
   assert p.contracts is not None
   return tuple(c + array.ndim - len(one_layer(p).shape) for c in p.contracts)
 
 
 def low_rank(p: Param, base: Any, rng) -> Any:
-  """The weight with factors drawn for it, or the array itself where nothing multiplies it."""
+  """Return the weight with random factors, or the array itself if nothing multiplies by it."""
   if not p.contracts:
     return base
   draw = lambda q: jnp.asarray(rng.normal(size=q.shape) * 0.3, jnp.float32)
@@ -79,7 +79,7 @@ def low_rank(p: Param, base: Any, rng) -> Any:
 
 
 def merged(w: Any) -> Any:
-  """The array that a weight stands for."""
+  """Return the array that a weight represents."""
   if isinstance(w, Scaled):
     return w.codes.astype(jnp.float32) * w.scale
   if not isinstance(w, LowRank):
@@ -99,12 +99,12 @@ def is_weight(x: Any) -> bool:
 
 
 QUICK = ["gemma4-moe", slow("gemma4-e2b"), slow("deepseek3.2")]
-"""Between them every kind of layer."""
+"""Together they have every kind of layer."""
 
 
 @pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2"), slow=("gemma4-moe", "deepseek3.2")))
 def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, random_params, batch):
-  """Loss and gradients of the factors are those of the merged arrays; experts, tables and the indexer too."""
+  """Loss and gradients of the factors equal those of the merged arrays, also for experts, tables and the indexer."""
   decoder = tiny_decoder(family, changes=dict(TWO_LAYERS) if family == "gemma4-moe" else {})
   spec, rng = decoder.params(), np.random.default_rng(7)
   p = jax.tree.map(lambda q, x: low_rank(q, x, rng), spec, random_params(spec))
@@ -132,7 +132,7 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
 
 
 def apart(precision, equation, x, weights, **how):
-  """``products`` of a machine that is no GPU."""
+  """``products`` as on a machine without a GPU."""
   return [product(precision, equation, x, w, **how) for w in weights]
 
 
@@ -143,16 +143,18 @@ def apart(precision, equation, x, weights, **how):
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   family, dtype, tiny_decoder, random_params, batch, monkeypatch
 ):
-  """As on one GPU, where nothing is made again: loss and gradients to the last bit, the weights' put together in dtype."""
+  """One GPU without remat, which casts complete stacks. Loss and gradients are equal to the bit, and the gradients of weights
+  are concatenated in dtype."""
   decoder = tiny_decoder(family, precision={"dtype": dtype, "weight_dtype": "float32"}, scan_layers=False)
   p = random_params(decoder.params())
   results, narrow = [], []
-  monkeypatch.setattr(attention, "products", apart)  # side by side they round the gradient of x once
+  monkeypatch.setattr(attention, "products", apart)  # the concatenated product rounds the gradient of x only once
   for alone in (False, True):
     for module, name in ((weight_module, "on_one_gpu"), (partition, "on_gpu")):
       monkeypatch.setattr(module, name, lambda alone=alone: alone)
     both = jax.value_and_grad(lambda p: objective(decoder)(p, batch)[0])
-    together = [e for name in ("stack", "concatenate") for e in named(both, p, name=name)]  # as the JAX at hand calls it
+    # The name differs between versions of JAX.
+    together = [e for name in ("stack", "concatenate") for e in named(both, p, name=name)]
     narrow.append(sum(e.outvars[0].aval.dtype == dtype and e.outvars[0].aval.ndim > 2 for e in together))
     results.append(jax.jit(both).lower(p).compile(compiler_options=UNOPTIMIZED)(p))
   for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
@@ -180,7 +182,8 @@ def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decode
 
 @pytest.mark.parametrize("stored", ["arrays", "rounded", "one of each"])
 def test_products_on_one_gpu_are_one(stored, monkeypatch):
-  """Values as apart, the gradient of x rounded once; adapters, float8 and other machines have a product for each."""
+  """Values equal those of separate products, and the gradient of x is rounded once. Adapters, float8 and other machines
+  multiply by each weight separately."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   x, plain = draw(2, 3, 5), [draw(5, heads, 4) for heads in (3, 1, 2)]
@@ -246,7 +249,7 @@ def test_a_tower_multiplies_through_the_seam_too(name, random_params):
   pixels = jnp.asarray(rng.uniform(size=shape), jnp.float32)
   plain = random_params(spec)
   if name == "gemma4":
-    for part in ("attention", "mlp"):  # wide open, as in a model whose bounds do not act
+    for part in ("attention", "mlp"):  # wide bounds, as in a model where they have no effect
       for bounds in plain["layers"][part]["clip"].values():
         for side in bounds:
           bounds[side] = jnp.full_like(bounds[side], -3e38 if side.endswith("min") else 3e38)
@@ -257,7 +260,7 @@ def test_a_tower_multiplies_through_the_seam_too(name, random_params):
 
 
 def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_decoder, batch):
-  """Every product of a model, as it is traced: the axes that its equation sums over are those of the ``Param``."""
+  """For every product in a traced model, the axes that its equation sums over are those of its ``Param``."""
   decoder = tiny_decoder(family, scan_layers=False)
   spec = decoder.params()
   seen = []
@@ -290,7 +293,8 @@ def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_de
 
 
 def test_one_device_multiplies_as_it_always_did_and_several_by_matrices():
-  """A checkpoint goes on to the bit on one device; on several no gradient of a product by [D, N, H] is sent whole to all."""
+  """One device keeps the original form, so that checkpoints continue to the bit. On several devices the gradient of a product
+  by [D, N, H] is never sent to all devices completely."""
   precision, x, w = Precision(dtype="float32"), jnp.zeros((2, 3, 8)), jnp.zeros((8, 2, 4))
   run = lambda x, w: product(precision, "BTD,DNH->BTNH", x, w)
   plain = lambda x, w: precision.einsum("BTD,DNH->BTNH", x, w)
@@ -303,7 +307,7 @@ def test_one_device_multiplies_as_it_always_did_and_several_by_matrices():
 
 
 def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
-  """Else every device of two slices has a gradient of the whole table, 5.25 GiB of the 31B's."""
+  """Otherwise every device of two slices would hold a gradient of the complete table, 5.25 GiB for the 31B model."""
   gradient = jax.grad(lambda table, index: jnp.sum(lookup(Precision(), table, index)))
   for sizes, shape in (((1, 4), (7, 8)), ((2, 2), (2, 7, 8)), ((4, 1), (7, 8))):
     mesh = jax.sharding.AbstractMesh(sizes, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -314,7 +318,7 @@ def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}])
 def test_the_gradient_of_a_row_that_many_places_read_adds_up_in_float32(mesh):
-  """In bfloat16 it would be 256: one more is less than half of what follows it."""
+  """A sum in bfloat16 would stop at 256, where one more is half of the next spacing or less."""
   table, index = jnp.ones((3, 2), jnp.bfloat16), jnp.asarray([[1] * 512] * 2)
   gradient = jax.grad(lambda table: jnp.sum(lookup(Precision(), table, index)))
   sizes = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))

@@ -1,4 +1,4 @@
-"""The equations written out in float64 numpy, plainly and without regard to speed: what the layers are compared with."""
+"""The equations in plain float64 numpy, without regard to speed. Tests compare layers with them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def tree64(tree) -> Any:
-  """A nested dict of arrays as float64 numpy."""
+  """Convert a nested dict of arrays to float64 numpy."""
   return {k: tree64(v) for k, v in tree.items()} if isinstance(tree, dict) else np.asarray(tree, np.float64)
 
 
@@ -32,7 +32,7 @@ def gelu(x):
 
 
 def softmax(x, mask):
-  """Softmax over the masked-in entries of the last axis; zeros where there are none."""
+  """Return the softmax over the entries of the last axis that the mask includes, and zeros if it includes none."""
   out = np.zeros(np.broadcast_shapes(x.shape, mask.shape))
   x, mask = np.broadcast_to(x, out.shape), np.broadcast_to(mask, out.shape)
   for index in np.ndindex(out.shape[:-1]):
@@ -44,14 +44,14 @@ def softmax(x, mask):
 
 
 def rope(x, positions, inv_freq, *, interleave=False, factor=1.0):
-  """Rotates the pairs of the last axis of x [B, T, N, H]; the result is in half-split order either way."""
+  """Rotate the pairs of the last axis of x [B, T, N, H]. The result is always in half-split order."""
   first, second = (x[..., 0::2], x[..., 1::2]) if interleave else np.split(x, 2, axis=-1)
   turned = (first + 1j * second) * factor * np.exp(1j * positions[..., None, None] * inv_freq)
   return np.concatenate([turned.real, turned.imag], -1)
 
 
 def causal(positions_count, segments=None, window=None):
-  """bool [B or 1, T, S]."""
+  """Return the causal mask, bool [B or 1, T, S]."""
   i, j = np.arange(positions_count)[:, None], np.arange(positions_count)[None]
   mask = (j <= i)[None]
   if window is not None:
@@ -62,7 +62,19 @@ def causal(positions_count, segments=None, window=None):
 
 
 def attention(q, k, v, mask, scale, soft_cap=None):
-  """q [B, T, N, H], k [B, S, K, H], v [B, S, K, V], mask [B or 1, T, S] -> out [B, T, N, V], probabilities [B, N, T, S]."""
+  """Return plain attention.
+
+  Args:
+    q: [B, T, N, H].
+    k: [B, S, K, H].
+    v: [B, S, K, V].
+    mask: [B or 1, T, S].
+    scale: factor of q.k.
+    soft_cap: soft cap of scores; None without one.
+
+  Returns:
+    The output [B, T, N, V] and the probabilities [B, N, T, S].
+  """
   cap = (lambda x: soft_cap * np.tanh(x / soft_cap)) if soft_cap else lambda x: x
   B, T, N, _ = q.shape
   out = np.zeros((B, T, N, v.shape[-1]))

@@ -1,4 +1,5 @@
-"""Which kernel the layers get: what the self-test says, kept between runs, told to whoever starts one."""
+"""Tests the choice of attention kernels for layers: the effect of self-tests, their stored verdicts, and the messages about
+them."""
 
 import collections
 import contextlib
@@ -48,7 +49,7 @@ def decide(
   results: Any, *, attention: Any = "auto", cache=None, model="gemma4-tiny", device: Any = GPU, length=256, images=False,
   layer_precision=(),
 ):  # fmt: skip
-  """(kernels of the layers, uses, how often the self-test ran)."""
+  """Return (kernels of the layers, uses, shapes that were self-tested)."""
   ran = []
 
   def test(shape) -> Any:
@@ -61,14 +62,14 @@ def decide(
 
 
 def traced(layer: Any, length: int, *, images: bool = False) -> str:
-  """The kernel that a layer takes when it is traced, for packed rows."""
+  """Return the kernel that a layer chooses when it is traced, for packed rows."""
   mixer = layer.mixer
   return choose(mixer.cfg.kernel, mixer.case(length, images=images, documents=True), mixer.cfg.failed).name
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch):
-  """``default_device`` wants a real one; ours only says what it is called."""
+  """Replace ``default_device``, which requires a real device. The devices of these tests only have a name."""
   monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
 
 
@@ -105,7 +106,7 @@ def test_the_kernel_for_heads_of_512_falls_back_alone_where_it_fails_its_test(mo
     found = uses("9.0", bad)
     assert [(use.kernel, use.layers) for use in found] == [("cudnn_flash", 5), (of_512, 1)]
     assert bool(found[1].problem) == bool(bad)
-  # cuDNN has heads of more than 128 from compute capability 9.0 on.
+  # cuDNN supports heads of more than 128 only from compute capability 9.0 on.
   assert [(use.kernel, use.layers) for use in uses("8.0", "")] == [("blockwise", 6)]
 
 
@@ -144,8 +145,8 @@ def test_layers_that_see_images_have_a_verdict_of_their_own(monkeypatch):
     ran.append(shape)
     return BAD if shape.images else GOOD
 
-  # What one kernel fails, the next one tries, and none that is fused can do these. Shapes are tested at the same time, in any
-  # order.
+  # After a failure the next kernel is tried. No other fused kernel supports these layers. Shapes are tested at the same time,
+  # in any order.
   for images, local in ((True, ("mosaic_flash", True, True)), (False, ("cudnn_flash", True, False))):
     ran.clear()
     settle(model, Rows(length=4096, images=images, segments=False), gpu("9.0"), test=test)
@@ -165,7 +166,7 @@ def test_a_vision_tower_has_a_verdict_of_its_own(bad):
 
   patches = config.vision.patches
   settled, uses = settle(model, Rows(length=256, patches=patches), gpu("8.0"), test=test)
-  # The layers' heads of 256 need a newer GPU, so that the tower alone is tried.
+  # Heads of 256 need a newer GPU, so only the tower is tested.
   assert [(s.kernel, s.head_dim, s.causal, s.segments) for s in ran] == [("cudnn_flash", 72, False, True)]
   tower = settled.cfg.vision
   assert (tower.failed, tower.capability) == (("cudnn_flash",) if bad else (), "8.0")
@@ -192,7 +193,7 @@ def test_auto_falls_back_and_says_why(results):
 
 
 def test_layers_whose_kernel_passes_keep_it():
-  """Windows fail, global layers do not."""
+  """The kernel fails in layers with a window and passes in global layers."""
   layers, uses, _ = decide(lambda shape: BAD if shape.window else GOOD)
   windows = [layer.mixer.case(256, images=False).window for layer in decoder().layers]
   assert layers == ["dot_product" if window else "cudnn_flash" for window in windows]
@@ -316,7 +317,7 @@ def test_a_damaged_verdict_is_ignored_with_a_note(tmp_path, text, caplog):
   assert set(layers) == {"dot_product"}
   assert "testing the kernel again" in caplog.text
   caplog.clear()
-  assert not decide(GOOD, cache=str(tmp_path))[2]  # it was written anew
+  assert not decide(GOOD, cache=str(tmp_path))[2]  # the verdict was written again
   assert not caplog.text
 
 
@@ -359,7 +360,7 @@ def test_an_explicit_kernel_of_another_platform_is_refused_when_the_run_is_put_t
   assert make_model(config, runs_attention=False).kernels == ()
 
 
-# One run of a real program: splash does not run on a CPU, and here it is what the layers would take.
+# These keys start one run of a real program. Its layers would choose splash, which does not run on a CPU.
 RUN = ["gemma4-tiny", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "emb_dim=32", "mlp_dim=48"]
 RUN += ["max_target_length=16", "per_device_batch_size=2", "steps=1", "dataset_documents_max=40", "eval_fraction=0.2"]
 RUN += ["enable_checkpointing=false", "resume=false", "enable_tensorboard=false", "compilation_cache_dir=null"]

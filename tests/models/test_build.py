@@ -1,4 +1,5 @@
-"""From the released configurations to layers: what each layer of each model is, by the models' own papers and files."""
+"""Tests the layers that are built from the released configurations. The expected values are from the papers and files of the
+models."""
 
 import dataclasses
 import math
@@ -83,7 +84,7 @@ def test_gemma4_attention():
   rope = wide.mixer.rope
   assert (rope.kind, rope.theta, rope.proportion, rope.dim) == ("proportional", 1e6, 0.25, 512)
   assert (local.mixer.rope.kind, local.mixer.rope.theta) == ("default", 1e4)
-  # Images see themselves both ways in sliding layers of the large models, and nowhere in the small ones.
+  # Tokens of an image see each other in both directions in the sliding layers of large models. In small models they do not.
   assert (local.mixer.bidirectional_images, wide.mixer.bidirectional_images) == (True, False)
   assert not any(layer.cfg.mixer.bidirectional_images for layer in decoder_of("gemma4-e2b").layers)
   for c in (local, wide):
@@ -151,7 +152,7 @@ def test_qwen3_attention_and_experts():
   assert (m.router, m.norm_topk_prob) == ("softmax", True)
   for c in (dense, sparse):
     assert (c.mixer.rope.kind, c.mixer.rope.theta) == ("default", 1e6)
-    assert c.mixer.norm is not None  # queries and keys are normed
+    assert c.mixer.norm is not None  # queries and keys are normalized
     assert not c.mixer.value_norm
     assert not c.sandwich
 

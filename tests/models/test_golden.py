@@ -1,4 +1,5 @@
-"""Every golden text case: our numbers against transformers', scan on and off, through both module wrappers, in three dtypes."""
+"""Tests every golden text case: results equal those of transformers with and without scan, with both module wrappers, in three
+dtypes."""
 
 import dataclasses
 from pathlib import Path
@@ -16,14 +17,14 @@ from tests.tiers import slow, tiers
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz") if "vision" not in path.parent.name)
 VARIANTS = {"scan, linen": ("scan_layers=true", "module_api=linen"), "loop, nnx": ("scan_layers=false", "module_api=nnx")}
-QUICK = {"xla_backend_optimization_level": 0}  # the time of these tests is XLA's
-TOLERANCE = 1e-4  # logits and hidden states in float32, absolute (golden README)
-GRADIENT_TOLERANCE = 1e-3  # of the largest entry
+QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests is compilation
+TOLERANCE = 1e-4  # absolute, for logits and hidden states in float32 (see the README of tests/golden)
+GRADIENT_TOLERANCE = 1e-3  # relative to the largest entry
 
 
 @dataclasses.dataclass
 class Case:
-  """A golden case: inputs, what transformers computed, and how to compute the same here."""
+  """A golden case: its inputs, the results of transformers, and a method to compute the same here."""
 
   name: str
 
@@ -38,7 +39,7 @@ class Case:
     return sorted({key.split(".")[1] for key in self.expected if key.startswith("fp32.")})
 
   def arrays(self, run: str) -> dict[str, np.ndarray]:
-    """The inputs of a run, labels as the README says."""
+    """Return the inputs of a run. Labels are masked as the README of tests/golden says."""
     ids, labels = self.inputs["input_ids"], self.inputs["labels"].copy()
     arrays = {"input_ids": ids, "labels": labels}
     if run == "rpad":
@@ -60,19 +61,19 @@ class Case:
     return {run: evaluate(params, make_batch(self.arrays(run), run, vocab_size=vocab).batch) for run in runs}
 
 
-QUICK_CASES = {  # the others are slow
+QUICK_CASES = {  # the other cases are slow
   "scan, linen": tuple(name for name in CASES if name != "gemma4_e4b"),
   "loop, nnx": ("stress_fp16_mlp",),
 }
 
 
 LOOPED = ("stress_fp16_mlp", "gemma4_e2b", "deepseek32")
-"""Cases in the variant without a scan: plain layers, shared keys and values, experts with MLA. tests/layers/test_decoder.py
-compares scan and loop in every family."""
+"""Cases to run without scan too: plain layers, shared keys and values, experts with MLA. tests/layers/test_decoder.py compares
+scan and loop for every family."""
 
 
 def variants() -> list[Any]:
-  """Every case with a scan, and ``LOOPED`` without, as parameters of a fixture."""
+  """Return every case with scan, and the cases in ``LOOPED`` without, as parameters of a fixture."""
   found = []
   for name in CASES:
     for variant in VARIANTS:
@@ -107,14 +108,14 @@ def test_hidden_states(computed: tuple[Case, dict[str, dict[str, np.ndarray]]]):
   for key in names:
     got = outputs["base"][key.removeprefix("fp32.base.")]
     want = case.expected[key]
-    # Rounding grows with the stream. In gemma4_e2b, whose per-layer inputs norm narrow products, layer 9 of float32 is up to
-    # 6.6e-6 of its largest number (17.9) away from float64, and transformers' 1.7e-6.
+    # Rounding grows with the residual stream. In gemma4_e2b the norms of the per-layer inputs are narrow. Its layer 9 in
+    # float32 differs from float64 by up to 6.6e-6 of the largest number (17.9), and by 1.7e-6 in transformers.
     atol = TOLERANCE * max(1.0, float(np.abs(want).max()) / 10)
     np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
 
 
 def by_expert(outputs: dict[str, np.ndarray], layer: str) -> tuple[np.ndarray, np.ndarray]:
-  """The chosen experts in rising order, and their weights in that order."""
+  """Return the chosen experts in ascending order, and their weights in the same order."""
   order = np.argsort(outputs[f"{layer}.topk_idx"], axis=-1)
   experts, weights = outputs[f"{layer}.topk_idx"], outputs[f"{layer}.topk_weights"]
   return np.take_along_axis(experts, order, axis=-1), np.take_along_axis(weights, order, axis=-1)
@@ -140,7 +141,7 @@ def test_indexer_picks_exactly(computed: tuple[Case, dict[str, dict[str, np.ndar
   for key in names:
     got, want = outputs["base"][key.removeprefix("fp32.base.")], case.expected[key]
     for picked, expected, query in zip(got.reshape(-1, 6), want.reshape(-1, 6), np.tile(np.arange(28), 2), strict=True):
-      # Rows that see fewer than 6 keys name masked ones too, which do not count.
+      # Queries that see fewer than 6 keys also select masked keys, which have no effect.
       assert {key for key in picked if key <= query} == {key for key in expected if key <= query}
 
 
@@ -169,7 +170,7 @@ def rms(x: np.ndarray) -> float:
 
 
 def same_routing(case: Case, outputs: dict[str, np.ndarray]) -> np.ndarray:
-  """bool [B, T]: tokens that no expert flipped for, nor for any token before them in their row, since float32."""
+  """Return bool [B, T]: tokens with the same experts as in float32, in this and in all earlier positions of the row."""
   same = np.ones(case.inputs["input_ids"].shape, bool)
   for key in outputs:
     if key.startswith("router") and key.endswith("topk_idx"):
@@ -186,9 +187,10 @@ def same_routing(case: Case, outputs: dict[str, np.ndarray]) -> np.ndarray:
   ],
 )
 def test_low_precision_is_no_worse_than_transformers(name: str, dtype: str):
-  """rms(ours - float32) <= 1.5 * rms(transformers' - float32); where transformers overflows, ours is finite and close.
+  """Check rms(ours - float32) <= 1.5 * rms(transformers' - float32). If transformers overflows, our result must be finite and
+  close.
 
-  A choice of expert that rounding flips moves logits by O(1) here and there alike, so such tokens are left out.
+  Rounding may change the choice of an expert, which changes logits by O(1) here and in transformers. Such tokens are excluded.
   """
   case = Case(name)
   long = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
@@ -207,7 +209,7 @@ def test_low_precision_is_no_worse_than_transformers(name: str, dtype: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rotary_tables(name: str):
-  """The frequencies themselves, to one unit in the last place: long positions amplify them by 10^5."""
+  """Compare the frequencies to one unit in the last place, because late positions multiply their error by 10^5."""
   case = Case(name)
   decoder = open_weights(GOLDEN / name / "checkpoint", *load_checkpoint_config(GOLDEN / name / "checkpoint")).decoder
   of_all: Any = case.expected.get("fp32.base.rope.inv_freq")

@@ -1,5 +1,7 @@
-"""Golden rows of more than one tile of attention (tests/golden/long, made by tests/parity/long_goldens.py): windows near the
-edges of blocks and tiles, padding on both sides, documents packed into a row.
+"""Tests golden rows that are longer than one tile of attention: windows that end near borders of blocks and tiles, padding on
+both sides, and packed documents.
+
+The cases are in tests/golden/long. tests/parity/long_goldens.py makes them.
 """
 
 import functools
@@ -23,11 +25,11 @@ QUICK_RUNS = {
   "gemma3": ("w129",),
   "gemma4_shared": ("packed",),
   "deepseek3": ("left",),
-}  # the others are slow
+}  # the other runs are slow
 
 
 def runs() -> list:
-  """Every run of every case."""
+  """Return every run of every case."""
   return [
     pytest.param(case, run, marks=[] if run in QUICK_RUNS.get(case, ()) else [pytest.mark.slow], id=f"{case}, {run}")
     for case, about in CASES.items()
@@ -36,7 +38,7 @@ def runs() -> list:
 
 
 def arrays_of(inputs: dict[str, np.ndarray], rows: str) -> dict[str, np.ndarray]:
-  """The inputs of a run, labels only where a prediction has a meaning."""
+  """Return the inputs of a run. Labels without a meaningful prediction are masked."""
   labels = inputs["labels"].copy()
   arrays = {"input_ids": inputs["input_ids"], "labels": labels}
   if rows in ("left", "right"):
@@ -51,9 +53,12 @@ def arrays_of(inputs: dict[str, np.ndarray], rows: str) -> dict[str, np.ndarray]
 
 @functools.cache
 def compiled(case: str, window: int | None, length: int) -> tuple[Callable, dict, int]:
-  """The model with a window as a function of parameters and a batch, its parameters, and the size of its vocabulary.
+  """Compile the model with a window.
 
-  It computes gradients if any run with this window has them, so that the runs share one program.
+  The program computes gradients if any run with this window has them, so that all runs share it.
+
+  Returns:
+    A function of parameters and a batch, the parameters, and the size of the vocabulary.
   """
   directory = GOLDEN / case / "checkpoint"
   words = [] if window is None else [f"sliding_window_size={window}"]

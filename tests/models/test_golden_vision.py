@@ -1,4 +1,5 @@
-"""Every golden case with images: our numbers against transformers', both pooling forms, three dtypes, scan on and off."""
+"""Tests every golden case with images: results equal those of transformers with both forms of pooling, in three dtypes, with
+and without scan."""
 
 import functools
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from maxtext_like.layers.param import init
 from tests.models.test_golden import GOLDEN, GRADIENT_TOLERANCE, QUICK, TOLERANCE, VARIANTS, Case, rms
 from tests.tiers import slow
 
-CASES = {  # and a way through the code for each
+CASES = {  # case -> the variant to run it with
   "gemma3_vision": "scan, linen",
   "gemma4_vision_large": "loop, nnx",
   "gemma4_vision_small": "scan, linen",
@@ -26,8 +27,9 @@ CASES = {  # and a way through the code for each
 }
 TYPES = ("token_type_ids", "mm_token_type_ids")
 Outputs = dict[str, np.ndarray]
-# The norm of a narrow product, layer after layer: embeddings changed by one unit in the last place move the last hidden
-# state by 1.5e-4 (its logits by less than the common tolerance). Seen against transformers: 1.2e-4.
+# The norm of a narrow product amplifies rounding in each layer. If embeddings change by one unit in the last place, the last
+# hidden state changes by 1.5e-4, and the logits by less than the usual tolerance. The measured difference from transformers is
+# 1.2e-4.
 HIDDEN = {"gemma4_vision_small": 2e-4}
 
 
@@ -42,12 +44,12 @@ class VisionCase(Case):
     return make_batch(self.arrays(run), run, vocab_size=loaded.config.model.vocab_size, vision=loaded.config.vision).batch
 
   def prepare(self, *overrides: str, gradients: bool = False):
-    """The compiled model as a function of parameters and a run, and the parameters."""
+    """Return the compiled model as a function of parameters and a run, and the parameters."""
     directory = GOLDEN / self.name / "checkpoint"
     words = ["use_multimodal=true", *overrides]
     config, loaded = load_checkpoint_config(directory, words, length=self.inputs["input_ids"].shape[1])
     weights = open_weights(directory, config, loaded)
-    assert not weights.notes  # every tensor of the file has its place
+    assert not weights.notes  # every tensor of the file is used
     evaluate = evaluator(weights, loaded.config, gradients=gradients, compiler_options=QUICK)
 
     def outputs(params: dict, run: str) -> Outputs:
@@ -127,7 +129,7 @@ def low(name: str, dtype: str, pool: str) -> Outputs:
 
 @pytest.mark.parametrize(("name", "dtype", "pool"), LOW)
 def test_low_precision_is_no_worse_than_transformers(name: str, dtype: str, pool: str):
-  """rms(ours - float32) <= 1.5 * rms(transformers' - float32), with either form of the pooler."""
+  """Check rms(ours - float32) <= 1.5 * rms(transformers' - float32), with either form of the pooler."""
   case, outputs = VisionCase(name), low(name, dtype, pool)
   exact, theirs = case.expected["fp32.base.logits"], case.expected[f"{dtype}.base.logits"]
   assert all(np.isfinite(value).all() for value in outputs.values())
@@ -135,10 +137,10 @@ def test_low_precision_is_no_worse_than_transformers(name: str, dtype: str, pool
 
 
 def larger(params: dict, factor: float) -> dict:
-  """The tower's features times ``factor``, its statistics to match: the numbers after it stay what they were."""
+  """Multiply the features of the tower by ``factor``, and adapt its statistics, so that later results do not change."""
   vision = params["vision"] | {"std_bias": params["vision"]["std_bias"] * factor}
   vision["std_scale"] = params["vision"]["std_scale"] / factor
-  # Everything that is added to the residual stream of the tower.
+  # Scale everything that is added to the residual stream of the tower.
   vision["patch"], vision["positions"] = vision["patch"] * factor, vision["positions"] * factor
   norms = ("post_attention_norm", "post_mlp_norm")
   vision["layers"] = vision["layers"] | {n: jax.tree.map(lambda x: x * factor, vision["layers"][n]) for n in norms}
@@ -147,7 +149,7 @@ def larger(params: dict, factor: float) -> dict:
 
 @pytest.mark.parametrize("pool", ["true", slow("false")])
 def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
-  """Pooled features of 1e5 (golden), 4e5 and 3e7 after the factor sqrt(D), where float16 ends at 65504."""
+  """Pooled features reach 1e5 (golden), 4e5 and 3e7 after the factor sqrt(D). The limit of float16 is 65504."""
   case = VisionCase("stress_fp16_vision")
   run, params = case.prepare("dtype=float16", f"float32_vision_pool={pool}", gradients=True)
   for factor in (1.0, 4.0, 256.0):
@@ -155,13 +157,14 @@ def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
     assert np.abs(outputs["vision.pooled"]).max() > 65504 * factor
     for name, value in outputs.items():
       assert np.isfinite(value).all(), name
-    if pool == "true" or factor < 10:  # beyond, float16 does not hold the pooled features: the folded form clips them
+    # Above this factor the folded form clips the pooled features, which float16 cannot represent.
+    if pool == "true" or factor < 10:
       np.testing.assert_allclose(outputs["logits"], case.expected["fp32.base.logits"], rtol=0, atol=0.15)
 
 
 @pytest.mark.slow
 def test_in_float32_both_values_of_the_key_are_one_program():
-  """float32 needs no folding: the programs are the same, gradients included, so no bit can differ. In float16 they do."""
+  """float32 needs no folding, so the programs are equal, including gradients. In float16 they differ."""
   case = VisionCase("stress_fp16_vision")
   batch = {name: jax.numpy.asarray(array) for name, array in case.batch().items()}
 
@@ -179,7 +182,8 @@ def test_in_float32_both_values_of_the_key_are_one_program():
 @pytest.mark.parametrize("name", ["gemma4_vision_large", "gemma4_vision_small", "stress_fp16_vision"])
 @pytest.mark.slow
 def test_both_forms_agree_in_16_bits(name: str):
-  """Not bit by bit: the folded form rounds the features and the statistics to 16 bits before it uses them."""
+  """The forms are not equal to the bit, because the folded form rounds features and statistics to 16 bits before it uses
+  them."""
   on, off = (low(name, "fp16", pool)["vision.projected"] for pool in ("true", "false"))
   assert (on != off).any()
   assert rms(on - off) < 0.01 * rms(on)

@@ -1,4 +1,4 @@
-"""Initial values: scores, branches and the residual stream of random weights, for every model file."""
+"""Tests initial values: scores, branches and the residual stream with random weights, for every model file."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.initial_values import saturation
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/models").glob("*.yml"))
-# Heads as wide as Gemma 4 31B's, in a narrow model of 12 layers.
+# A narrow model of 12 layers with heads as wide as those of Gemma 4 31B.
 DEEP_GEMMA4 = ("num_decoder_layers=12", "emb_dim=64", "mlp_dim=96", "head_dim=256", "global_head_dim=512", "vocab_size=131")
 
 
@@ -45,7 +45,7 @@ def test_scores_of_every_model_file_start_with_standard_deviation_1(name: str):
 @pytest.mark.parametrize("name", ["gemma4-31b", "gemma3-27b", "qwen3-0.6b"])
 @pytest.mark.parametrize("layer", [0, 5])
 def test_measured_scores_of_normed_heads(name: str, layer: int):
-  """Written out in float64: normed queries and keys of random inputs, without rotation, which changes no lengths."""
+  """Compute normalized queries and keys of random inputs in float64. The rotation is left out, because it keeps lengths."""
   sizes = ("emb_dim=96", "num_query_heads=3", "num_kv_heads=1") + (("global_num_kv_heads=1",) if "gemma4" in name else ())
   mixer: Any = decoder_of(name, *sizes).layers[layer].mixer
   p = drawn(mixer.params())
@@ -59,7 +59,7 @@ def test_measured_scores_of_normed_heads(name: str, layer: int):
 
 
 def test_measured_scores_of_latent_attention():
-  """Written out in float64 for DeepSeek's YaRN, whose temperature would make the standard deviation 1.87."""
+  """Compute the scores in float64 for DeepSeek's YaRN. Its temperature alone would make the standard deviation 1.87."""
   sizes = ("emb_dim=96", "num_query_heads=2", "num_kv_heads=2", "q_lora_rank=48", "kv_lora_rank=40")
   mixer: Any = decoder_of("deepseek3-671b", *sizes).layers[0].mixer
   c, p = mixer.cfg, drawn(mixer.params())
@@ -139,7 +139,7 @@ def test_only_gemma4_with_maxtexts_values_starts_saturated():
 
 
 def test_a_key_that_makes_scores_large_is_reported():
-  """query_pre_attn_scalar=1 multiplies q.k by 1, as Gemma 4 does; depth_scaled takes it into account."""
+  """query_pre_attn_scalar=1 multiplies q.k by 1, as in Gemma 4. The scheme depth_scaled takes it into account."""
   assert saturation(decoder_of("gemma3-4b", "query_pre_attn_scalar=1", scheme="maxtext").layers, 4096) is not None
   assert saturation(decoder_of("gemma3-4b", "query_pre_attn_scalar=1").layers, 4096) is None
 

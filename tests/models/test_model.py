@@ -1,4 +1,4 @@
-"""A model on its mesh: what it says of the kernels that its layers run on."""
+"""Tests what a model on a mesh reports about the kernels of its layers."""
 
 import jax
 import pytest
@@ -35,7 +35,8 @@ def test_what_multiplies_tokens_with_experts(name, platform, said):
   ],
 )
 def test_experts_of_which_one_layer_has_float32_products_or_sums_get_a_kernel_for_them(words, said):
-  """Hopper's kernel has neither, Triton's has sums; all layers have one kernel."""
+  """The Hopper kernel supports neither float32 products nor float32 sums, the Triton kernel supports sums. All layers use one
+  kernel."""
   config = load_config("gemma4-moe-tiny", ["attention=dot_product", "dtype=bfloat16", *words]).config
   model = make_model(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu", capability="9.0")
   old = jax.__version_info__ < (0, 11, 1)

@@ -1,4 +1,4 @@
-"""Names of parameters for people: every row of every leaf has its own, numbered as the model's layers are."""
+"""Tests readable names of parameters: each row of each leaf has its own name, with the number of its layer in the model."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_names_and_locate_agree(name):
 
 
 def test_a_whole_leaf_names_its_layers():
-  decoder = decoder_of("gemma3-4b")  # five blocks of six, then four sliding layers
+  decoder = decoder_of("gemma3-4b")  # five blocks of six layers, followed by four sliding layers
   assert parameter_name(decoder, ("embedding", "table")) == "embedding.table"
   assert parameter_name(decoder, ("stack_0", "layer_1", "mlp", "down"), 3) == "layers.19.mlp.down"
   assert parameter_name(decoder, ("stack_0", "layer_1", "mlp", "down")) == "layers.1,7,..,25.mlp.down"

@@ -1,4 +1,5 @@
-"""The kernel of norms is taken once it has passed its self-test; a failure falls back, or ends what asked for it by name."""
+"""Tests the choice of the kernel for gradients of norms. It must pass its self-test. If it fails, XLA is used, or the run ends
+if the configuration names the kernel."""
 
 import contextlib
 import types
@@ -40,7 +41,8 @@ def decide(decoder, problem, monkeypatch, asked: Any = "auto", device: Any = H20
 
 
 def test_a_kernel_that_passes_is_taken(decoder, monkeypatch):
-  """In the dtypes of both norms of a layer: before a part and behind it, with float16 beside a float32 stream."""
+  """The kernel is tested in the dtypes of both norms of a layer, before and after a part. Here float16 meets a float32
+  stream."""
   name, words, tried = decide(decoder, "", monkeypatch)
   assert (name, words) == ("pallas_gpu", "pallas_gpu for gradients of norms, self-test passed on NVIDIA H200 in 0 s")
   assert sorted(tried) == [("float32", "float16", 1024), ("float32", "float32", 1024)]  # they are tested at the same time

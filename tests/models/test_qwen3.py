@@ -1,4 +1,5 @@
-"""Qwen3, dense and with experts: a family that is one folder. Its numbers are in the golden tests, export in its own."""
+"""Tests Qwen3, dense and with experts, a family in one folder. The golden tests check its numbers, tests/checkpoint its
+export."""
 
 import dataclasses
 import json
@@ -29,7 +30,7 @@ SMALL += ["dataset_documents_max=40", "enable_tensorboard=false", "lr_schedule_t
 
 
 def test_the_family_is_one_small_folder():
-  """What issue 10 asks of a family: its folder, the bounds of its layers, its name in choices.py, configurations, tests."""
+  """A family consists of its folder, the bounds of its layers, its name in choices.py, configurations, and tests."""
   files = sorted((ROOT / "maxtext_like" / "models" / "qwen3").glob("*.py"))
   assert {file.name for file in files} >= {"config.py", "model.py", "huggingface.py"}
   files.append(ROOT / "maxtext_like" / "analysis" / "risk" / "qwen3.py")
@@ -39,7 +40,7 @@ def test_the_family_is_one_small_folder():
 
 
 @pytest.mark.parametrize(
-  ("name", "tied", "parameters"),  # as the models' cards have them: 0.6B, 8.2B, 30.5B
+  ("name", "tied", "parameters"),  # the sizes on the model cards: 0.6B, 8.2B, 30.5B
   [("qwen3-0.6b", True, 596_049_920), ("qwen3-8b", False, 8_190_735_360), ("qwen3-30b-a3b", False, 30_532_122_624)],
 )
 def test_released_models(name: str, tied: bool, parameters: int):
@@ -135,7 +136,8 @@ def test_a_released_config_json_is_our_model_file(name: str):
 
 
 def test_the_coefficient_of_the_load_balancing_loss_is_kept():
-  """``router_aux_loss_coef`` of transformers, whose definition it is for; 0.001 where a file leaves it out."""
+  """The key is ``router_aux_loss_coef`` of transformers, for the definition that transformers uses. The default of a file is
+  0.001."""
   read = lambda values: make_section("model", interpret(values, "config.json").model | {"model_name": "m"})
   model = read(MOE | {"router_aux_loss_coef": 0.003})
   assert (model.load_balance_loss, model.load_balance_loss_weight) == ("huggingface", 0.003)
@@ -143,7 +145,7 @@ def test_the_coefficient_of_the_load_balancing_loss_is_kept():
   assert read({k: v for k, v in MOE.items() if k != "router_aux_loss_coef"}).load_balance_loss_weight == 0.001
   assert read(MOE | {"router_aux_loss_coef": 0}).load_balance_loss_weight == 0
   of_maxtext = dataclasses.replace(model, load_balance_loss="maxtext")
-  assert export_config(of_maxtext, "bfloat16")["router_aux_loss_coef"] == 0.0  # another definition's weight
+  assert export_config(of_maxtext, "bfloat16")["router_aux_loss_coef"] == 0.0  # the weight belongs to another definition
 
 
 def test_a_model_file_of_maxtext(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Sums of squares by row: the form for few kernels gives what the plain one gives."""
+"""Tests sums of squares by row: the form with few GPU kernels gives the same results as the plain one."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,8 @@ def test_few_kernels_give_the_same_sums(bad):
 
 
 def test_sums_read_no_array_of_zeros():
-  """Of qwen3-0.6b's step with Adafactor one for every stack lay in a GPU's memory, 1.26 GB: XLA shares equal constants."""
+  """XLA merges equal constants. For qwen3-0.6b with Adafactor, one array of zeros for all stacks stayed in GPU memory, 1.26
+  GB."""
   jaxpr = str(jax.make_jaxpr(row_norms._terms)(jnp.ones((3, 5))))
   assert "optimization_barrier 0.0" in jaxpr
   before, behind = jaxpr.split("optimization_barrier 0.0")
@@ -39,6 +40,6 @@ def test_an_adapter_has_the_rows_of_its_layers():
 
 def test_peaks_of_rows_are_largest_magnitudes_and_infinite_where_a_number_is_not_finite():
   stacked = jnp.asarray([[[1.0, -3.0]], [[np.nan, 2.0]], [[0.0, 0.0]]])
-  codes = jnp.full((2, 4), 7, jnp.int8)  # of a quantized weight, which are no numbers without their scales
+  codes = jnp.full((2, 4), 7, jnp.int8)  # codes of a quantized weight, which mean nothing without their scales
   tree = {"norm": jnp.asarray([2.0, -(2.0**120)]), "scalar": jnp.asarray(-np.inf), "stack_0": {"a": stacked, "b": codes}}
   np.testing.assert_array_equal(row_norms.row_peaks(tree), np.asarray([2.0**120, np.inf, 3, np.inf, 0, 0, 0], np.float32))

@@ -1,4 +1,4 @@
-"""The absorbed form of latent attention equals attention over expanded heads."""
+"""Tests that the absorbed form of latent attention equals attention over expanded heads."""
 
 import jax.numpy as jnp
 import numpy as np

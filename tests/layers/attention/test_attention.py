@@ -1,4 +1,4 @@
-"""Gemma's attention layer against the equations in float64, in each of its variants, and what it refuses."""
+"""Tests every variant of Gemma's attention layer against the equations in float64, and the configurations that it refuses."""
 
 import dataclasses
 from typing import Any
@@ -94,7 +94,7 @@ def test_against_float64(variant, random_params):
 
 @pytest.mark.slow
 def test_scores_beside_a_cache_are_capped_too(random_params):
-  """The first five tokens, then the last two: what the whole row gives."""
+  """Run five tokens first and then two with a cache. Together they must give the result of the complete row."""
   layer = Attention(dataclasses.replace(BASE, soft_cap=0.3, window=3), FLOAT32)
   p, x = random_params(layer.params()), jnp.asarray(X, jnp.float32)
   slots, shapes = layer.cache_shapes(T)

@@ -1,4 +1,5 @@
-"""Rows split over devices: outputs, losses and gradients of one device, with queries that stay and keys that travel."""
+"""Tests rows that are split over devices: outputs, losses and gradients equal those of one device. Queries stay on their
+device, keys are sent to the others."""
 
 import dataclasses
 import re
@@ -23,7 +24,8 @@ B, T = 4, 40
 
 
 def rows(images: bool = False, packed: bool = True) -> dict:
-  """Documents that end inside the parts of a row and reach over several, padding, and images across a border."""
+  """Return a batch. Documents end inside the part of a device or reach over several parts. There is padding, and images cross
+  the border of a part."""
   rng = np.random.default_rng(5)
   tokens = rng.integers(0, 37, (B, T))
   lengths = [(3, 24, 13), (40,), (1, 15, 14), (9, 21)] if packed else [(T,)] * B
@@ -44,11 +46,16 @@ def rows(images: bool = False, packed: bool = True) -> dict:
 
 
 def agree(function, mesh, p, spec, batch, tolerance) -> str:
-  """The compiled text of a gradient on a mesh, once it has given what one device gives.
+  """Compare the values and gradients of a function on a mesh with those on one device. Return the text of the program on the
+  mesh.
 
   Args:
-    function: (p, batch) -> a number, and what else is compared, by name.
-    mesh, p, spec, batch, tolerance: of it.
+    function: maps (p, batch) to (loss, other results by name).
+    mesh: the mesh.
+    p: parameters.
+    spec: spec of the parameters.
+    batch: the batch.
+    tolerance: largest relative difference.
   """
   step = jax.jit(jax.value_and_grad(function, has_aux=True))
   (loss, seen), gradients = step(p, batch)
@@ -63,10 +70,10 @@ def agree(function, mesh, p, spec, batch, tolerance) -> str:
 
 
 def compare(family, batch, changes=None, tolerance=2e-5, chunks=1, **sizes) -> str:
-  """A whole decoder and its loss."""
+  """Compare a complete decoder and its loss. Return the text of the program on the mesh."""
   decoder = _tiny_decoder(family, changes=changes)
   objective, spec = LanguageModeling(decoder, chunks=chunks), decoder.params()
-  # Drawn as for training: rough weights would enlarge the rounding of every order of adding up a hundredfold.
+  # Use the initial values of a training run. Larger weights would amplify the rounding that differs with the order of a sum.
   p = init(spec, jax.random.key(0))
 
   def loss(p, batch):
@@ -78,23 +85,25 @@ def compare(family, batch, changes=None, tolerance=2e-5, chunks=1, **sizes) -> s
 
 
 def stays_split(text: str, parts: int) -> None:
-  """No device has scores, or a mask, of all queries and all keys."""
-  # Scores are [B, K, G, T, S]; with fewer axes, T may be the part of several heads.
+  """Check that no device has scores or a mask of all queries and all keys."""
+  # Scores are [B, K, G, T, S]. In arrays with fewer axes, an axis of size T may be something else, such as the part of several
+  # heads.
   whole = [line for line in text.splitlines() if re.search(rf"pred\[(\d+,)*{T},{T}\]|\[(\d+,){{3,}}{T},{T}\]", line)]
   assert not whole, "\n".join(whole[:5])
   assert re.search(rf"pred\[(\d+,)*{T // parts},{T}\]", text)  # the mask of a global layer
 
 
 def quick():
-  # Windows that reach over several parts; keys and values that later layers share. The norm of the per-layer input enlarges
-  # rounding, as much on a mesh of rows alone.
+  # The windows reach over several parts, and later layers reuse keys and values. The tolerance is larger because the norm of
+  # the per-layer input amplifies rounding, also on a mesh that splits only rows.
   small = {"num_decoder_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64}
   text = compare("gemma4-e2b", rows(), small | {"sliding_window_size": 14}, 3e-5, chunks=2, context=4)
   stays_split(text, 4)
   assert re.search(r" collective-permute(-start)?\(", text)
   text = compare("deepseek3.2", rows(), context=2, tensor=2)
   stays_split(text, 2)
-  assert not re.search(rf"\[(\d+,)*{T},4,8\]\S* all-gather", text)  # latents are gathered, not what they are expanded to
+  # Latents are gathered, not the heads that are computed from them.
+  assert not re.search(rf"\[(\d+,)*{T},4,8\]\S* all-gather", text)
 
 
 def every():
@@ -107,7 +116,7 @@ def every():
 
 
 def tiles():
-  """Rows that every device has several tiles of."""
+  """Compare rows of which every device has several tiles."""
   rng, length = np.random.default_rng(1), 2080
   q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 4)), jnp.float32) for heads in (4, 2, 2))
   segments = jnp.asarray(np.repeat([1, 2, 3, 0], [100, 1000, 900, 80])[None], jnp.int32)
@@ -151,8 +160,8 @@ def test_fused_kernels_do_the_windows_that_a_neighbor_s_keys_fill():
 
 
 def test_tiles_hand_nothing_empty_to_the_devices():
-  """The GPU compiler of jaxlib 0.11.2 dies of shard_map's arguments that have no numbers; and what every device has to keep of
-  a layer is a few arrays, not some of each tile."""
+  """The GPU compiler of jaxlib 0.11.2 crashes if shard_map has an empty argument. Each device must also keep only a few arrays
+  of a layer for the backward pass, not some for each tile."""
   q, k = (jax.ShapeDtypeStruct((2, 4096, heads, 8), jnp.bfloat16) for heads in (4, 2))
   how: Any = {"window": None, "bidirectional_images": False, "scale": 0.5, "precision": Precision()}
 
@@ -164,7 +173,7 @@ def test_tiles_hand_nothing_empty_to_the_devices():
   with jax.sharding.use_abstract_mesh(mesh):
     arguments = (q, k, k, jax.ShapeDtypeStruct((2, 4096), jnp.int32))
     found = named(jax.grad(loss, (0, 1, 2)), *arguments, name="shard_map")
-  assert len(found) == 3  # forward, and again in front of the backward pass
+  assert len(found) == 3  # the forward pass, its repetition before the backward pass, and the backward pass
   for equation in found:
     assert all(v.aval.size for v in equation.invars)
     assert len(equation.invars) < 12

@@ -1,4 +1,5 @@
-"""The lightning indexer: exactly k keys with a fixed order among equals, its loss, its precision flag. Scores: test_mla.py."""
+"""Tests the lightning indexer: it selects exactly k keys, in a fixed order if scores are equal. Also its loss and its precision
+flag. test_mla.py tests the scores."""
 
 from typing import Any
 
@@ -35,7 +36,7 @@ SELECT = {topk: both(topk) for topk in (1, 3, T, T + 5)}
 @settings(max_examples=40, deadline=None)
 @given(
   topk=st.sampled_from(sorted(SELECT)),
-  # Few values, so that most rows hold ties; scores may be negative and exactly zero.
+  # There are few different values, so most rows contain equal scores. Scores may be negative or exactly zero.
   scores=st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.0, 1.0]), min_size=T * T, max_size=T * T),
   segments=st.lists(st.integers(0, 2), min_size=T, max_size=T),
 )
@@ -53,7 +54,7 @@ def test_exactly_k_of_the_visible_and_the_earlier_of_equals(topk, scores, segmen
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_many_keys_those_that_a_sort_finds(dtype):
-  """Half of the scores of 16 bits are equal to another of their row."""
+  """Half of the 16-bit scores are equal to another score of their row."""
   layer, shape = indexer(100), (2, 40, 300)
   scores = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
   mask = jnp.asarray(np.arange(300) <= np.arange(80, 300, 5.5)[None, :, None])
@@ -74,7 +75,8 @@ def test_a_very_low_score_beats_a_masked_key(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_is_not_finite_is_chosen_alike_in_both_forms_and_told_by_the_loss(dtype):
-  """NaN of both signs (inf - inf is a negative one on x86) is taken first; -inf of a visible key before any masked one."""
+  """NaN of both signs is selected first (inf - inf is a negative NaN on x86). -inf of a visible key is selected before a masked
+  key."""
   negative = np.copysign(np.nan, -1)
   visible = np.array([1, 1, 0, 1, 1, 0], bool)
   rows = np.array([[1, 2, 9, negative, 3, 9], [1, 2, 9, np.nan, 3, 9], [-np.inf, -np.inf, 9, -np.inf, -np.inf, 9]])
@@ -130,7 +132,7 @@ def test_loss_and_gradient_against_numpy():
   run = jax.jit(jax.value_and_grad(mean_divergence, (0, 1)))
   loss, (gradient, to_probs) = run(*arrays, jnp.asarray(mask), jnp.asarray(real))
   np.testing.assert_allclose(loss, written_divergence(scores, probs, mask, real), rtol=1e-5)
-  # d KL(p || softmax(I)) / dI = softmax(I) - p, over the mean's tokens.
+  # d KL(p || softmax(I)) / dI = softmax(I) - p, divided by the number of tokens that the mean is over.
   target = np.where(mask, probs, 0)
   target = target / np.maximum(target.sum(-1, keepdims=True), 1e-30)
   e = np.where(mask, np.exp(scores), 0)
@@ -160,7 +162,8 @@ def test_float32_flag_sets_the_dtype_of_product_relu_and_sum(flag, random_params
   found = list(equations(layer, p, x, latent, jnp.arange(T)[None]))
   products = [dtypes(e) for e in found if e.primitive.name == "dot_general"]
   wanted = "float32" if flag else "bfloat16"
-  # k and q projections in the dtype of activations; then the heads' weights, q.k and the sum over heads.
+  # The projections of k and q run in the dtype of activations. The next products are the weights of the heads, q.k, and the sum
+  # over heads.
   assert products[:2] == [("bfloat16",) * 3] * 2
   assert products[2] == (wanted,) * 3
   assert products[3] == ("bfloat16", "bfloat16", wanted)

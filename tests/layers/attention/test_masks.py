@@ -1,4 +1,4 @@
-"""Masks against the rule written as a loop, and a softmax that survives rows without a visible key."""
+"""Tests masks against the rule written as a loop, and a softmax whose rows may have no visible key."""
 
 import functools
 
@@ -17,7 +17,7 @@ BLOCKS = np.array([[0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 2, 2]])
 
 
 def rule(b, i, j, *, window, segments, images):
-  """Gemma 3's rule, one pair at a time."""
+  """Gemma 3's rule for one query i and one key j."""
   sees = j <= i
   if images is not None:
     sees = sees or (images[b, i] == images[b, j] and images[b, i] > 0)
@@ -97,7 +97,8 @@ def test_softmax_over_the_visible_or_zeros(scores, visible, dtype):
   exact = np.asarray(s, np.float64)[m]
   below = exact - exact.max()
   expected = np.exp(below) / np.exp(below).sum()
-  # The scores are exact. Their difference, the exponential and the sum round, and exp amplifies the difference's error.
+  # The scores are exact. The difference, the exponential and the sum are rounded, and exp amplifies the error of the
+  # difference.
   unit = float(jnp.finfo(dtype).eps)
   tolerance = expected * np.minimum(unit * (4 - below), 1) + unit
   assert (np.abs(np.asarray(probs, np.float64)[m] - expected) <= tolerance).all()
@@ -105,7 +106,8 @@ def test_softmax_over_the_visible_or_zeros(scores, visible, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_gradient_of_the_softmax(dtype):
-  """Against the product with the matrix of its derivatives, diag(p) - p p^T, in float64; the result is all that is kept."""
+  """The reference multiplies by the matrix of derivatives, diag(p) - p p^T, in float64. The backward pass may keep only the
+  result of the softmax."""
   rng = np.random.default_rng(3)
   scores, g = (jnp.asarray(rng.normal(size=(2, 3, 5)), dtype) for _ in range(2))
   mask = jnp.asarray(rng.random((2, 1, 5)) < 0.7)
@@ -119,7 +121,7 @@ def test_the_gradient_of_the_softmax(dtype):
 
 
 def test_the_gradient_of_float16_scores_is_finite_wherever_its_terms_are():
-  """The difference of two cotangents can leave float16; one that arrives where there is no weight is not seen."""
+  """The difference of two cotangents may exceed float16. A cotangent at a masked key, which may be infinite, has no effect."""
   for mask, g, expected in [
     ([True] * 8, [4e4] + [-4e4] * 7, [8750.0] + [-1250.0] * 7),
     ([True, True] + [False] * 6, [1.0, 2.0] + [jnp.inf] * 6, [-0.25, 0.25] + [0.0] * 6),

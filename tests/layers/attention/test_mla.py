@@ -1,4 +1,5 @@
-"""Latent attention against the equations in float64: both query forms, biases, YaRN's temperature, the sparse form."""
+"""Tests latent attention against the equations in float64: both forms of queries, biases, the temperature of YaRN, and the
+sparse form."""
 
 import dataclasses
 import math
@@ -51,7 +52,7 @@ def rotated(cfg: RopeConfig, x, interleave):
 
 
 def written_heads(c: MLAConfig, p, x):
-  """q, k, v per head and the normed query latent."""
+  """Return q, k and v of each head, and the latent of the queries after its norm."""
   if c.q_lora_rank:
     latent = rms(x @ p["q_a"] + p.get("q_a_bias", 0), p["q_a_norm"]["scale"])
     q = np.einsum("btr,rnh->btnh", latent, p["q_b"])
@@ -66,7 +67,7 @@ def written_heads(c: MLAConfig, p, x):
 
 
 def written_scores(c: IndexerConfig, p, x, latent):
-  """I[b, t, s], one pair at a time. Rotation: leading dimensions, half-split."""
+  """Return the score I[b, t, s] of each pair. The leading dimensions are rotated, in half-split order."""
 
   def turn(a):
     return np.concatenate([rotated(c.rope, a[..., :P], False), a[..., P:]], -1)
@@ -89,7 +90,8 @@ def written_selection(scores, mask, topk):
 
 
 def written_divergence(scores, probs, mask, real):
-  """Mean over real tokens of KL(heads' mean || softmax of the index scores), both over the mask."""
+  """Return the mean over real tokens of KL(mean of the heads || softmax of the index scores). Both are normalized over the
+  mask."""
   total = 0.0
   for b, t in np.ndindex(real.shape):
     seen = mask[b, t]
@@ -136,7 +138,7 @@ def test_against_float64(variant, random_params):
   assert aux == {}
 
 
-# Of the whole row, or of tiles of 2 and 3 queries, which gather their keys but where they see few, or on a TPU.
+# The complete row at once, or tiles of 2 and 3 queries. Tiles gather their keys, except where they see few keys, and on a TPU.
 TILED = [(True, 128, "cpu"), (True, 2, "cpu"), (True, 3, "cpu"), (True, 2, "tpu"), (False, 128, "cpu")]
 
 
@@ -156,7 +158,8 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_p
     chosen = {s for s in aux["indexer.topk_idx"][b, t].tolist() if visible[b, t, s]}
     assert chosen == set(np.flatnonzero(expected_aux["selected"][b, t]))
   dense = written(dataclasses.replace(cfg, indexer=None), tree64(p), X)[0]
-  assert np.allclose(expected, dense) != sparse  # the selection acts, and in the warm-up it does not
+  # The selection changes the result, except in the warm-up, where it has no effect.
+  assert np.allclose(expected, dense) != sparse
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_p
   ],
 )
 def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, tolerance, random_params, monkeypatch):
-  """float32 scores of the indexer, so that all choose the same keys in bfloat16."""
+  """The scores of the indexer are float32, so that both forms select the same keys in bfloat16."""
   cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse, platform="tpu")
   p = random_params(MLA(cfg, FLOAT32).params(), seed=1)
   precision = Precision(dtype=dtype)
@@ -190,7 +193,8 @@ def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, 
 
 
 def test_scores_of_all_heads_are_those_of_a_tile(monkeypatch):
-  """Of 40 positions, forward and backward: the most numbers of an array that has positions twice."""
+  """With rows of 40 positions, find the largest array that has an axis of positions twice, in the forward and the backward
+  pass."""
   length, layer = 40, MLA(SPARSE, FLOAT32)
   p = jax.tree.map(lambda s: jnp.ones(s.shape), layer.params())
 

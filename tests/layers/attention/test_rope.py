@@ -1,4 +1,4 @@
-"""Rotary tables and the rotation, against complex numbers in float64."""
+"""Tests the rotary tables and the rotation against complex numbers in float64."""
 
 import math
 
@@ -17,7 +17,7 @@ def test_default_linear_and_proportional_frequencies():
   np.testing.assert_allclose(
     inverse_frequencies(RopeConfig(dim=12, theta=1e4, kind="linear", factor=8.0)), plain / 8, rtol=1e-6
   )
-  # A quarter of 16 dimensions is 2 pairs; the exponent's denominator stays 16.
+  # A quarter of 16 dimensions is 2 pairs. The denominator of the exponent is still 16.
   partial = inverse_frequencies(RopeConfig(dim=16, theta=1e6, kind="proportional", proportion=0.25))
   np.testing.assert_allclose(partial, [1.0, 1e6 ** (-2 / 16), 0, 0, 0, 0, 0, 0], rtol=1e-6)
 
@@ -50,7 +50,7 @@ def test_rotation_is_a_complex_product(interleave):
   turned = pairs * np.exp(1j * angle)
   got = rotate(jnp.asarray(x, jnp.float32), rope_table(cfg, jnp.asarray(POSITIONS)), interleave=interleave)
   expected = np.concatenate([turned.real, turned.imag], -1)
-  # float32 holds the angle of position 100000 to 4e-3 radians.
+  # The angle of position 100000 has an error of 4e-3 radians in float32.
   np.testing.assert_allclose(got[0], expected[0], atol=1e-4)
   np.testing.assert_allclose(got, expected, atol=2e-2)
 

@@ -1,4 +1,4 @@
-"""Soft caps: values and gradients in every dtype, and the dtype that the flags choose for scores."""
+"""Tests soft caps: values and gradients in every dtype, and the dtype of scores that the flags select."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def narrow(dtype) -> Precision:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-7), ("bfloat16", 1.2e-2), ("float16", 1.5e-3)])
-@pytest.mark.parametrize("cap", [0.5, 7.0, 50.2])  # the last rounds to more in bfloat16
+@pytest.mark.parametrize("cap", [0.5, 7.0, 50.2])  # bfloat16 rounds the last one up
 def test_values_and_gradients_are_those_of_float64(cap, dtype, tolerance):
   g = np.linspace(-2, 3, X.size)
   x = jnp.asarray(X, dtype)
@@ -27,7 +27,7 @@ def test_values_and_gradients_are_those_of_float64(cap, dtype, tolerance):
   t = np.tanh(np.asarray(x, np.float64) / cap)
   np.testing.assert_allclose(np.asarray(out, np.float64), cap * t, rtol=tolerance, atol=0)
   np.testing.assert_allclose(np.asarray(dx, np.float64), g * (1 - t**2), atol=3 * tolerance)
-  assert (np.asarray(dx, np.float64) * g >= 0).all()  # at the cap it is 0, and not below
+  assert (np.asarray(dx, np.float64) * g >= 0).all()  # at the cap the slope is 0 and never negative
   np.testing.assert_array_equal(soft_cap(x, cap), out)
 
 
@@ -39,7 +39,7 @@ def test_without_a_cap_nothing_is_done():
 
 @pytest.mark.parametrize("cap", [1e-4, 50.0, 65504.0])
 def test_float16_holds_every_step(cap):
-  """A score that left float16 is at its cap, and a cotangent of 6e4 is multiplied by nothing that makes it larger."""
+  """A score beyond float16 becomes the cap. A cotangent of 6e4 is only multiplied by factors of at most one."""
   x = jnp.asarray([-np.inf, -65504, -1, 0, 6e-8, 1, 65504, np.inf], jnp.float16)
   out, backward = jax.vjp(lambda x: softmax_scores(x, narrow("float16"), cap), x)
   (dx,) = backward(jnp.full(x.shape, 6e4, jnp.float16))

@@ -1,4 +1,5 @@
-"""Powers of two that bring rows and groups into float16: exact both ways, nothing lost that a float32 sum would keep."""
+"""Tests the powers of two that scale rows and groups into the range of float16. Scaling is exact in both directions, and loses
+nothing that a float32 sum would keep."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from maxtext_like.layers.kernels.float16_range import by_group, by_row, power_of
 
 
 def rows(seed, exponents):
-  """float32 rows of numbers that float16 holds times 2^exponent of the row."""
+  """Return float32 rows: numbers that float16 represents, times 2^exponent of the row."""
   x = np.random.default_rng(seed).normal(size=(len(exponents), 7)).astype(np.float16).astype(np.float32)
   return np.ldexp(x, np.asarray(exponents)[:, None])
 

@@ -1,4 +1,5 @@
-"""Tokens travel to experts: the same outputs, gradients, loads and counts as on one device, and no expert travels."""
+"""Tests tokens that are sent to their experts: outputs, gradients, loads and counts equal those of one device, and experts are
+not sent."""
 
 import dataclasses
 import re
@@ -33,10 +34,10 @@ TOLERANCE: dict[Dtype, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2
 
 
 def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows=B, size=1.0, rules=RULES):
-  """Compares a mesh with one device, gradients too.
+  """Compare values and gradients on a mesh with those on one device.
 
   Args:
-    favors: each is compared: how much larger the router's bias of an expert is than that of the next expert.
+    favors: one comparison for each: the difference between the router's biases of neighboring experts.
     size: factor of the experts' weights.
   """
   layer, rng = MoE(cfg, Precision(dtype=dtype)), np.random.default_rng(0)
@@ -72,20 +73,21 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows
 
 def quick():
   mesh = eight_devices.mesh_of
-  # By the second favor all choose the first experts: several rounds.
+  # With the second value of favors all tokens choose the first experts, so several rounds are needed.
   _, text = compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.0, 9.0))
   moved = [line.split(" = ")[1] for line in text.splitlines() if re.search(r" all-(gather|to-all)(-start)?\(", line)]
-  rows = f"f32[1,{capacity(B * T // 8 * K, 4)},{D}]"  # of a round, for one of the others
+  rows = f"f32[1,{capacity(B * T // 8 * K, 4)},{D}]"  # the rows that one round sends to another device
   assert any(" all-to-all" in line and rows in line for line in moved), moved
   gathered = [line for line in moved if " all-gather" in line and "/experts/" in line]
-  # The device's own experts are gathered over fsdp, and no others.
+  # Each device gathers its own experts over fsdp, and no others.
   assert len(gathered) >= 3
   assert all(line.startswith(f"f32[{E // 4},") for line in gathered), gathered
-  assert not any(line.startswith(f"f32[{B},{T}") for line in moved), moved  # no token of another device is looked at
+  assert not any(line.startswith(f"f32[{B},{T}") for line in moved), moved  # no device reads tokens of another device
   assert re.search(r" reduce-scatter(-start)?\(", text)
   alone, _ = compare(SOFTMAX, mesh(data=2, expert=2, context=2), dtype="float16", size=1e19)
-  assert alone[1][2] > 0  # clamped
-  compare(SOFTMAX, mesh(data=2, expert=4), rows=5)  # rows that do not divide: every device runs its share of the experts
+  assert alone[1][2] > 0  # values were clamped
+  # 5 rows cannot be split, so every device computes its share of the experts for all rows.
+  compare(SOFTMAX, mesh(data=2, expert=4), rows=5)
 
 
 def every():
@@ -96,7 +98,7 @@ def every():
   compare(SOFTMAX, mesh(data=2, fsdp=2, expert=2), "ragged_dot", "bfloat16")
   compare(SOFTMAX, mesh(fsdp=2, tensor=4), "tiles", "bfloat16")
   compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.1, 1.0))
-  # Rules by which several dimensions of a weight ask for one axis.
+  # With these rules several dimensions of a weight ask for the same mesh axis.
   for rules in ({"expert": "tensor"}, {"embed": "tensor"}, {"expert": "tensor", "embed": ("fsdp", "tensor")}):
     compare(SIGMOID, mesh(fsdp=4, tensor=2), rules=dataclasses.replace(RULES, **rules))
 
@@ -113,7 +115,7 @@ def test_every_kernel_dtype_and_mesh():
 
 def test_a_round_takes_a_little_more_than_an_even_share():
   assert capacity(1024, 8) == 160
-  assert capacity(4, 8) == 1  # of a load so small, each device gets something
+  assert capacity(4, 8) == 1  # even if the load is this small, each device gets something
   assert capacity(6, 1) == 6
 
 
@@ -122,11 +124,11 @@ def test_a_round_takes_a_little_more_than_an_even_share():
   [
     ({}, ("tensor",), [(), (), ("tensor",)], [(), ("tensor",)]),
     ({"expert": "tensor"}, ("tensor",), [("tensor",)], [("tensor",)]),
-    ({"embed": "tensor"}, (), [], []),  # the hidden size would be split in down only
+    ({"embed": "tensor"}, (), [], []),  # only down would be split along the hidden size
   ],
 )
 def test_an_axis_splits_the_hidden_size_of_every_weight_or_of_none(rules, partial, gate, down):
-  """Each axis is in ``partial`` once: XLA aborts the process at a sum over an axis that is named twice."""
+  """``partial`` contains each axis once. XLA aborts the process if a sum names an axis twice."""
   mesh = AbstractMesh((1, 1, 1, 1, 2), MESH_AXES, axis_types=(AxisType.Auto,) * 5)
   spec = MoE(SIGMOID, Precision(dtype="float32")).params()["experts"]
   layout = Layout.of(spec, dict.fromkeys(spec), (B, T), dataclasses.replace(RULES, **rules), mesh)

@@ -1,4 +1,4 @@
-"""The auxiliary losses of routers: every definition against loops over tokens, for both routers, with padding."""
+"""Tests the auxiliary losses of routers: every definition against loops over tokens, for both routers, with padding."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from maxtext_like.layers.precision import Precision
 L, B, T, D, E, K = 3, 4, 7, 5, 6, 2
 SOFTMAX = MoEConfig(emb_dim=D, mlp_dim=3, num_experts=E, num_experts_per_tok=K, activation="silu")
 SIGMOID = dataclasses.replace(SOFTMAX, router="sigmoid", n_groups=3, topk_groups=2)
-REAL = np.arange(T) < np.array([[7], [4], [1], [0]])  # the last row is padding alone
+REAL = np.arange(T) < np.array([[7], [4], [1], [0]])  # the last row is only padding
 WEIGHT, Z_WEIGHT = 0.1, 0.01
 
 
@@ -34,7 +34,7 @@ def largest(x):
 
 
 def routed(router, logits, bias):
-  """The experts that the router sends a token to."""
+  """Return the experts that the router selects for a token."""
   if router == "softmax":
     return largest(logits)
   biased = 1 / (1 + np.exp(-logits)) + bias
@@ -44,7 +44,7 @@ def routed(router, logits, bias):
 
 
 def probabilities(definition, router, logits, bias):
-  """The probabilities and the choices that a definition takes of one token."""
+  """Return the probabilities and the choices that a definition uses for one token."""
   if router == "softmax":
     return softmax(logits), largest(logits)
   scores = 1 / (1 + np.exp(-logits))
@@ -58,7 +58,7 @@ def probabilities(definition, router, logits, bias):
 
 
 def written_out(definition, router, logits_LBTE, bias_LE):
-  """The loss without its weight, one token after another."""
+  """Return the loss without its weight, computed one token at a time."""
   counts, sums, tokens = np.zeros((L, B, E)), np.zeros((L, B, E)), REAL.sum(1)
   for layer, b, t in np.ndindex(L, B, T):
     if REAL[b, t]:
@@ -72,7 +72,7 @@ def written_out(definition, router, logits_LBTE, bias_LE):
       rows = [E * sum(counts[layer, b] / tokens[b] * sums[layer, b] / tokens[b]) for b in range(B) if tokens[b]]
       total += np.mean(rows)
     return total / L if definition == "maxtext" else total / K
-  if definition == "huggingface":  # all layers' tokens behind one another
+  if definition == "huggingface":  # the tokens of all layers, concatenated
     n = L * tokens.sum()
     return E * sum(counts.sum((0, 1)) / n * sums.sum((0, 1)) / n)
   n = tokens.sum()
@@ -114,7 +114,7 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
   x, params, logits, biases = case
   losses = RouterLosses(definition, WEIGHT, Z_WEIGHT)
   cfg = dataclasses.replace(SIGMOID if router == "sigmoid" else SOFTMAX, losses=losses)
-  if router == "sigmoid":  # this case contains the difference between the definitions
+  if router == "sigmoid":  # check that biased and unbiased choices differ, because the definitions differ in this
     both = [(routed(router, logits[i], biases[i[0]]), largest(logits[i])) for i in np.ndindex(L, B, T)]
     assert any(own != unbiased for own, unbiased in both)
   found = load_balance.totals(losses, statistics(cfg, params(router), x), K)
@@ -125,7 +125,8 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
 
 @pytest.mark.parametrize("definition", ["maxtext", "huggingface"])
 def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
-  """Two parts of a batch with unequal numbers of tokens; each gets the load of the batch if the definition needs it."""
+  """Two parts of a batch have unequal numbers of tokens. Each gets the load of the complete batch if the definition needs
+  it."""
   x, params, _, _ = case
   losses = RouterLosses(definition, WEIGHT, Z_WEIGHT)
   cfg = dataclasses.replace(SIGMOID, losses=losses)
@@ -146,13 +147,14 @@ def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
   added = jax.tree.map(jnp.add, parts[0][1], parts[1][1])
   jax.tree.map(lambda found, wanted: np.testing.assert_allclose(found, wanted, atol=1e-7), added, gradient)
   assert all(np.abs(layer["router"]["kernel"]).max() > 1e-3 for layer in gradient)
-  if losses.needs_batch_load:  # without the load of the batch they would not
+  if losses.needs_batch_load:  # without the load of the batch the parts would not add up
     alone = sum(total(p, rows) for rows in ((0, 1), (1, B)))
     assert abs(alone - expected) > 1e-3 * expected
 
 
 def test_an_even_load_costs_the_smallest_loss_of_its_definition():
-  """With two experts of four a token: k for a definition that counts choices a token, 1 where it counts shares, a layer."""
+  """Each token has two of four experts. The loss per layer is k for definitions that count choices, and 1 for those that count
+  shares."""
   probs = jnp.full((1, 6, 4), 0.25)
   chosen = jnp.asarray([[[0, 1], [2, 3], [0, 2], [1, 3], [0, 3], [1, 2]]])
   smallest: dict[Definition, float] = {"maxtext": 2.0, "huggingface": 2.0, "deepseek_sequence": 3.0, "switch": 3.0}

@@ -1,4 +1,5 @@
-"""Mixture of experts: routers against numpy, the grouped product against every expert on every token, loads and losses."""
+"""Tests mixtures of experts: routers against numpy, the grouped product against every expert on every token, loads and
+losses."""
 
 import dataclasses
 import functools
@@ -84,10 +85,10 @@ def test_the_bias_chooses_and_does_not_weigh(random_params):
   p = random_params(Router(SIGMOID, FLOAT32).params())
   route = jax.jit(Router(SIGMOID, FLOAT32))
   before, _, _ = route(p, f32(X))
-  # The same for all experts: nothing changes.
+  # The same bias for all experts changes nothing.
   after, _, _ = route(p | {"bias": p["bias"] + 3.0}, f32(X))
   np.testing.assert_array_equal(before, after)
-  # Large for experts 0 and 5: everyone goes there, and the weights are their plain scores.
+  # A large bias for experts 0 and 5 sends every token there. The weights are still the scores without bias.
   weights, experts, _ = route(p | {"bias": jnp.asarray([9.0, 0, 0, 0, 0, 8.0])}, f32(X))
   np.testing.assert_array_equal(experts, np.broadcast_to([0, 5], experts.shape))
   scores = sigmoid(X @ tree64(p)["kernel"])[..., [0, 5]]
@@ -116,7 +117,7 @@ def test_ties_go_to_the_lower_index(router, random_params):
 
 
 def test_groups_are_judged_by_their_two_best():
-  """Group 0 has the best expert of all and a poor second; groups 1 and 2 have the better sums."""
+  """Group 0 has the best expert, but its second expert is poor. Groups 1 and 2 have larger sums."""
   cfg = dataclasses.replace(SIGMOID, topk_groups=2, norm_topk_prob=False, routed_scaling_factor=1.0)
   p = {"kernel": jnp.zeros((D, E)), "bias": f32([5.0, -5.0, 2.0, 2.5, 2.1, 2.0])}
   _, experts, _ = Router(cfg, FLOAT32)(p, jnp.zeros((1, 1, D)))
@@ -151,7 +152,7 @@ def written_experts(p, x, weights, experts, act=gelu):
 
 
 def both_ways(cfg, precision, p, x, weights, experts, by: Name = "ragged_dot"):
-  """(grouped, dense): output, and gradients in parameters, input and weights."""
+  """Return (grouped, dense): each has the output, and the gradients of parameters, input and weights."""
   layer = Experts(cfg, precision)
   cotangent = f32(np.random.default_rng(3).normal(size=(B, T, D)))
 
@@ -174,7 +175,7 @@ def test_grouped_is_dense_and_both_are_the_formula(case, by, random_params):
   p = random_params(Experts(SOFTMAX, FLOAT32).params())
   weights, experts = routing()
   if case != "spread":
-    experts[:] = [2, 5]  # no expert drops a token, however many it gets
+    experts[:] = [2, 5]  # no expert drops a token, however many tokens it gets
   (grouped, out), (dense, dense_out) = both_ways(SOFTMAX, FLOAT32, p, X, weights, experts, by)
   expected = written_experts(tree64(p), X, weights, experts)
   np.testing.assert_allclose(out, expected, atol=3e-6)
@@ -206,7 +207,7 @@ def test_experts_in_float16_beyond_its_range(random_params):
   expected = written_experts(tree64(p), X * 30, weights, experts)
   assert np.abs(expected).max() > 1e6
   np.testing.assert_allclose(out, expected, atol=4e-3 * np.abs(expected).max())
-  # The gradient in the weights is the experts' output: finite, and beyond float16 too.
+  # The gradient of the routing weights is the output of the experts. It is finite, also where it exceeds float16.
   assert jnp.isfinite(gradients[2]).all()
 
 
@@ -220,7 +221,7 @@ def test_float32_weight_sum(flag, random_params):
   assert set(dtypes(last)) == {"float32" if flag else "bfloat16"}
 
 
-# --- the whole layer ---
+# --- the complete layer ---
 
 
 @pytest.mark.parametrize("router", ROUTES)
@@ -260,7 +261,7 @@ def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
 
 
 def test_even_routing_costs_one_times_the_weight():
-  """The loss is smallest, and 1, where loads and probabilities are even."""
+  """The loss has its minimum, 1, if loads and probabilities are even."""
   layer = MoE(MoEConfig(emb_dim=4, mlp_dim=2, num_experts=4, num_experts_per_tok=1, losses=RouterLosses(weight=1.0)), FLOAT32)
   p = jax.tree.map(lambda q: jnp.zeros(q.shape), layer.params()) | {"router": {"kernel": 1e-4 * jnp.eye(4)}}
   _, aux = layer.standalone(p, jnp.eye(4)[None])

@@ -1,4 +1,4 @@
-"""Products in float8 against the same rounding written out in numpy's float64, and where ``matmul_dtype`` acts."""
+"""Tests products in float8 against the same rounding in numpy's float64, and where ``matmul_dtype`` has an effect."""
 
 import dataclasses
 import math
@@ -31,7 +31,8 @@ SPECS = [
 
 
 def quantized(x, dtype: str) -> np.ndarray:
-  """The float64 numbers that are multiplied: x over the least power of two that fits, rounded, and back."""
+  """Return the numbers that are multiplied, in float64: x is divided by the smallest sufficient power of two, rounded, and
+  scaled back."""
   x = np.asarray(x, np.float64)
   scale = 2.0 ** math.ceil(math.log2(np.abs(x).max() / LIMITS[dtype]))
   return (x / scale).astype(np.float32).astype(getattr(ml_dtypes, dtype)).astype(np.float64) * scale
@@ -72,7 +73,7 @@ def test_zeros_and_what_float32_scarcely_holds_are_zeros(x, dtype):
 
 
 def test_the_rounding_of_a_number_does_not_depend_on_the_rest_of_the_tensor():
-  """Rows of a batch, microbatches, devices and generated tokens would else see each other."""
+  """Otherwise rows of a batch, microbatches, devices and generated tokens would influence each other."""
   x = draw(64)
   alone = float8.scaled(x, float8.NUMBERS)
   beside = float8.scaled(jnp.concatenate([x, jnp.asarray([31.0], x.dtype)]), float8.NUMBERS)
@@ -97,7 +98,7 @@ def test_product_and_gradients_are_those_of_the_rounded_numbers(spec, shapes, dt
   precision = Precision(dtype=dtype, matmul_dtype="float8")  # type: ignore[arg-type]
   run = lambda x, y, g: vjp(spec, precision, x, y, g)
   got = (jax.jit(run) if jitted else run)(x, y, g)
-  # One rounding to the dtype; float16 has subnormal numbers here.
+  # The result is rounded once to the dtype. In float16 some results are subnormal.
   tolerance = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-10}[dtype]
   for a, b in zip(got, want, strict=True):
     assert a.dtype == dtype
@@ -112,7 +113,8 @@ def test_a_float32_result_is_not_rounded_to_the_dtype():
 
 
 def test_errors_are_of_the_size_that_the_formats_have():
-  """Relative to the norm: 2^-4 at most for each rounding to e4m3, whose mean square is 2.6 %, twice that for e5m2."""
+  """The error is relative to the norm. Rounding to e4m3 has a maximum error of 2^-4 and an rms of 2.6 %. For e5m2 both are
+  twice that."""
   x, y, g = draw(64, 512), draw(512, 96, scale=0.02), draw(64, 96, scale=1e-3)
   f64 = lambda a: np.asarray(a, np.float64)
   out, dx, dy = vjp("BD,DF->BF", Precision(matmul_dtype="float8"), x, y, g)
@@ -162,7 +164,7 @@ def test_forward_and_both_gradients_multiply_float8_numbers():
 
 @pytest.mark.parametrize("policy", ["minimal", "save_mlp", "save_outputs"])
 def test_a_policy_keeps_the_products_that_it_keeps_in_the_dtype(policy, capsys):
-  """None makes them again in the backward pass where bfloat16 would not."""
+  """The backward pass never recomputes a product in float8 that it would not recompute in bfloat16."""
   kept = []
   for matmul_dtype in ("dtype", "float8"):
     mlp = MLP(MLPConfig(emb_dim=16, mlp_dim=24), Precision(matmul_dtype=matmul_dtype))  # type: ignore[arg-type]
@@ -181,7 +183,7 @@ def test_products_that_do_not_ask_for_it_stay_as_they_are():
   assert dtypes(dot) == ("bfloat16",) * 3
   groups = Groups(jnp.asarray([1, 3], jnp.int32))
   grouped = lambda p: product(p, "MD,EDF->MF", x, draw(2, 8, 6), groups=groups, large=True).dtype
-  assert grouped(precision) == jnp.bfloat16  # no grouped kernel multiplies float8
+  assert grouped(precision) == jnp.bfloat16  # no grouped kernel multiplies float8 numbers
 
 
 def test_an_adapter_stays_in_its_dtype_beside_a_base_in_float8():
@@ -193,7 +195,7 @@ def test_an_adapter_stays_in_its_dtype_beside_a_base_in_float8():
 
 
 def test_on_devices_it_is_what_it_is_on_one():
-  """Scales are of whole tensors, and float32 parts of gradients are added up as ever."""
+  """Scales are those of complete tensors. The float32 partial sums of gradients are added as usual."""
   from jax.sharding import NamedSharding, PartitionSpec
 
   if jax.device_count() < 4:

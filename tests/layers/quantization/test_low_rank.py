@@ -1,4 +1,4 @@
-"""LoRA's factors: shapes and axes from nothing but the weight, and a start that changes nothing."""
+"""Tests LoRA's factors: shapes and axes follow from the weight alone, and the initial factors change nothing."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_a_stack_has_the_factors_of_every_row():
 def test_nothing_changes_at_the_start():
   drawn = init(factors(OUTPUT, 6), jax.random.key(0))
   assert not np.any(drawn["lora_b"])
-  assert 0.2 < float(jnp.std(drawn["lora_a"])) < 0.5  # 8 inputs
+  assert 0.2 < float(jnp.std(drawn["lora_a"])) < 0.5  # there are 8 inputs
   base = jnp.ones(OUTPUT.shape)
   np.testing.assert_array_equal(merged(base, drawn["lora_a"], drawn["lora_b"], Layout.of(OUTPUT), 2.0), base)
 
@@ -97,7 +97,7 @@ def test_on_one_gpu_the_gradients_of_an_addition_come_as_soon_as_they_can(monkey
 
 
 def test_an_addition_on_an_addition():
-  """A base may itself be no plain array."""
+  """The base of an adapter may be a ``Weight`` too."""
   rng = np.random.default_rng(1)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   inner = LowRank(draw(*EXPERTS.shape), draw(3, 5, 2), draw(3, 2, 7), Layout.of(EXPERTS), 1.0)
@@ -109,7 +109,7 @@ def test_an_addition_on_an_addition():
 
 
 def magnitudes(p: Param, seed: int = 2) -> LowRank:
-  """DoRA over drawn numbers, whose magnitudes are no norms of theirs."""
+  """Return a DoRA weight with random numbers, whose magnitudes are not the norms of its outputs."""
   rng, spec = np.random.default_rng(seed), factors(p, 3, dora=True)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)
   a, b, magnitude = (draw(*spec[f"lora_{name}"].shape) for name in ("a", "b", "magnitude"))
@@ -162,7 +162,7 @@ def test_dora_of_rows_sorted_by_expert():
 @pytest.mark.parametrize("scale", [2.0**24, 2.0**-30])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_factors_of_experts_whose_sums_are_handed_on_keep_the_range_of_their_gradients(dtype, scale):
-  """float16's loss scale takes them beyond it, and seldom tokens below."""
+  """The loss scale may move gradients above the range of float16, and rare tokens may move them below it."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   w = LowRank(draw(*EXPERTS.shape).astype(dtype), draw(3, 5, 6), draw(3, 6, 7), Layout.of(EXPERTS), 0.5)
@@ -185,7 +185,7 @@ def test_dora_of_a_table(summed):
 
 
 def test_dora_begins_with_the_weight_as_it_is():
-  """Whatever it is stored in, and where an output is zero."""
+  """This holds for every storage form, and for outputs that are zero."""
   x = jnp.asarray(np.random.default_rng(4).normal(size=EXPERTS.shape), jnp.float32).at[1, :, 2].set(0)
   precision = Precision(dtype="bfloat16")
   base = Quantized(quantize(FORMS["int8"], EXPERTS, x), FORMS["int8"], EXPERTS)

@@ -1,4 +1,4 @@
-"""Weights in fewer bits: what is stored against bitsandbytes and references written out, products, gradients, whole models."""
+"""Tests quantized weights: stored codes against bitsandbytes and plain references, products, gradients, and complete models."""
 
 import functools
 import hashlib
@@ -45,10 +45,12 @@ def weight(form: Form, p: Param, x: jax.Array) -> Quantized:
 
 
 def test_nf4_is_what_bitsandbytes_stores():
-  """bitsandbytes 0.50.2, quantize_4bit(blocksize=64, compress_statistics=True, quant_type="nf4") of these numbers [out, in]."""
+  """The digests are those of bitsandbytes 0.50.2, quantize_4bit(blocksize=64, compress_statistics=True, quant_type="nf4"), for
+  these numbers as [out, in]."""
   x = np.random.RandomState(0).standard_normal((160, 128)).astype(np.float32) * 0.02
   stored = jax.jit(functools.partial(quantize, FORMS["nf4"], Param((128, 160), ("embed", "mlp"))))(jnp.asarray(x.T))
-  halves = np.asarray(stored["codes"]).reshape(2, 32, 160)  # inputs i and i + 32 of a block; theirs are 2 i and 2 i + 1
+  # We store inputs i and i + 32 of a block in one byte, bitsandbytes stores inputs 2 i and 2 i + 1.
+  halves = np.asarray(stored["codes"]).reshape(2, 32, 160)
   codes = np.concatenate([halves >> 4, halves & 15], axis=1).reshape(128, 160)
   theirs = {
     "codes": "f1e39b5af26993533fb0ad0ff2307c92",
@@ -68,7 +70,7 @@ def test_nf4_is_what_bitsandbytes_stores():
 
 
 def nf4_written_out(matrix: np.ndarray) -> np.ndarray:
-  """The numbers that a matrix [K, M] comes back as: blocks of 64 along K, whose maxima are of 8 bits."""
+  """Return the dequantized matrix [K, M]. Blocks have 64 numbers along K, and their maxima are stored in 8 bits."""
   K, M = matrix.shape
   blocks = np.zeros((-(-K // 64) * 64, M), np.float64)
   blocks[:K] = matrix
@@ -104,7 +106,7 @@ def fp8_written_out(matrix: np.ndarray) -> np.ndarray:
 )
 @pytest.mark.parametrize("p", WEIGHTS, ids=["map", "output", "experts"])
 def test_a_form_is_its_reference(name, reference, p):
-  """Blocks that are not full too; each expert by itself."""
+  """Blocks may be partly filled. Each expert is quantized alone."""
   x = drawn(p)
   values = np.asarray(weight(FORMS[name], p, x).values("float32"))
   assert values.shape == p.shape
@@ -115,7 +117,7 @@ def test_a_form_is_its_reference(name, reference, p):
   for own, matrix in zip(ours, plain, strict=True):
     expected = reference(matrix)
     different = np.abs(own - expected) > 1e-6 * np.abs(matrix).max()
-    assert different.mean() < 1e-3  # ties and numbers that lie in the middle of two, told apart in float32 or float64
+    assert different.mean() < 1e-3  # ties, and numbers halfway between two codes, which float32 and float64 round differently
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -147,7 +149,7 @@ def test_a_table_is_none_of_these(summed):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_product_is_that_of_the_values_in_the_dtype_and_so_is_its_gradient(name, dtype):
-  """To the bit: rounded to the dtype once, and the same in the backward pass."""
+  """Results are equal to the bit: the weight is rounded to the dtype once, and in the same way in the backward pass."""
   w, precision = weight(FORMS[name], MAP, drawn(MAP)), Precision(dtype=dtype)
   x, g = drawn(Param((2, 5, 130), (None,) * 3), 1), drawn(Param((2, 5, 3, 50), (None,) * 4), 2)
   run = lambda x, w: jnp.vdot(product(precision, "BTD,DNH->BTNH", x, w, out="float32"), g)
@@ -162,7 +164,7 @@ def test_nothing_but_codes_is_kept_for_the_backward_pass():
   _, backward = jax.vjp(run, jnp.zeros((2, 5, 130)))
   assert (
     sum(leaf.nbytes for leaf in jax.tree.leaves(backward) if leaf.size > 2 * 5 * 130) < 0.75 * 130 * 150
-  )  # 192 inputs stored
+  )  # 192 inputs are stored
 
 
 def quantized(form: Form, p: Param, array: Any) -> Any:
@@ -184,7 +186,7 @@ def whole(w: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3"])
 def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params, batch):
-  """Values, and gradients of the other arrays, under scan and remat; with quantized experts, head and indexer."""
+  """Compare values, and gradients of the other arrays, under scan and remat. Experts, head and indexer are quantized too."""
   decoder = tiny_decoder(family, remat_policy="full")
   spec = decoder.params()
   p = jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, random_params(spec))
@@ -201,7 +203,7 @@ def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params,
 
 @pytest.fixture(scope="module")
 def nf4_loops(tiny_decoder, batch):
-  """(abstract parameters in nf4, the loops of both passes over them)."""
+  """Return abstract parameters in nf4, and the loops over them in both passes."""
   decoder = tiny_decoder("gemma3", remat_policy="full")
   spec = decoder.params()
   p = jax.eval_shape(lambda a: jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, a), abstract(spec))
@@ -210,7 +212,8 @@ def nf4_loops(tiny_decoder, batch):
 
 
 def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(nf4_loops):
-  """In both passes: no loop over rows is handed a row's codes, which would lie there for all layers of the row at once."""
+  """No loop over rows gets the codes of one row as an argument, in either pass. They would stay in memory for all layers of the
+  row."""
   seen = 0
   for e in nf4_loops[1]:
     (body,) = jaxprs_in_params(e.params)
@@ -222,7 +225,8 @@ def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(nf4_loops):
 
 
 def test_no_constant_leaves_a_loop(nf4_loops):
-  """jax takes out of a loop that it differentiates what depends on nothing, and so would a constant for every code."""
+  """JAX moves computations without inputs out of a loop that it differentiates. A constant for each code would be moved out
+  too."""
   p, every = nf4_loops
   codes = [
     w.stored["codes"].shape for w in jax.tree.leaves(p, is_leaf=lambda x: isinstance(x, Quantized)) if isinstance(w, Quantized)
@@ -234,7 +238,7 @@ def test_no_constant_leaves_a_loop(nf4_loops):
 
 
 def test_drawn_weights_are_those_that_are_drawn_whole():
-  """Small leaves are drawn together, large ones row by row; both as they are without quantization."""
+  """Small leaves are initialized together, large ones row by row. Both get the same values as without quantization."""
   spec = {
     "small": stack({"w": MAP}, 2)["w"],
     "large": Param((2, 128, 1100), ("layers", "embed", "mlp"), rows=2, init=fan_in(0)),
@@ -248,7 +252,7 @@ def test_drawn_weights_are_those_that_are_drawn_whole():
 
 @pytest.mark.parametrize("form", ["bfloat16", "nf4"])
 def test_minimal_keeps_its_product(form):
-  """Of a remat policy, which sees none inside a derivative of our own."""
+  """The remat policy ``minimal`` keeps the product. A policy does not see names inside a custom derivative."""
   p = Param((64, 96), ("embed", "mlp"), "float32", fan_in(0))
   w, precision = weight(FORMS[form], p, drawn(p)), Precision(dtype="bfloat16")
   layer = lambda x: jnp.sum(jnp.sin(product(precision, "TD,DF->TF", jnp.cos(x), w).astype(jnp.float32)))

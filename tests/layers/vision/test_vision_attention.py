@@ -1,4 +1,4 @@
-"""Patches see all patches of their image, whatever kernel they are given to; padding is seen by nothing."""
+"""Tests attention in the vision tower with every kernel: patches see all patches of their image, and nothing sees padding."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ SCALE = 0.3
 
 
 def both_ways(attend, P, padded) -> list[np.ndarray]:
-  """Values and gradients of two images, the first with padding among its patches and behind them."""
+  """Return values and gradients of two images. The first image has padding between its patches and at the end."""
   rng = np.random.default_rng(0)
   q, k, v, g = (rng.normal(size=(2, P, 2, 72)) for _ in range(4))
   real = np.ones((2, P), np.int32)
@@ -49,7 +49,7 @@ def plain(q, k, v, real):
   return attend_patches(dataclasses.replace(TOWER, kernel="dot_product"), EXACT, RULES, q, k, v, real, scale=SCALE)
 
 
-@pytest.mark.parametrize(  # of 520 there are two tiles in blockwise, five in splash, the last not full
+@pytest.mark.parametrize(  # 520 patches are two tiles in blockwise and five in splash, and the last tile is not full
   ("P", "padded"),
   [(100, False), slow(520, True), slow(100, True), slow(520, False)],
 )
@@ -100,7 +100,8 @@ def test_the_fast_kernel_is_taken_where_it_honors_everything(platform, capabilit
 
 
 def test_a_kernel_that_is_named_is_the_layers_alone():
-  """A tower's heads are others; plain XLA is plain XLA there too."""
+  """A named kernel applies only to the layers of the decoder, because the heads of the tower differ. Plain XLA applies to
+  both."""
 
   def tower(attention: Any) -> Any:
     config = load_config("gemma3-tiny", ["use_multimodal=true"]).config
@@ -114,7 +115,7 @@ def test_a_kernel_that_is_named_is_the_layers_alone():
 
 
 def images_on_eight_devices(*names):
-  """Every device works on its own rows' images, forward and backward: none has an array of all of them."""
+  """Each device computes the images of the rows that it holds, forward and backward. No device has an array of all images."""
   words = ["use_multimodal=true", "max_images_per_row=2", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1"]
   for name in names:
     config = load_config(name, words).config

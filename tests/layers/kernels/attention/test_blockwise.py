@@ -1,4 +1,4 @@
-"""Attention in tiles of queries: values and gradients of the reference, under every mask and flag."""
+"""Tests attention in tiles of queries: values and gradients equal those of the reference, with every mask and flag."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ Q, KEYS, VALUES, G = (
   jax.random.normal(jax.random.key(i), (B, T, n, size)) for i, (n, size) in enumerate([(N, H), (K, H), (K, V), (N, V)])
 )
 AT = np.arange(T)
-# Three documents; padding in front and behind, whose queries see nothing.
+# Three documents. There is padding before and after them, and its queries see nothing.
 SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 75, 1, 2)), np.where(AT < 140, 3, 0)]), jnp.int32)
 
 
-# Side by side and in two tiles, from one tile to the end of a third; none in two documents.
+# Images next to each other, and images that reach into the second or third tile. No image is in two documents.
 IMAGES = jnp.asarray(
   np.stack([np.where(AT < 20, 0, np.where(AT < 50, 1, np.where(AT < 74, 2, 0))), np.where(AT < 30, 0, 1)]), jnp.int32
 )
@@ -120,7 +120,7 @@ def test_long_rows_take_this_way_and_short_ones_the_reference():
       choose("auto", case).name, q, k, v, Tokens(None, images), window=window, bidirectional_images=images is not None,
       scale=1.0, precision=Precision(dtype="float32"),
     )  # fmt: skip
-    # einsum orders the dimensions as it likes; the head has 4 numbers, so the two largest are queries and keys.
+    # einsum chooses the order of the dimensions. A head has 4 numbers, so the two largest dimensions are queries and keys.
     return [tuple(sorted(e.outvars[0].aval.shape)[-2:]) for e in named(run, *x, name="dot_general")][::2]
 
   assert count(512) == [(512, 512)]
@@ -133,7 +133,8 @@ def test_long_rows_take_this_way_and_short_ones_the_reference():
 
 
 def test_cotangents_whose_difference_leaves_float16():
-  """With 16-bit scores: one key is worth 4e4 to the loss and the others -4e4, each within float16."""
+  """The scores are 16-bit. The cotangent of one key is 4e4 and that of the others -4e4. Each fits float16, their difference
+  does not."""
   precision = Precision(dtype="float16", float32_logits=False)
   t, sign = 8, np.where(np.arange(8) == 0, 1, -1)
   v = jnp.asarray(np.broadcast_to(sign[None, :, None, None], (1, t, 1, 1)), jnp.float16)
@@ -143,6 +144,7 @@ def test_cotangents_whose_difference_leaves_float16():
     return blockwise_attention(q, k, v, Tokens(), window=None, scale=1.0, precision=precision, tile=4)
 
   (dq,) = jax.vjp(out, q)[1](jnp.full((1, t, 1, 1), 4e4, jnp.float16))
-  n = np.arange(1, t + 1)  # keys that a query sees, all alike: p = 1 / n, and the first key stands out by 8e4 * (1 - p)
+  # Number of keys that a query sees: p = 1 / n for each, and the first key gets the gradient 8e4 * (1 - p)
+  n = np.arange(1, t + 1)
   expected = 8e4 * (1 - 1 / n) / n
   np.testing.assert_allclose(np.asarray(dq, np.float64)[0, :, 0, 0], expected, rtol=4e-3)

@@ -1,4 +1,5 @@
-"""What is handed to cuDNN and what becomes of its answer, with JAX's own attention in its place; cuDNN has a self-test."""
+"""Tests the arguments that cuDNN gets and the use of its results, with JAX's own attention instead of cuDNN. The self-test
+tests cuDNN."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ B, T, N, K, H = 2, 24, 4, 2, 12
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("V", [12, 8])
 def test_values_and_gradients_are_those_of_attention_written_out(V, documents, window, monkeypatch):
-  """Documents and padding, and values narrower than keys, as latent attention has them."""
+  """Rows have documents and padding. Values may be narrower than keys, as in latent attention."""
   whole = jax.nn.dot_product_attention
 
   def in_its_place(q, k, v, *, implementation, **how):
     assert implementation == "cudnn"
-    assert v.shape == k.shape  # all that JAX hands to cuDNN
+    assert v.shape == k.shape  # JAX passes only equal shapes to cuDNN
     return whole(q, k, v, implementation="xla", **how)
 
   monkeypatch.setattr(jax.nn, "dot_product_attention", in_its_place)

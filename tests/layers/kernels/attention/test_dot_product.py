@@ -1,4 +1,4 @@
-"""Attention written out, in float64 and per head; what the float32 flags do."""
+"""Tests plain attention against float64, one head at a time, and the effect of the float32 flags."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_against_float64(window, segments, soft_cap):
 
 @pytest.mark.parametrize("kernel", ["dot_product", "blockwise"])
 def test_gradients_with_a_soft_cap_are_those_of_differences_in_float64(kernel):
-  """A derivative along a direction of q, k and v together, of a weighted sum of the values."""
+  """Compare the derivative of a weighted sum of the outputs along one direction of q, k and v together."""
   weights, mask = RNG.normal(size=(B, T, N, V)), causal(T, SEGMENTS, 3)
   directions = [RNG.normal(size=x.shape) for x in (Q, KEYS, VALUES)]
 
@@ -73,7 +73,7 @@ def test_gradients_with_a_soft_cap_are_those_of_differences_in_float64(kernel):
 
 
 def test_query_heads_read_their_key_value_head_in_blocks():
-  """Changing key-value head 1 changes query heads 3, 4, 5 of 6 and no other."""
+  """A change of key-value head 1 changes query heads 3, 4 and 5 of 6, and no other."""
   q, k, v = arrays("float32")
   mask = jnp.asarray(causal(T))
 
@@ -117,7 +117,7 @@ def test_each_flag_sets_its_own_dtype(qk, logits):
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_the_float32_flags_bring_bfloat16_near_the_truth(head_dim):
-  """Gemma 4's scores have scale 1: at this size bfloat16 holds a score of 60 to 0.125, and exp makes that 13 %."""
+  """Gemma 4 multiplies scores by 1. bfloat16 rounds a score near 60 by up to 0.125, which changes its exponential by 13 %."""
   rng = np.random.default_rng(head_dim)
   q, k, v = (np.asarray(jnp.asarray(rng.normal(size=(1, 33, 2, head_dim)), jnp.bfloat16), np.float64) for _ in range(3))
   mask = causal(33)

@@ -1,4 +1,7 @@
-"""Our kernels for Hopper GPUs, in Pallas' interpreter of GPU kernels: one block after another, so a case takes 10 s or more."""
+"""Tests our attention kernels for Hopper GPUs in Pallas' interpreter of GPU kernels.
+
+The interpreter runs one block after another, so a case takes 10 s or more.
+"""
 
 import functools
 
@@ -35,7 +38,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def rows(rng: np.random.Generator, B: int, T: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-  """Segments, padding among them, and images, none in two segments: int32 [B, T] both."""
+  """Return segments with padding, and images inside single segments, both int32 [B, T]."""
   segments, images = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
   for b in range(B):
     t = number = 0
@@ -79,7 +82,7 @@ def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, windo
   assert (T // 128) % how.tiles == B * K % how.heads == 0
   assert how.heads % K == 0 or K % how.heads == 0
   assert how.heads * how.capacity * (N // K) * 2 * 2 * 128 * 256 <= budget
-  # The queries at a time see no more tiles of 256 keys than there is room for, wherever their key_ranges begin.
+  # Queries that are processed together see no more tiles of 256 keys than fit, wherever their ranges of keys begin.
   low, high = map(np.asarray, key_ranges(None, None, batch=1, length=T, window=window))
   high = np.full_like(high, T) if ahead else high
   tiles = -(-high[0, 127::128] // 256) - (low[0, ::128] * (not ahead)) // 256
@@ -97,7 +100,8 @@ LONG_ROWS = [
 
 @pytest.mark.parametrize(("N", "K", "length", "window", "images"), tiers(LONG_ROWS, LONG_ROWS[3:], LONG_ROWS[:3]))
 def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length, window, images, monkeypatch):
-  """One turn with all heads, and several turns of queries with one head at a time, as 2 x 4096 with 4 heads has it."""
+  """All heads are processed at once, or one head at a time in several turns over the queries, as in a batch of 2 x 4096 with 4
+  heads."""
   reached = []
 
   def backward(q, k, v, g, *rows, how, **_):
@@ -121,7 +125,7 @@ def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length
   assert parts.heads == 1
   assert few == 1 or parts.heads < few
   assert rows // parts.tiles >= 3
-  assert parts.tiles > 1 or rows in (3, 13)  # a prime number of tiles has no other parts
+  assert parts.tiles > 1 or rows in (3, 13)  # a prime number of tiles cannot be divided
 
 
 @pytest.mark.slow
@@ -142,7 +146,8 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images, 
     mosaic_flash_attention, bidirectional_images=images, soft_cap=cap, in_parts=True, interpret=InterpretGPUParams()
   )
   given = _arguments(of, case)
-  # Not compiled as a whole: the interpreter's kernels call the host, and several at once wait for each other on two cores.
+  # Do not compile the complete function: the kernels of the interpreter call the host, and if several run at once on two cores
+  # they wait for each other.
   run = _both_ways(attention, "bfloat16", size, 256**-0.5).__wrapped__
   got = [np.asarray(x, np.float64) for x in run(*given)]
   want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5, True, cap)(*given)]
@@ -151,7 +156,7 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images, 
 
 
 def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
-  """Values, dq, dk and dv in float64; zeros for a query that sees nothing."""
+  """Return values, dq, dk and dv in float64. Rows of queries that see nothing are zero."""
   (B, T, N, H), K = q.shape, k.shape[2]
   q, g = (x.reshape(B, T, K, N // K, -1) for x in (q, g))
   seen = np.broadcast_to(mask, (B, T, T))[:, None, None]
@@ -175,11 +180,13 @@ def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
   ("sizes", "dtype", "window", "documents", "images", "budget", "soft_cap"),
   [
     ((2, 256, 2, 1, 512, 512), "bfloat16", None, True, False, 1 << 30, None),
-    ((1, 384, 2, 2, 512, 320), "bfloat16", 70, False, False, 1 << 19, None),  # several turns of one key-value head at a time
-    ((2, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30, None),  # of the last 256 keys of a row half are there
-    ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20, None),  # several turns, and parts of one query head
+    ((1, 384, 2, 2, 512, 320), "bfloat16", 70, False, False, 1 << 19, None),  # one key-value head at a time, in several turns
+    ((2, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30, None),  # only half of the last 256 keys exist
+    # Several turns, each with some query heads of one key-value head.
+    ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20, None),
     ((1, 256, 3, 1, 256, 256), "bfloat16", None, True, True, 1 << 30, None),
-    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30, None),  # latent attention: forward filled up to 256
+    # Latent attention: the forward pass pads the heads to 256.
+    ((1, 256, 2, 2, 192, 128), "float16", None, True, False, 1 << 30, None),
     ((1, 384, 4, 2, 128, 128), "bfloat16", 130, True, False, 1 << 30, None),
     ((1, 256, 2, 1, 512, 512), "bfloat16", None, True, False, 1 << 30, 0.8),
     ((1, 384, 2, 1, 128, 128), "bfloat16", 130, True, False, 1 << 30, 1.2),
@@ -195,7 +202,8 @@ def test_values_and_gradients_are_those_of_attention_written_out(
   monkeypatch.setattr(mosaic_flash, "_BUDGETS", {512: budget})
   B, T, N, K, H, V = sizes
   rng = np.random.default_rng(0)
-  magnitudes = (300.0, 1 / 300, 1e6, 1e-6) if max(H, V) > 256 else (1.0,) * 4  # those are brought to float16's range
+  # The kernel scales these operands to the range of float16.
+  magnitudes = (300.0, 1 / 300, 1e6, 1e-6) if max(H, V) > 256 else (1.0,) * 4
   q, k, v, g = (
     jnp.asarray(rng.normal(size=(B, T, *of)) * magnitude, dtype)
     for of, magnitude in zip(((N, H), (K, H), (K, V), (N, V)), magnitudes, strict=True)
@@ -225,7 +233,8 @@ def test_values_and_gradients_are_those_of_attention_written_out(
 @pytest.mark.slow
 @needs_interpreter
 def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounded():
-  """Every query adds to the gradients of one key, which float16 holds, and a thousand times of which it does not."""
+  """Each query adds to the gradient of one key a value that float16 represents. The sum of all queries is a thousand times
+  larger and exceeds float16."""
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   T, H = 128, 256
@@ -245,7 +254,7 @@ def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounde
 @needs_interpreter
 @pytest.mark.slow
 def test_scores_far_beyond_their_soft_cap_are_at_it():
-  """The exponential in the tangent is 0 or infinite there; a score that is no number stays none."""
+  """At such scores the exponential in tanh is 0 or infinite. A score that is NaN stays NaN."""
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   T, H = 128, 128
@@ -268,7 +277,7 @@ def test_scores_far_beyond_their_soft_cap_are_at_it():
 
 @pytest.mark.parametrize("name", [pytest.param("mosaic_flash", marks=needs_interpreter), "blockwise"])
 def test_save_attention_keeps_what_the_backward_pass_needs(name):
-  """The forward pass is made once, as without remat: with its result alone it would be made again."""
+  """The forward pass runs once, as without remat. If the policy kept only its result, it would run again."""
   cfg = AttentionConfig(
     emb_dim=16, num_query_heads=2, num_kv_heads=1, head_dim=512, scale=1.0, rope=RopeConfig(dim=512, theta=1e4),
     kernel="auto" if name == "mosaic_flash" else "dot_product", platform="gpu", capability="9.0",

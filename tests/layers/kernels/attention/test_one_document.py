@@ -1,4 +1,5 @@
-"""Rows known to be one document: no mask of documents in the program, and the numbers of one that has it, layers' too."""
+"""Tests rows that are known to be one document. The program has no mask of documents, and the results equal those with a mask,
+for kernels and for layers."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from maxtext_like.layers.norms import NormConfig
 from maxtext_like.layers.precision import Precision
 
 B, T, N, K, H = 3, 520, 4, 2, 6
-LENGTHS = (T, 301, 0)  # a full row, one with padding behind, one of padding alone
+LENGTHS = (T, 301, 0)  # a full row, a row with padding at its end, and a row of padding
 
 
 @pytest.mark.parametrize(("name", "window"), [("dot_product", None), ("blockwise", 130)])
@@ -51,7 +52,7 @@ def test_the_mask_of_documents_is_not_made():
       "dot_product", x, x, x, tokens, window=None, bidirectional_images=False, scale=1.0, precision=Precision(dtype="float32")
     )
 
-  whole = f"bool[{B},{T},{T}]"  # which tokens belong to one document
+  whole = f"bool[{B},{T},{T}]"  # the mask that says which tokens belong to one document
   texts = [str(jax.make_jaxpr(run, static_argnums=1)(jnp.ones((B, T), jnp.int32), known)) for known in (False, True)]
   assert [whole in text.replace(" ", "") for text in texts] == [True, False]
 
@@ -72,14 +73,14 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_zeroes_padding(name, random_params):
-  """Values and gradients are those under a mask of documents, and padding has nothing."""
+  """Values and gradients equal those with a mask of documents. Those of padding are zero."""
   layer = LAYERS[name].layer(Precision(dtype="float32", matmul_precision="highest"))
   rng = np.random.default_rng(2)
   lengths = np.array([[9], [6], [0]])
   segments = jnp.asarray(np.arange(9) < lengths, jnp.int32)
   positions = jnp.broadcast_to(jnp.arange(9), (3, 9))
   x, g = (jnp.asarray(rng.normal(size=(3, 9, 5)), jnp.float32) for _ in range(2))
-  g = zeroed(g, segments > 0)  # nothing reads what comes of padding
+  g = zeroed(g, segments > 0)  # nothing reads the outputs of padding
   p = random_params(layer.params())
 
   @jax.jit
@@ -95,7 +96,7 @@ def test_a_layer_zeroes_padding(name, random_params):
 
 @pytest.mark.parametrize("sandwich", [False, True])
 def test_padding_gets_nothing_of_its_attention(sandwich, random_params):
-  """And hands nothing on to its gradients: the stream of a block in rows of one document is that under a mask."""
+  """Padding also contributes nothing to gradients. The residual stream of a block equals that with a mask of documents."""
   norm = NormConfig(dim=5)
   mixer = AttentionConfig(emb_dim=5, num_query_heads=2, num_kv_heads=1, head_dim=4, scale=0.4, rope=ROPE)
   cfg = BlockConfig(mixer=mixer, ffn=MLPConfig(emb_dim=5, mlp_dim=6), norm=norm, sandwich=sandwich)

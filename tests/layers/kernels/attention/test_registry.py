@@ -1,4 +1,4 @@
-"""Which kernel is refused where, and which is taken."""
+"""Tests which kernels are refused in which cases, and which kernel is chosen."""
 
 import dataclasses
 import re
@@ -116,8 +116,9 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   assert choose("auto", case, without).name == "cudnn_flash"
   assert choose("auto", case, ("cudnn_flash", *without)).name == "dot_product"
   assert choose("auto", dataclasses.replace(case, capability="8.0", head_dim=128, value_dim=128)).name == "cudnn_flash"
-  assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "dot_product"  # 256 is too wide for cuDNN there
-  # Heads of 192 are filled up for it, which pays where a query sees all before it; not in a window.
+  # cuDNN does not support 256 on this device.
+  assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "dot_product"
+  # Heads of 192 are padded for cuDNN. This is faster if a query sees all earlier keys, but not with a window.
   narrow = dataclasses.replace(case, head_dim=128, value_dim=128)
   for change, name in (
     ({}, "mosaic_flash"), ({"window": 64}, "mosaic_flash"), ({"documents": False}, "cudnn_flash"),
@@ -127,7 +128,7 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   ):  # fmt: skip
     assert choose("auto", dataclasses.replace(narrow, **change)).name == name
   assert choose("auto", dataclasses.replace(TPU, documents=True)).name == "splash"
-  assert choose("mosaic_flash", case, without).name == "mosaic_flash"  # what is named is not passed by
+  assert choose("mosaic_flash", case, without).name == "mosaic_flash"  # a kernel that is chosen by name is never replaced
 
 
 def test_scores_with_a_soft_cap_go_past_cudnn(monkeypatch):

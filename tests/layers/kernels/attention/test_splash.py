@@ -1,4 +1,4 @@
-"""Splash attention in the interpreter against attention written out."""
+"""Tests splash attention, in the interpreter, against plain attention."""
 
 import subprocess
 import sys
@@ -26,13 +26,13 @@ def arrays(B, T, N, K, H, V):
 
 
 def packed(T):
-  """Two rows: two documents and padding; padding alone."""
+  """Return two rows of segments: two documents and padding, and a row of padding."""
   first = np.concatenate([np.full(T // 3, 1), np.full(T // 3, 2), np.zeros(T - 2 * (T // 3))])
   return jnp.asarray(np.stack([first, np.zeros(T)]), jnp.int32)
 
 
-# 100 is no multiple of the 128 lanes; 384 are three tiles, so that a tile outside the window is skipped. The last is latent
-# attention's.
+# 100 is not a multiple of the 128 lanes. 384 are three tiles, so a tile outside the window is skipped. The last case has the
+# sizes of latent attention.
 @pytest.mark.parametrize(
   ("T", "window", "with_segments", "sizes", "soft_cap"),
   [

@@ -1,4 +1,4 @@
-"""Every grouped kernel against a product written out row by row, in float64: values and both gradients."""
+"""Tests values and both gradients of every grouped kernel against a product in float64, one row at a time."""
 
 import contextlib
 import functools
@@ -26,12 +26,14 @@ SIZES = {
   "whole tiles": [8, 16, 8, 0, 5],
 }
 D, F = 6, 10
-PLAIN = [name for name in NAMES if name not in ("pallas_gpu", "pallas_triton")]  # 16-bit operands only, and tests of their own
+# The others have only 16-bit operands, and separate test files.
+PLAIN = [name for name in NAMES if name not in ("pallas_gpu", "pallas_triton")]
 
 
 @functools.cache
 def compiled(name, precision="highest"):
-  """(x, w, sizes, g) -> the product and the gradients of x and w for the cotangent g; a TPU's kernel in the interpreter."""
+  """Return a function (x, w, sizes, g) -> product, and the gradients of x and w for the cotangent g. The TPU kernel is
+  interpreted."""
   product = functools.partial(pallas_tpu.product, interpret=True) if name == "pallas_tpu" else kernel(name).run
 
   def run(x, w, sizes, g):
@@ -42,7 +44,7 @@ def compiled(name, precision="highest"):
 
 
 def written_out(x, w, sizes, g):
-  """The same in float64."""
+  """Return the same results, computed in float64."""
   x, w, g = (np.asarray(a, np.float64) for a in (x, w, g))
   group = np.repeat(np.arange(len(sizes)), sizes)
   out = np.stack([row @ w[of] for row, of in zip(x, group, strict=True)])
@@ -71,7 +73,8 @@ def test_values_and_gradients(name, sizes, dtype):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
-# Tiles of 128 rows: borders on them and inside them, several in one, groups of many tiles, and rows that are no one's.
+# Tiles have 128 rows. Groups end on and inside tiles, a tile has several groups, a group has many tiles, and some rows belong
+# to no group.
 TILES = {
   "borders everywhere": [100, 0, 1, 150, 27, 22],
   "whole tiles": [128, 0, 128, 0, 0, 44],
@@ -97,7 +100,8 @@ def test_tiles_with_several_groups(name, sizes):
 
 
 def test_three_products_of_halves_are_as_good_as_float16_needs():
-  """Precision.HIGH, which Mosaic has not. One product of the upper halves would err by 4e-3, float16 itself rounds by 5e-4."""
+  """This emulates Precision.HIGH, which Mosaic does not have. With one product of the upper halves the error would be 4e-3. The
+  rounding of float16 is 5e-4."""
   x, w, sizes, g = arrays(SIZES["uneven"], "float16")
   wide = [a.astype(jnp.float32) for a in (x, w, g)]
   got = compiled("pallas_tpu", "high")(wide[0], wide[1], sizes, wide[2])
@@ -107,7 +111,8 @@ def test_three_products_of_halves_are_as_good_as_float16_needs():
 
 @pytest.mark.parametrize(("rows", "groups", "most"), [(32768, 128, 1.07), (40960, 8, 1.02), (8192, 64, 1.13), (1024, 16, 1.24)])
 def test_borders_add_little_work(rows, groups, most):
-  """The kernels' own count, which the counter of a compiled program has, is no less than what visits multiply."""
+  """The count of the kernel, which is also reported for a compiled program, is an upper bound of the rows that its visits
+  multiply."""
   tile, part = pallas_tpu.tile_and_part(rows, groups)
   assert pallas_tpu.rows_worked_on(rows, groups) <= most * rows
   sizes = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
@@ -132,7 +137,7 @@ def test_any_sizes(cuts, seed):
 
 @given(st.integers(1, 100_000), st.integers(1, 512))
 def test_tiles_add_little_work(rows, groups):
-  """At most a fifth, where groups are so large that tiles can be; none of a tile's rows are wanted beyond its group's end."""
+  """Padding adds at most a fifth, if groups are large enough for tiles. A tile has no rows beyond the end of its group."""
   R = tile_rows(rows, groups)
   assert 8 <= R <= 256
   if rows >= 40 * groups:
@@ -141,7 +146,7 @@ def test_tiles_add_little_work(rows, groups):
 
 @pytest.mark.parametrize("name", ["tiles", "pallas_tpu", "rounds"])
 def test_nothing_of_one_group_reaches_another(name):
-  """NaN in a group's rows or matrix stays in it, though tiles reach beyond their group."""
+  """NaN in the rows or the matrix of a group does not reach other groups, although tiles extend beyond their group."""
   x, w, sizes, g = arrays(SIZES["uneven"])
   begin, end = 12, 13  # the third group, of one row
   out, dx, dw = compiled(name)(x.at[begin].set(jnp.nan), w, sizes, g)
@@ -191,7 +196,7 @@ def test_the_platforms_of_the_table_are_those_that_kernels_accept():
 
 
 def test_the_choice_for_sums():
-  """16-bit operands and float32 sums: of kernels that round them, those that have float32 operands."""
+  """If operands are 16-bit and sums float32, the choice is between kernels that accept float32 operands and round them."""
   auto = {
     (p, d): choose("auto", Case(platform=p, dtype=d, sums=True)).name
     for p in ("cpu", "gpu", "tpu")
@@ -202,7 +207,7 @@ def test_the_choice_for_sums():
     ("gpu", "bfloat16"): "pallas_triton", ("gpu", "float16"): "pallas_triton",
     ("tpu", "bfloat16"): "pallas_tpu", ("tpu", "float16"): "pallas_tpu",
   }  # fmt: skip
-  # All layers have one kernel.
+  # All layers use the same kernel.
   wanted = [Case(platform="gpu", dtype=dtype, sums=sums) for dtype, sums in (("bfloat16", False), ("float16", True))]
   assert choose("auto", *wanted).name == "pallas_triton"
   assert choose("auto", *wanted, Case(platform="gpu", dtype="float32")).name == "rounds"
@@ -255,14 +260,14 @@ def compile_for_a_tpu(*cases):
 
 @pytest.mark.tpu
 def test_compiles_for_a_tpu_inside_shard_map():
-  """To machine code, with sizes that no register divides."""
+  """Compile to machine code, with sizes that are not multiples of a register."""
   compile_for_a_tpu((200, 3, 48, 20, "bfloat16", "default"))
 
 
 @pytest.mark.tpu
 @pytest.mark.slow
 def test_compiles_for_a_tpu_in_the_sizes_of_models():
-  """gemma4-26b without and DeepSeek V3 with an expert axis, an adapter's factor, and float32 as each precision has it."""
+  """Sizes of gemma4-26b without expert axis, of DeepSeek V3 with one, of an adapter's factor, and float32 in each precision."""
   compile_for_a_tpu(
     (32768, 128, 2816, 704, "bfloat16", "default"),
     (40960, 8, 7168, 2048, "bfloat16", "default"),

@@ -1,6 +1,6 @@
-"""The grouped kernel of Hopper GPUs: its list of tiles, and its numbers in Pallas' interpreter against products in float64.
+"""Tests the grouped kernel for Hopper GPUs: its list of tiles, and its results in Pallas' interpreter against float64.
 
-Compiled for a GPU it has a self-test, as every fused kernel.
+The kernel that is compiled for a GPU has a self-test, like every fused kernel.
 """
 
 import functools
@@ -20,7 +20,8 @@ from maxtext_like.layers.kernels.grouped_matmul.pallas_gpu import KERNEL, produc
 from maxtext_like.layers.kernels.grouped_matmul.registry import Case
 from maxtext_like.layers.kernels.grouped_matmul.row_tiles import row_tiles
 
-# JAX 0.10 can neither compile nor interpret the kernels, 0.11's interpreter wants every barrier waited for to the end.
+# JAX 0.10 can neither compile nor interpret the kernels. The interpreter of JAX 0.11 fails if a barrier is not waited for at
+# the end.
 INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None) if jax.__version_info__ >= (0, 12) else None
 interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")
 compiled_for_gpus = pytest.mark.skipif(bool(KERNEL.refuses(Case(platform="gpu", dtype="bfloat16"))), reason="refused")
@@ -46,7 +47,7 @@ def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
 
 
 def test_work_in_the_sizes_of_models():
-  """Per mean group; what the last tiles are rounded up by."""
+  """Rounding up the last tile of each group adds at most this share of rows."""
   for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.12)):
     sizes = jnp.asarray(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32)
     counts = row_counts(256)
@@ -57,7 +58,8 @@ def test_work_in_the_sizes_of_models():
 
 
 def test_the_gradient_of_the_weights_works_on_little_more():
-  """At most a tenth more than the rows of gemma4-26b's groups and DeepSeek V3's: all of a group's are in it."""
+  """Steps that are not full add at most a tenth to the rows of a group, in the sizes of gemma4-26b and DeepSeek V3. Every row
+  is in a step."""
   for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.1)):
     for seed in range(3):
       ends = jnp.cumsum(jnp.asarray(np.random.default_rng(seed).multinomial(rows, np.full(groups, 1 / groups)), jnp.int32))
@@ -72,7 +74,7 @@ def test_the_gradient_of_the_weights_works_on_little_more():
 
 
 def test_the_gradient_of_the_weights_has_tiles_that_divide_it():
-  """gemma4-26b both ways, DeepSeek V3, sizes that none divides."""
+  """Sizes of gemma4-26b in both directions, of DeepSeek V3, and sizes that no tile divides."""
   assert pallas_gpu_weights._wide((2816, 704), 256) == (True, 256)
   assert pallas_gpu_weights._wide((704, 2816), 256) == (False, 256)
   assert pallas_gpu_weights._wide((7168, 2048), 256) == (False, 256)
@@ -126,7 +128,7 @@ def test_values_and_gradients(sizes, M, S, C, tiles, dtype, monkeypatch):
 @interpreted
 @pytest.mark.slow
 def test_nothing_of_one_group_reaches_another(monkeypatch):
-  """NaN in the rows and the matrix of the second group."""
+  """The rows and the matrix of the second group are NaN."""
   monkeypatch.setattr(hopper, "BLOCKS", 2)
   x, w, g = jnp.ones((80, 64), jnp.bfloat16), jnp.ones((3, 64, 64), jnp.bfloat16), jnp.ones((80, 64), jnp.bfloat16)
   sizes = jnp.asarray([30, 11, 39], jnp.int32)
@@ -142,7 +144,8 @@ def test_nothing_of_one_group_reaches_another(monkeypatch):
 @interpreted
 @pytest.mark.slow
 def test_the_gradient_of_the_weights_ends_where_its_group_does(monkeypatch):
-  """Sizes on both sides of steps' 16 and 64 rows. Between them lie groups of NaN, so that begins differ too."""
+  """Sizes are just below and above multiples of the steps' 16 and 64 rows. Groups of NaN are between them, so that groups begin
+  at different offsets."""
   monkeypatch.setattr(hopper, "BLOCKS", 2)
   own = np.asarray([0, 1, 15, 16, 17, 31, 49, 63, 64, 65, 97, 16, 64])
   sizes = np.stack([own, np.asarray([3, 2, 1, 31, 5, 40, 7, 1, 95, 0, 7, 0, 9])], 1).reshape(-1)
@@ -161,7 +164,7 @@ def test_the_gradient_of_the_weights_ends_where_its_group_does(monkeypatch):
 
 @compiled_for_gpus
 def test_layers_share_what_is_compiled_for_a_gpu():
-  """Compiling a kernel takes seconds: a program of many layers has it once."""
+  """Compiling a kernel takes seconds, so a program with many layers must contain it once."""
   tiles = Tiles(rows=32, stages=2, weight_stages=2)
 
   def loss(x, w, sizes):
@@ -172,12 +175,14 @@ def test_layers_share_what_is_compiled_for_a_gpu():
   of = jax.ShapeDtypeStruct
   arrays = of((96, 128), jnp.bfloat16), of((4, 128, 128), jnp.bfloat16), of((4,), jnp.int32)
   text = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-  assert text.count("stablehlo.custom_call @mosaic_gpu") == 3  # of rows forward and back, and of weights
+  # Rows in the forward pass, rows in the backward pass, and weights.
+  assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
 
 
 @compiled_for_gpus
 def test_its_results_vary_over_devices_as_its_arguments_do():
-  """Inside shard_map, where derivatives are refused that do not: rows that are a device's own, matrices that all have."""
+  """shard_map refuses derivatives whose variation over devices differs from their argument's: rows vary, and matrices are the
+  same."""
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   own, same = jax.P("fsdp"), jax.P()
 

@@ -1,6 +1,6 @@
-"""The grouped kernel of other NVIDIA GPUs: its numbers in Pallas' interpreter against products in float64, and when it runs.
+"""Tests the grouped kernel for other NVIDIA GPUs: its results in Pallas' interpreter against float64, and when it is chosen.
 
-Compiled for a GPU it has a self-test, as every fused kernel.
+The kernel that is compiled for a GPU has a self-test, like every fused kernel.
 """
 
 import functools
@@ -21,7 +21,7 @@ from maxtext_like.layers.kernels.grouped_matmul.row_tiles import row_tiles
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 1_000_000), st.integers(1, 512))
 def test_tiles_add_little_work(rows, groups):
-  """At most a fifth, and half of that in the mean, where groups are so large that tiles can be."""
+  """Padding adds at most a fifth of the rows, and a tenth on average, if groups are large enough for tiles."""
   R = tile_rows(rows, groups)
   assert R in (16, 32, 64, 128)
   assert rows_worked_on(rows, groups) == rows + groups * (R - 1)
@@ -30,7 +30,8 @@ def test_tiles_add_little_work(rows, groups):
 
 
 def test_work_in_the_sizes_of_models():
-  """gemma4-26b at 1 and 4 x 4096 tokens, DeepSeek V3: no more than what the entry says, whatever the load."""
+  """Sizes of gemma4-26b with 1 and 4 x 4096 tokens and of DeepSeek V3. The work never exceeds the declared maximum, whatever
+  the load."""
   for rows, groups in ((32768, 128), (131072, 128), (32768, 256)):
     R = tile_rows(rows, groups)
     for share in (np.full(groups, 1 / groups), np.arange(groups) / np.arange(groups).sum(), np.eye(groups)[3]):
@@ -46,7 +47,7 @@ def compiled(x, w, sizes, g):
 
 
 def check(sizes, M, S, C, dtype):
-  """NaN in no one's rows, which come out as zeros; all else as float64 has it, rounded once."""
+  """Compare with float64, rounded once. Rows without a group are NaN, and their results must be zero."""
   rng = np.random.default_rng(1)
   x, w, g = (jnp.asarray(rng.normal(size=s), dtype) for s in ((M, S), (len(sizes), S, C), (M, C)))
   used = sum(sizes)
@@ -67,7 +68,8 @@ def check(sizes, M, S, C, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_values_and_gradients(dtype):
-  """Borders in tiles, groups that are smaller than one and without rows, no one's rows, and then one that takes all."""
+  """Groups end inside tiles, are smaller than a tile, or are empty. Some rows have no group. In the second case one group has
+  all rows."""
   for sizes in ([10, 0, 31, 3, 20], [0, 0, 71, 0, 0]):
     check(sizes, 71, 36, 20, dtype)
 
@@ -89,7 +91,7 @@ def test_values_and_gradients_of_larger_ones(sizes, M, S, C, dtype):
 
 
 def test_nothing_of_one_group_reaches_another():
-  """NaN in the rows and the matrix of the third group, in the shapes of the first test, which are compiled."""
+  """The rows and the matrix of the third group are NaN. The shapes are those of the first test, which are compiled already."""
   x, w, g = jnp.ones((71, 36), jnp.bfloat16), jnp.ones((5, 36, 20), jnp.bfloat16), jnp.ones((71, 20), jnp.bfloat16)
   sizes, lost = jnp.asarray([30, 0, 11, 20, 10], jnp.int32), (np.arange(71) >= 30) & (np.arange(71) < 41)
   bad = lost[:, None]
@@ -119,12 +121,13 @@ def compiled_sums(x, w, sizes, g, dtype):
   ],
 )
 def test_sums_have_the_range_of_float32(dtype, of_rows, of_w):
-  """Rows of 2^-60 to 2^60 beside one another where they are float32, and cotangents the other way round, matrices of 2^-40 and
-  2^40; sums are not rounded, but where x or w is of fewer bits its gradient. NaN in no one's rows, and in one group's, stays
-  there."""
+  """float32 rows have magnitudes from 2^-60 to 2^60, cotangents the inverse, and matrices 2^-40 to 2^40.
+
+  Sums are not rounded. Only the gradient of a 16-bit x or w is. NaN in rows without a group, or in one group, stays there.
+  """
   M, S, C, sizes = 71, 36, 20, [10, 0, 30, 3, 20]
   rng = np.random.default_rng(2)
-  used, lost = sum(sizes), slice(40, 43)  # the rows of the group of three
+  used, lost = sum(sizes), slice(40, 43)  # the rows of the group with three rows
   powers = np.exp2((60 if of_rows == "float32" else 5) * (np.arange(M) % 3 - 1))[:, None]
   of_group = np.exp2((40 if of_w == "float32" else 0) * (np.arange(len(sizes)) % 3 - 1))[:, None, None]
   x, w, g = (np.asarray(jnp.asarray(rng.normal(size=n), dtype), np.float64) for n in ((M, S), (len(sizes), S, C), (M, C)))
@@ -152,7 +155,8 @@ def test_sums_have_the_range_of_float32(dtype, of_rows, of_w):
 
 
 def test_layers_share_what_is_compiled_for_a_gpu():
-  """Compiling a kernel takes seconds: a program of many layers has it once. Its operations are known by their paths."""
+  """Compiling a kernel takes seconds, so a program with many layers must contain it once. Its operations are recognized by
+  their paths."""
 
   def loss(x, w, sizes):
     for _ in range(3):
@@ -163,7 +167,8 @@ def test_layers_share_what_is_compiled_for_a_gpu():
   arrays = of((96, 128), jnp.bfloat16), of((4, 128, 128), jnp.bfloat16), of((4,), jnp.int32)
   with assumed_gpu():
     lowered = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays).lower(lowering_platforms=("cuda",))
-  assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 3  # of rows forward and back, and of weights
+  # Rows in the forward pass, rows in the backward pass, and weights.
+  assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 3
   assert KERNEL.called("jit(step)/transpose(jvp(jit(_rows_times_groups)))/triton_rows_by_group/pallas_call", "custom-call.1")
   assert KERNEL.called("jit(step)/transpose(jvp(jit(_groups_of_rows)))/triton_weights_by_group/pallas_call", "custom-call.2")
   path = "jit(step)/jvp(jit(_rows_times_groups))/gpu_rows_by_group/pallas_call"
@@ -172,7 +177,8 @@ def test_layers_share_what_is_compiled_for_a_gpu():
 
 
 def test_its_results_vary_over_devices_as_its_arguments_do():
-  """Inside shard_map, where derivatives are refused that do not: rows that are a device's own, matrices that all have."""
+  """shard_map refuses derivatives whose variation over devices differs from their argument's: rows vary, and matrices are the
+  same."""
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   own, same = jax.P("fsdp"), jax.P()
 

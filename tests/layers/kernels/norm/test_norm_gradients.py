@@ -1,6 +1,6 @@
-"""The kernel of norms' gradients in Pallas' interpreter: against XLA's, and which cases get it.
+"""Tests the kernel for gradients of norms in Pallas' interpreter against XLA, and the cases that it supports.
 
-Compiled for a GPU it has a self-test, as every fused kernel.
+The kernel that is compiled for a GPU has a self-test, like every fused kernel.
 """
 
 import functools
@@ -32,9 +32,10 @@ OLD = jax.__version_info__ < (0, 11)
   ],
 )
 def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
-  """Alone, with rows that are zeroed, and beside a stream; fewer programs than rows, and rows that do not divide by them."""
+  """The gradient alone, with rows set to zero, and added to a stream. There are fewer programs than rows, and the rows need not
+  divide by them."""
   monkeypatch.setattr(pallas_gpu, "_BLOCKS", 1)
-  jitted: Any = pallas_gpu.gradients  # which does not see the other number of programs
+  jitted: Any = pallas_gpu.gradients  # the jitted function would not see the changed number of programs
   monkeypatch.setattr(pallas_gpu, "gradients", functools.partial(jitted.__wrapped__, interpret=INTERPRETER()))
   D, rng = 256, np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * 3, dtype)
@@ -55,7 +56,7 @@ def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
   for got, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
     assert got.dtype == expected.dtype
     got, expected = (np.asarray(a, np.float64) for a in (got, expected))
-    # XLA's are rounded before the stream is added to them.
+    # XLA rounds its gradients before it adds the stream to them.
     assert np.linalg.norm(got - expected) <= 2 * float(jnp.finfo(dtype).eps) * np.linalg.norm(expected)
 
 
