@@ -84,9 +84,9 @@ class Pretrained:
     from maxtext_like.checkpoint.read_weights import read_weights
     from maxtext_like.generation.weights import DecodingWeights
 
-    _ = self.weight_identity  # of the step that is read now; a run that is still training writes further ones
-
     def read() -> Any:
+      if self._identity_now() != self.weight_identity:  # a run that still trains, or a checkpoint that was written again
+        raise UserError(f"{self.directory}: the weights have changed since they were loaded", fix="load the model again")
       weights = read_weights(self.directory, self.model)
       if not self.adapters:
         return weights
@@ -99,6 +99,9 @@ class Pretrained:
   @functools.cached_property
   def weight_identity(self) -> tuple[str, ...]:
     """Hashes that change if the weights or the adapters change."""
+    return self._identity_now()
+
+  def _identity_now(self) -> tuple[str, ...]:
     from maxtext_like.checkpoint.weight_identity import weight_identity
 
     return (weight_identity(self.directory), *map(weight_identity, self.adapters))

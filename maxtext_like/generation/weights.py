@@ -36,29 +36,50 @@ class DecodingWeights:
   @property
   def stacked(self) -> Any:
     """The parameters as layers declare them. They are read again if they have been rounded."""
-    if self._rounded:
+    if self._rounded or self._params is None:
       self._params = None
       self._params, self._rounded = self._read(), False
-    elif isinstance(self._params[self._stacks[0]], tuple):
-      self._convert(_together)
+    self._convert(apart=False)
     return self._params
 
   @property
   def for_decoding(self) -> Any:
     """The parameters for ``Schedule``: rows apart and rounded, except on a CPU."""
-    if self._splits and not isinstance(self._params[self._stacks[0]], tuple):
-      # New dicts, because the caller may hold those of ``stacked``.
-      self._params = jax.tree.map(lambda x: x, self._params)
-      self._rounded = _round(self._decoder, self._params)
-      self._convert(_apart)
+    if self._params is None:  # reading them again has failed
+      self._params, self._rounded = self._read(), False
+    if self._splits:
+      if all(isinstance(self._params[name], dict) for name in self._stacks):
+        self._round()
+      self._convert(apart=True)
     return self._params
 
-  def _convert(self, convert: Any) -> None:
-    # Release each array before the next one is converted, so that the weights are never in memory twice.
-    params, self._params = dict(self._params), None
+  def _round(self) -> None:
+    """Round the parameters of ``roundable``. Quantized and adapted weights stay."""
+    # New dicts, because the caller may hold those of ``stacked``.
+    self._params = jax.tree.map(lambda x: x, self._params)
+    for keys in sorted(roundable(self._decoder)):
+      node = self._params
+      for key in keys[:-1]:
+        node = node[key]
+      weight = node[keys[-1]]
+      if isinstance(weight, jax.Array) and jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize > 2:
+        rounded = jax.block_until_ready(weight.astype(jnp.bfloat16))
+        self._rounded = True  # an error at the next one leaves those before it rounded
+        node[keys[-1]] = rounded
+
+  def _convert(self, *, apart: bool) -> None:
+    """Convert the stacks that have the other form, one array at a time, so that the weights are never in memory twice.
+
+    An error, such as out of memory, leaves each array in one of both forms, and the next call converts the others.
+    """
+    if all(isinstance(self._params[name], tuple if apart else dict) for name in self._stacks):
+      return
+    self._params = dict(self._params)  # the caller may hold that of ``stacked``
     for name in self._stacks:
-      params[name] = convert(params.pop(name))
-    self._params = params
+      if not isinstance(self._params[name], _Stack):
+        self._params[name] = _Stack(self._params[name])
+      self._params[name].convert(apart=apart)
+      self._params[name] = self._params[name].tree()
 
 
 def roundable(decoder: Decoder) -> set[tuple[str, ...]]:
@@ -80,32 +101,27 @@ def roundable(decoder: Decoder) -> set[tuple[str, ...]]:
   return found
 
 
-def _round(decoder: Decoder, params: Any) -> bool:
-  """Round the parameters of ``roundable`` in place. Quantized and adapted weights stay. Return True if any changed."""
-  changed = False
-  for keys in sorted(roundable(decoder)):
-    node = params
-    for key in keys[:-1]:
-      node = node[key]
-    weight = node[keys[-1]]
-    if isinstance(weight, jax.Array) and jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize > 2:
-      node[keys[-1]], changed = weight.astype(jnp.bfloat16), True
-  return changed
+class _Stack:
+  """The arrays of a stack during a conversion. ``leaves`` has an array for each parameter, or the list of its rows."""
 
+  def __init__(self, stack: Any):
+    rows = stack if isinstance(stack, tuple) else (stack,)
+    self._tree = jax.tree.structure(rows[0])
+    self.leaves: list[Any] = jax.tree.leaves(stack)
+    if isinstance(stack, tuple):
+      self.leaves = [list(of_row) for of_row in zip(*map(jax.tree.leaves, rows), strict=True)]
 
-def _apart(stack: Any) -> tuple[Any, ...]:
-  leaves, tree = jax.tree.flatten(stack)
-  del stack
-  rows = []
-  while leaves:
-    rows.append(jnp.unstack(leaves.pop(0)))
-  return tuple(tree.unflatten(row) for row in zip(*rows, strict=True))
+  def convert(self, *, apart: bool) -> None:
+    """Convert the arrays that have the other form."""
+    for i in range(len(self.leaves)):
+      if isinstance(self.leaves[i], list) is not apart:
+        converted = list(jnp.unstack(self.leaves[i])) if apart else jnp.stack(self.leaves[i])
+        # The previous array is released only when the next one exists.
+        self.leaves[i] = jax.block_until_ready(converted)
+        del converted
 
-
-def _together(rows: tuple[Any, ...]) -> Any:
-  flat, tree = [jax.tree.leaves(row) for row in rows], jax.tree.structure(rows[0])
-  del rows
-  stacked = []
-  while flat[0]:
-    stacked.append(jnp.stack([row.pop(0) for row in flat]))
-  return tree.unflatten(stacked)
+  def tree(self) -> Any:
+    """Return the stack, whose arrays have the same form."""
+    if isinstance(self.leaves[0], list):
+      return tuple(self._tree.unflatten(row) for row in zip(*self.leaves, strict=True))
+    return self._tree.unflatten(self.leaves)

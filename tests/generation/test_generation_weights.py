@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.config.load import load_config
+from maxtext_like.generation import weights
 from maxtext_like.generation.weights import DecodingWeights
 from maxtext_like.layers.cache import Step
 from maxtext_like.models.build import build_decoder, precision_of
@@ -60,3 +61,57 @@ def test_rounded_weights_give_the_same_bits(name: str):
   assert count >= 10
   np.testing.assert_array_equal(logits(rounded), exact)
   jax.tree.map(np.testing.assert_array_equal, weights.stacked, read())
+
+
+@pytest.mark.parametrize("done", [0, 5, 14])
+def test_out_of_memory_in_the_middle_leaves_the_weights_usable(done: int, monkeypatch: pytest.MonkeyPatch):
+  config = load_config("gemma3-tiny", ["dtype=float32", "num_decoder_layers=7", "emb_dim=24", "vocab_size=37"]).config
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
+  params = jax.tree.map(lambda p: np.arange(np.prod(p.shape), dtype=np.float32).reshape(p.shape), decoder.params())
+  made, calls = DecodingWeights(decoder, lambda: params, "gpu"), 0
+
+  def limited(function):
+    def call(x):
+      nonlocal calls
+      calls += 1
+      if calls > done:
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+      return function(x)
+
+    return call
+
+  for name, read in (("unstack", lambda: made.for_decoding), ("stack", lambda: made.stacked)):
+    calls = 0
+    with monkeypatch.context() as patch:
+      patch.setattr(jnp, name, limited(getattr(jnp, name)))
+      with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        read()
+    # Either form can be read again, with all arrays.
+    jax.tree.map(np.testing.assert_array_equal, made.stacked, params)
+    jax.tree.map(np.testing.assert_array_equal, made.for_decoding, decoder.apart(params))
+
+
+def test_an_error_while_weights_are_rounded_or_read_again_loses_none(monkeypatch: pytest.MonkeyPatch):
+  config = load_config("gemma3-tiny", ["dtype=bfloat16", "num_decoder_layers=2", "emb_dim=24", "vocab_size=37"]).config
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
+  params = jax.tree.map(lambda p: jnp.arange(np.prod(p.shape), dtype=jnp.float32).reshape(p.shape) / 3, decoder.params())
+  fails = False
+
+  def read():
+    if fails:
+      raise RuntimeError("RESOURCE_EXHAUSTED")
+    return params
+
+  made = DecodingWeights(decoder, read, "gpu")
+  with monkeypatch.context() as patch:
+    patch.setattr(weights, "roundable", lambda decoder, own=weights.roundable: own(decoder) | {("zzz",)})
+    with pytest.raises(KeyError):
+      made.for_decoding  # noqa: B018
+  jax.tree.map(np.testing.assert_array_equal, made.stacked, params)
+  rounded = made.for_decoding
+  fails = True
+  with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+    made.stacked  # noqa: B018
+  fails = False
+  jax.tree.map(np.testing.assert_array_equal, made.for_decoding, rounded)
+  jax.tree.map(np.testing.assert_array_equal, made.stacked, params)
