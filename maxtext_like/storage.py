@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any
 
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.extras import install
 from maxtext_like.masking import masked
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -49,7 +50,7 @@ def require_usable(key: str, url: str) -> None:
     fsspec.get_filesystem_class(protocol)
   except ImportError as error:
     extra = _EXTRAS.get(protocol)
-    fix = f"pip install -e '.[{extra}]'" if extra else f"install the package: {error}"
+    fix = install(extra) if extra else f"install the package: {error}"
     raise UserError(f"{key} = {masked(url)}: {protocol}:// needs a package that is not installed\n  fix: {fix}") from None
   except ValueError:
     raise UserError(

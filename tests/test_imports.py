@@ -15,6 +15,7 @@ ORDER = (
     "abandoned_threads",
     "atomic",
     "errors",
+    "extras",
     "masking",
     "local_copies",
     "storage",

@@ -15,10 +15,11 @@ from maxtext_like.capacity.chips import find_chip
 from maxtext_like.capacity.topologies import GpuHost, assumed_gpu
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 from maxtext_like.training.optimizers import on_host
 
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-INSTALL = "pip install -e '.[cuda]'"
+INSTALL = install("cuda")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,7 @@ from maxtext_like.config.files import configs_folder
 from maxtext_like.config.parallelism import MeshConfig
 from maxtext_like.config.schema import Config
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
 FLAG_GROUPS = {"base": ("base",), "all": ("base", "overlap")}
 """Values of ``xla_flags=``: groups of ``tpu/xla_flags.yml``."""
@@ -281,7 +282,7 @@ def explained(message: str) -> tuple[int, str]:
   if "proto" in message and (wanted := other_libtpu_wanted()) is not None:
     raise UserError(
       f"compile: libtpu {version('libtpu')} cannot read the program of jax {version('jax')}, which needs libtpu {wanted}\n"
-      f"  libtpu's message: {message.strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or pip install -e '.[tpu]'"
+      f"  libtpu's message: {message.strip()[:200]}\n  fix: pip install 'libtpu{wanted}', or {install('tpu')}"
     )
   raise RuntimeError(f"libtpu: {message.strip()[-2000:]}")
 
@@ -309,7 +310,7 @@ def prepare_environment() -> None:
   """
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
-      "compile: libtpu is not installed; it is the compiler for TPUs (no TPU is needed)\n  fix: pip install -e '.[tpu]'"
+      f"compile: libtpu is not installed; it is the compiler for TPUs (no TPU is needed)\n  fix: {install('tpu')}"
     )
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # this machine has no metadata server

@@ -8,13 +8,14 @@ from maxtext_like.capacity.topologies import find_machine, machines
 from maxtext_like.cli.arguments import parse_words, print_notes, split_configuration, verb_parser, write_json
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.extras import install
 
 LIST = "\n                    ".join(machines(cpus=False).split("; "))
 
 DESCRIPTION = f"""Compiles the train step ahead of time for a TPU slice, on any Linux machine with libtpu
-(pip install -e '.[tpu]'; no TPU is needed). Prints the memory of one chip by use, the work of a step (matrix products, bytes,
+({install("tpu")}; no TPU is needed). Prints the memory of one chip by use, the work of a step (matrix products, bytes,
 transfers between chips) and a lower bound for its time. If the step does not fit, other settings are tried. For GPUs it prints
-the memory estimate that train makes before it allocates anything and, with JAX's CUDA libraries (pip install -e '.[cuda]'; no
+the memory estimate that train makes before it allocates anything and, with JAX's CUDA libraries ({install("cuda")}; no
 GPU is needed), the result of XLA's compiler.
 
   topology=NAME     {LIST}

@@ -9,9 +9,9 @@ import re
 import sys
 from pathlib import Path
 
-from maxtext_like.config.files import configs_folder
 from maxtext_like.config.problems import did_you_mean
 from maxtext_like.errors import DoesNotFitError, UserError
+from maxtext_like.extras import install
 
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu", "metal", "proxy")
 """Platforms that JAX supports without a plugin, or whose plugin registers itself on import."""
@@ -59,12 +59,6 @@ def _check_address_space() -> None:
       f"the address space of this process is limited to {limit / 1e9:.2f} GB (ulimit -v); JAX, its threads "
       f"and its compiler need {_LEAST_ADDRESS_SPACE / 1e9:.1f} GB for the smallest model\n  fix: ulimit -v unlimited"
     )
-
-
-def install(extra: str) -> str:
-  """Return the command that installs an extra, for a checkout or a wheel."""
-  checkout = (configs_folder().parent / "pyproject.toml").is_file()
-  return f"pip install -e '.[{extra}]'" if checkout else f"pip install 'maxtext-like[{extra}]'"
 
 
 def find_device(platform: str, root: Path = Path("/")) -> str | None:

@@ -10,8 +10,9 @@ from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, req
 from maxtext_like.cli.counted import Counted
 from maxtext_like.config.paths import existing_path, new_file
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
-DESCRIPTION = """Evaluates a model on tasks of lm-evaluation-harness (pip install 'maxtext-like[eval]') and prints its table.
+DESCRIPTION = f"""Evaluates a model on tasks of lm-evaluation-harness ({install("eval")}) and prints its table.
 
 TASKS are names of tasks, groups or tags, patterns as 'mmlu_*', or .yaml files of tasks, separated by commas. Texts are encoded
 and shortened as in the harness' Hugging Face backend, and options with the harness' names mean the same. Data that are not on

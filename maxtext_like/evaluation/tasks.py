@@ -21,6 +21,7 @@ import numpy as np
 from maxtext_like import atomic
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
 if TYPE_CHECKING:
   from maxtext_like.evaluation.harness import HarnessModel
@@ -31,9 +32,7 @@ BOOTSTRAP_ITERS = 100_000  # the harness' default
 def require_harness() -> None:
   """Raise UserError if lm-evaluation-harness is not installed."""
   if importlib.util.find_spec("lm_eval") is None:
-    raise UserError(
-      "evaluation on tasks needs lm-evaluation-harness, which is not installed\n  fix: pip install 'maxtext-like[eval]'"
-    )
+    raise UserError(f"evaluation on tasks needs lm-evaluation-harness, which is not installed\n  fix: {install('eval')}")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def without_harness(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
   ("more", "reason"),
   [
-    (["--tasks", "arc_easy"], "needs lm-evaluation-harness, which is not installed\n  fix: pip install 'maxtext-like[eval]'"),
+    (["--tasks", "arc_easy"], "needs lm-evaluation-harness, which is not installed\n  fix: pip install -e '.[eval]'"),
     ([], "needs --tasks"),
     (["--tasks", "a", "--log-samples"], "--log-samples needs --output"),
     (["--tasks", "a", "--limit", "0"], "limit=0.0 is not above 0\n  fix: pass a number of documents, or a fraction below 1"),
@@ -32,7 +32,7 @@ def without_harness(monkeypatch: pytest.MonkeyPatch):
     (["--tasks", "a", "--fewshot-as-multiturn"], "fewshot_as_multiturn needs a chat template"),
     (["--tasks", "a", "--gen-kwargs", "temperature"], "'temperature' is not key=value"),
     (["--tasks", "a", "--model", "hf"], "unknown word '--model'"),
-    (["--tasks", "a", "--output", "/nowhere/a.json"], "the folder of this file does not exist"),
+    (["--tasks", "a", "--output", "/nowhere/else/a.json"], "the folder of this file does not exist"),
   ],
 )
 def test_what_it_refuses(more: list[str], reason: str, without_harness, capsys: pytest.CaptureFixture):
@@ -44,7 +44,7 @@ def test_a_run_with_tasks_is_refused_before_it_writes_a_file(without_harness, tm
   words = ["gemma3-tiny", "steps=1", "eval_tasks=[arc_easy]", "eval_tasks_interval=1", f"output_dir={tmp_path}"]
   small = ["num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1", "max_target_length=32", "per_device_batch_size=1"]
   assert main(["train", *words, *small, "compilation_cache_dir=null"]) == 2
-  assert "pip install 'maxtext-like[eval]'" in capsys.readouterr().err
+  assert "pip install -e '.[eval]'" in capsys.readouterr().err
   assert not list(tmp_path.rglob("*.jsonl"))
 
 

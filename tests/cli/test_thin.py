@@ -17,6 +17,7 @@ CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "che
 BESIDES = {
   *(
     "errors",
+    "extras",
     "abandoned_threads",
     "config.paths",
     "config.hub",

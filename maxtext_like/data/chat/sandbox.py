@@ -14,6 +14,7 @@ from maxtext_like.data.chat.rendering import RenderError
 from maxtext_like.data.worker_main import RefusedError
 from maxtext_like.data.worker_process import MIB, Limits, Program
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
 CHARACTERS = 2**24  # longest rendered conversation
 LIMITS = Limits(
@@ -37,7 +38,7 @@ def compile_template(source: str, name: str) -> Callable[..., str]:
     UserError: jinja2 is not installed, or ``source`` is not a template that can be run.
   """
   if importlib.util.find_spec("jinja2") is None:
-    raise UserError(f"{name}: a jinja template needs jinja2, which is not installed\n  fix: pip install -e '.[chat]'")
+    raise UserError(f"{name}: a jinja template needs jinja2, which is not installed\n  fix: {install('chat')}")
   fix = "chat_template=FILE with another template, or the chat template that was published with the model"
   try:
     program = Program("template", f"{name}: the chat template", lambda: (source,), LIMITS, fix)

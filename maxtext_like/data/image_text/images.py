@@ -21,6 +21,7 @@ from maxtext_like.config.vision import PatchVision, SquareVision, VisionConfig
 from maxtext_like.data.image_text.image_names import open_image
 from maxtext_like.data.readers.input_files import NotRegularError
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
 if TYPE_CHECKING:
   from PIL.Image import Image
@@ -98,7 +99,7 @@ def require_pillow() -> None:
   try:
     import PIL.Image
   except ImportError:
-    raise UserError("images need Pillow, which is not installed\n  fix: pip install -e '.[vision]'") from None
+    raise UserError(f"images need Pillow, which is not installed\n  fix: {install('vision')}") from None
   warnings.filterwarnings("ignore", category=PIL.Image.DecompressionBombWarning)  # this module refuses such images itself
 
 

@@ -27,6 +27,7 @@ from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.input_files import Unchanged, no_records
 from maxtext_like.data.readers.record_files import RecordFiles
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
 SUFFIXES = (".array_record", ".arrayrecord")
 OPEN_FILES = 128  # most files open at once; each has its index in memory
@@ -66,7 +67,7 @@ class ArrayRecord(RecordFiles):
     except ImportError as error:
       raise UserError(
         "dataset=arrayrecord needs array-record, which is not installed (it has no package for every system)\n"
-        "  fix: pip install -e '.[arrayrecord]', or write the records as jsonl or parquet"
+        f"  fix: {install('arrayrecord')}, or write the records as jsonl or parquet"
       ) from error
 
     path = self._files[number]

@@ -33,6 +33,7 @@ from maxtext_like.data.image_text.captions import Captions
 from maxtext_like.data.readers import input_files
 from maxtext_like.data.readers.input_files import FileDocuments, Unchanged, no_records
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.extras import install
 
 SUFFIXES = (".arrow",)
 END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream of batches
@@ -295,7 +296,7 @@ def _import_pyarrow() -> Any:
     import pyarrow
     import pyarrow.ipc
   except ImportError as error:
-    raise UserError("dataset=arrow needs pyarrow, which is not installed\n  fix: pip install -e '.[parquet]'") from error
+    raise UserError(f"dataset=arrow needs pyarrow, which is not installed\n  fix: {install('parquet')}") from error
   return pyarrow
 
 

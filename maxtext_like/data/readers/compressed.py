@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from maxtext_like.data.readers import input_files
 from maxtext_like.errors import UserError
+from maxtext_like.extras import install
 
 PIECE_BYTES = 2**20  # approximate size of a decompressed piece
 SPACING_BYTES = 2**26
@@ -182,6 +183,6 @@ def require_zstandard(path: str) -> Any:
     import zstandard
   except ImportError:
     raise UserError(
-      f"{path}: reading zstd data needs the package zstandard, which is not installed\n  fix: pip install -e '.[zstd]'"
+      f"{path}: reading zstd data needs the package zstandard, which is not installed\n  fix: {install('zstd')}"
     ) from None
   return zstandard

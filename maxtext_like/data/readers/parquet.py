@@ -24,6 +24,7 @@ from maxtext_like.data.readers.arrow import row_object
 from maxtext_like.data.readers.input_files import Unchanged, no_records
 from maxtext_like.data.readers.record_files import RecordFiles
 from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.extras import install
 
 SUFFIXES = (".parquet",)
 CACHED_ROW_GROUPS = 2  # reading stays inside a row group (order.py), so a larger cache would have no more hits
@@ -43,7 +44,7 @@ class Parquet(RecordFiles):
       import pyarrow
       import pyarrow.parquet
     except ImportError as error:
-      raise UserError("dataset=parquet needs pyarrow, which is not installed\n  fix: pip install -e '.[parquet]'") from error
+      raise UserError(f"dataset=parquet needs pyarrow, which is not installed\n  fix: {install('parquet')}") from error
     self._arrow = pyarrow
     self._makes: list[ReadRecord | None] = []  # for each file, how to make records; None reads the text column alone
     self._groups: list[tuple[int, int, int, bool]] = []  # file, row group in the file, rows, whether read as a dictionary

@@ -23,6 +23,7 @@ from maxtext_like import atomic
 from maxtext_like.config.problems import Problem
 from maxtext_like.config.schema import Config, LoggingConfig
 from maxtext_like.config.yaml_file import to_text
+from maxtext_like.extras import install
 from maxtext_like.masking import masked
 from maxtext_like.training.sinks.events import scalars
 from maxtext_like.training.sinks.metrics import Row
@@ -197,5 +198,5 @@ def missing(logging_config: LoggingConfig) -> Iterator[tuple[str, Problem]]:
       continue
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:  # an offline run leaves a folder named like the package, which is not the package
-      fix = f"pip install 'maxtext-like[{package}]', or remove {key}"
+      fix = f"{install(package)}, or remove {key}"
       yield f"logging.{key}", Problem(f"{key} = {value}: the package {package} is not installed", fix=fix)

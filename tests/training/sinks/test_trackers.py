@@ -104,8 +104,8 @@ def test_a_package_that_is_not_there_is_refused_before_anything_begins(monkeypat
   text = str(refused.value)
   assert "wandb_project = p: the package wandb is not installed" in text
   assert 'where: argument "wandb_project=p"' in text
-  assert "fix: pip install 'maxtext-like[wandb]', or remove wandb_project" in text
-  assert "fix: pip install 'maxtext-like[mlflow]', or remove mlflow_experiment" in text
+  assert "fix: pip install -e '.[wandb]', or remove wandb_project" in text
+  assert "fix: pip install -e '.[mlflow]', or remove mlflow_experiment" in text
 
 
 def test_neither_is_loaded_unless_a_row_is_for_it():
@@ -119,7 +119,7 @@ def test_neither_is_loaded_unless_a_row_is_for_it():
 
 @pytest.mark.filterwarnings("ignore")  # of others, about themselves
 def test_wandb_itself(tmp_path):
-  pytest.importorskip("wandb", reason="wandb is not installed: pip install 'maxtext-like[wandb]'")
+  pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
   assert write(tmp_path, ["wandb"]) == []
   time.sleep(1)  # it names what a life wrote by the second that it began in
   assert write(tmp_path, ["wandb"], [{"step": 4, "loss": 0.5}]) == []
@@ -129,7 +129,7 @@ def test_wandb_itself(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_itself(tmp_path):
-  pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: pip install 'maxtext-like[mlflow]'")
+  pytest.importorskip("mlflow", reason="mlflow-skinny is not installed: pip install -e '.[mlflow]'")
   assert write(tmp_path, ["mlflow"]) == []
   assert write(tmp_path, ["mlflow"], [{"step": 4, "loss": 0.5}]) == []
   from mlflow import MlflowClient  # type: ignore[import-not-found]
