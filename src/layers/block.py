@@ -213,12 +213,14 @@ class Stack:
       found: dict[str, dict[str, jax.Array]] = {}
       for j, layer in enumerate(self.layers):
         slots, shapes = layer.mixer.cache_shapes(capacity)
+        # A stack is one array for all its rows, so its cache has the widest dtype of its layers.
         dtype = functools.reduce(jnp.promote_types, {row[j].precision.dtype for _, row in self.split(layers)})
         own = found[f"layer_{j}"] = {}
         for name, shape in shapes.items():
           own |= cache_arrays(name, (*first, rows, *shape[:-1], slots, shape[-1]), dtype, int8=int8)
       return found
 
+    # Parameters of ``Decoder.apart`` are not stacked, so their caches are not stacked either.
     return tuple(zeros() for _ in range(self.repeats)) if apart else zeros(self.repeats)
 
   def shared_slots(self, cache: Any) -> dict[str, int]:

@@ -131,6 +131,7 @@ class Context:
         "context: a layer has a cache, but its context does not collect values, so new cache entries would be lost\n  fix: use "
         "ctx.collecting()"
       )
+    # New entries are stored for the next call, and attention reads all entries of the row.
     stored, held = {}, {}
     for name, x in new.items():
       arrays, held[name] = extended(self.step, self.cache, name, x)

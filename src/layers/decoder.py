@@ -169,6 +169,7 @@ class Decoder:
       spec["vision"] = self._tower.params()
     spec |= {s.name: s.params() for s in self.stacks}
     spec["final_norm"] = self._final_norm.params()
+    # Tied embeddings are the head too.
     if not self.cfg.tied:
       spec["head"] = self._head.params()
     return spec

@@ -115,6 +115,7 @@ class MLP:
     wide = lambda name: checkpoint_name(product(self.precision, "BTD,DF->BTF", x_BTD, p[name], out=dtype, large=True), "mlp")
     gate, up = (ctx.rules.share(wide(name), "batch", "sequence", "mlp") for name in ("gate", "up"))
 
+    # In float16 the hidden values are divided before this product and its result is multiplied, so it must be linear.
     def down(hidden_BTF):
       out_BTD = product(self.precision, "BTF,FD->BTD", hidden_BTF, p["down"], out=self.precision.branch_dtype, large=True)
       return checkpoint_name(out_BTD, "output")

@@ -192,12 +192,14 @@ class FinitenessGuard:
     where = " and ".join(
       self._where(result, what) for what in ("state_parameters", "state_optimizer") if not result.finite[what].all()
     )
+    # A proof needs finite numbers before the step, so either these were wrong or memory was corrupted.
     if applied:
       return NonFiniteError(
         f"step {result.step}: non-finite {where} after an update that was proved finite. Either the numbers were already "
         "non-finite before the step, or the device's memory is faulty. The state is not saved.",
         ("the same command again; it resumes from the newest checkpoint", "another device, if the error returns"),
       )
+    # No update was involved, so the state was not finite from the beginning.
     return NonFiniteError(
       f"step {result.step}: non-finite {where} already before the step, in the restored or initial state. No update was "
       "applied and nothing was saved.",

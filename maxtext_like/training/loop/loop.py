@@ -141,6 +141,7 @@ class Loop:
       self._save_after_error()
       raise
     finally:
+      # The profile of a run that ends with an error is written too.
       if self.profile is not None:
         self.profile.stop()
 
@@ -346,10 +347,12 @@ class Loop:
       return  # a save needs all processes, and the others may have failed elsewhere
     if self.manager is None or step in (0, *self.manager.complete_steps()):
       return
+    # A step donates its state, so a failed step may have deleted the buffers.
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
       self.progress.say(f"step {step} cannot be saved: the failed step has already overwritten its state")
       return
     try:
+      # The metrics of launched steps may report non-finite numbers, which must not be saved.
       self._read_launched()
       held = int(jax.device_get(self.state["step"]))  # smaller if the last step left the state unchanged
       if held != step:

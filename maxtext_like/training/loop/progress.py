@@ -303,6 +303,7 @@ class Terminal:
 
     with self._lock:
       if self._task is None:
+        # The spinner and the bar cannot be shown at the same time, so the first call replaces the spinner.
         self._stop()
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[numbers]}")
         self._live = Progress(*columns, console=self._console, redirect_stderr=sys.stderr.isatty())

@@ -84,10 +84,12 @@ class TaskEvaluation:
     except StopRequested:
       return None
     except (DoesNotFitError, NonFiniteError, UserError) as error:
+      # These errors do not concern the training, so it continues without results.
       _log.warning("no results of eval_tasks: %s", str(error).splitlines()[0])
       return None
     finally:
       self._model.params = None  # the next step reuses the memory
+    # Print the first metrics. The files of the run get all of them.
     shown = [f"{name} {value:.4f}" for name, value in found.metrics.items()]
     self._say(f"tasks   {', '.join(shown[:_SHOWN])}{', ...' if len(shown) > _SHOWN else ''}")
     return {f"{NAME}/{name}": value for name, value in found.metrics.items()}

@@ -83,6 +83,7 @@ def load_balance(program: TrainProgram) -> str | None:
   if not losses.weight:
     return None
   parts = program.config.training.gradient_accumulation_steps
+  # The definition may need the load of all microbatches, which is known only after a forward pass over each of them.
   passes = (
     f"; each step needs one more forward pass over its {parts} microbatches to compute the load of the complete batch "
     "(load_balance_loss=maxtext and deepseek_sequence need none)"

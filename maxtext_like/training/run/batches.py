@@ -37,6 +37,7 @@ def open_data(
   # Training draws rows for a complete update, evaluation for one forward pass.
   config = program.config
   rows = program.global_batch if split == "train" else program.microbatch
+  # The batches depend on the model: its vocabulary, the length of rows, and how the mesh splits rows over processes.
   return make_data(
     settings,
     vocab_size=config.model.vocab_size,

@@ -74,6 +74,7 @@ def describe() -> dict[str, Any]:
   # JAX's own options are known from its configuration.
   devices = jax.devices()
   known = VARIABLES | {name.upper() for name in jax.config.values if name.startswith("jax_")}
+  # Variables are listed by name, because others may contain secrets. Values of known ones are masked too.
   return {
     "command": masked_words(sys.argv),
     "working_directory": masked(os.getcwd()),

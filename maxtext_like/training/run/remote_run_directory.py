@@ -119,6 +119,7 @@ class RemoteRunDirectory(RunDirectory):
       _log.warning("%s cannot be removed: %s", error.filename, error.strerror)
 
   def require_shared(self, holder: str) -> None:
+    # A shared file system may show a new file to other hosts only after a while.
     deadline = time.monotonic() + SHARED_SECONDS
     while time.monotonic() < deadline:
       with contextlib.suppress(OSError):

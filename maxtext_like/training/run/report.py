@@ -73,8 +73,10 @@ def render(
     unwritten: lines about data that could not be written.
     goodput: of goodput.json.
   """
+  # Curves of training, and of the tasks of lm-evaluation-harness.
   figures = "".join(figure(title, keys, log, rows) for title, keys, log in CURVES)
   figures += "".join(figure(name.partition("/")[2], (name,), False, rows) for name in _task_metrics(rows)[:TASK_CURVES])
+  # The sections of the page. A section without content is an empty text.
   parts = [
     f"<h1>{escape(name)}</h1><p class=text>{escape(outcome)}</p>",
     f"<p class=facts>{escape(_facts(rows))}</p>",
@@ -88,6 +90,7 @@ def render(
     f"<h2>Configuration</h2><pre>{escape(config_yaml)}</pre>",
     f"<h2>Environment</h2><pre>{escape(json.dumps(environment, indent=2))}</pre>",
   ]
+  # The page is one file without scripts or links, so that it can be copied and read offline.
   meta = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
   head = f"{meta}<title>{escape(name)}</title><style>{STYLE.replace('BAD', BAD)}</style>"
   return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
@@ -97,6 +100,7 @@ def _facts(rows: list[Row]) -> str:
   """Return one line about the complete run."""
   if not rows:
     return "0 steps"
+  # Speed and loss may be missing. A loss that is not finite is written as null.
   rates = sorted(r["tokens_per_second"] for r in rows if r.get("tokens_per_second") is not None)
   facts = [f"{len(rows)} steps", f"{sum(r.get('tokens') or 0 for r in rows):,.0f} tokens"]
   losses = [r["loss"] for r in rows if r.get("loss") is not None]
@@ -107,6 +111,7 @@ def _facts(rows: list[Row]) -> str:
   bad = [r["step"] for r in rows if "loss" in r and r["loss"] is None]
   if bad:
     facts.append(f"loss not finite at step {', '.join(map(str, bad[:5]))}{', ...' if len(bad) > 5 else ''}")
+  # Counts over all steps, of events that a reader should notice.
   words = {"skipped": "updates skipped", "clipped": "gradients clipped", "clamped": "values clamped"}
   former = {"clamped": "rescued"}  # the name in metrics.jsonl of earlier versions
   totals = {word: sum(r.get(key, r.get(former.get(key, key))) or 0 for r in rows) for key, word in words.items()}
@@ -122,6 +127,7 @@ def _evaluation(rows: list[Row]) -> str:
     found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
     if not found:
       continue
+    # A last loss clearly above the lowest one indicates overfitting.
     (lowest, at), (last, _) = min(found), found[-1]
     source = name.partition("/")[2] or "all"
     lines.append(f"<tr><td>{escape(source)}<td>{lowest:.4f}<td>{at}<td>{last:.4f}<td>{perplexity(last):.4g}<td>{len(found)}")
@@ -139,6 +145,7 @@ def _task_metrics(rows: list[Row]) -> list[str]:
 def _tasks(rows: list[Row]) -> str:
   """Return a table of the metrics of tasks, from the first to the last evaluation; "" if no task was evaluated."""
   lines = []
+  # A task may have been skipped in some evaluations, so only rows with its value count.
   for name in _task_metrics(rows):
     found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
     if found:
@@ -157,6 +164,7 @@ def _time(goodput: dict[str, Any] | None) -> str:
   """Return how the wall time of the run, over all its starts, was spent."""
   if goodput is None:
     return ""
+  # A bar with one part per phase, and the same numbers as a table for readers who cannot see colors.
   parts, lives, between = shares(goodput), goodput["lives"], goodput["between_lives_seconds"]
   bar = "".join(
     f"<div style='flex:{share:.4f};background:{_PHASE_COLORS[name]}' title='{PHASES[name]}: {share:.1%}'></div>"
@@ -167,6 +175,7 @@ def _time(goodput: dict[str, Any] | None) -> str:
     f"<td>{duration(goodput['seconds'][name])}"
     for name, share in parts
   )
+  # The time between starts is shown separately, because the total is that of running processes.
   restarts = f"; {lives} starts, with {duration(between)} between them in which the run was stopped" if lives > 1 else ""
   total = duration(sum(goodput["seconds"].values()))
   return (
@@ -198,6 +207,7 @@ def _finiteness(report: Report) -> str:
   rows = []
   for check in CHECKS:
     entry = report[check]
+    # A check that did not run gets no color.
     kind = {"finite": "good", "not finite": "bad"}.get(entry["result"], "")
     details = ", ".join(
       f"{key.replace('_', ' ')} {', '.join(value) if isinstance(value, list) else _short(value)}"

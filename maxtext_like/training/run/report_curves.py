@@ -38,6 +38,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
   ticks = log_ticks(min(ys), max(ys)) if log else linear_ticks(min(ys), max(ys))
   low, high = min(*ys, ticks[0]), max(*ys, ticks[-1])
 
+  # Places in the picture. The vertical axis of SVG points down.
   def x_at(x: float) -> float:
     return LEFT + (x - first) / max(last - first, 1) * (WIDTH - LEFT - RIGHT)
 
@@ -58,6 +59,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
   marks.append(f"<text x={(LEFT + WIDTH) / 2} y={HEIGHT - 2} text-anchor=middle>step</text>")
   # Curves: a thinned line each, with dots if it is short or the second one.
   for i, (key, points) in enumerate(series.items()):
+    # At most POINTS points keep the file small. The last one is always shown, because readers compare it with the log.
     shown = points[:: -(-len(points) // POINTS)]
     shown += [] if shown[-1] == points[-1] else points[-1:]
     line = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in shown)
@@ -73,6 +75,7 @@ def figure(title: str, keys: tuple[str, ...], log: bool, rows: list[Row]) -> str
     line = f"x1={x_at(x):.1f} x2={x_at(x):.1f} y1={TOP} y2={HEIGHT - BOTTOM} stroke={BAD} stroke-dasharray=2,3"
     cross = f"x={x_at(x):.1f} y={TOP + 5} text-anchor=middle style='fill:{BAD};font-weight:700'"
     marks.append(f"<g><title>step {x}: not finite</title><line {line} /><text {cross}>✕</text></g>")
+  # The label describes the figure to readers who cannot see it.
   about = f"{title}, steps {first} to {last}, " + (f"{min(ys):.4g} to {max(ys):.4g}" if series else "no finite number")
   if bad:
     about += f", not finite at step {', '.join(map(str, bad[:MARKED]))}"

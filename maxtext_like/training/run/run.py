@@ -276,12 +276,14 @@ class _Run:
         trackers=trackers(c.logging, Tracked.of(directory.path, c)),
       )
     self._stack.enter_context(files)
+    # Steps that are repeated after a restart count as lost time, not as progress.
     self._goodput.add_earlier(directory.path, sum(row.get("step_seconds") or 0.0 for row in files.again))
     # Record the configuration and the environment.
     config_yaml = self._loaded.to_yaml(mask=True)
     if processes.primary():
       directory.keep_previous("config.yml", config_yaml)
     files.text("config.yml", config_yaml)
+    # Chosen kernels are recorded with the environment, because results may depend on them.
     used = {"kernels": [use.to_json() for use in program.model.kernels], "grouped_product": program.model.grouped_product}
     used["norm_kernel"] = program.model.norms
     env = masked_values(provenance.describe() | used)
@@ -291,6 +293,7 @@ class _Run:
     if opened.held_out:
       evaluate = Evaluation(program, opened.held_out, self._progress, self._stop, self._goodput, self._watchdog)
     profiled = c.logging.profile_steps
+    # The guard knows the names of arrays, which messages about non-finite numbers need.
     guard = FinitenessGuard(c, program.labels, program.state_labels, c.training.last_step, program.step.untouched)
     loop = Loop(
       program=program,

@@ -179,6 +179,7 @@ class RunDirectory:
       self._heart.join()
     why = None
     try:
+      # Another process may have taken over the lock, which must then stay. Check again while no other process can change it.
       why = self._why_lost()
       if why is None:
         with self._guard():
@@ -188,6 +189,7 @@ class RunDirectory:
     except OSError as failure:
       _log.warning("%s cannot be removed: %s", self._lock, failure.strerror)
     self._identity = None
+    # Report a lost directory, but do not hide another error that is already being raised.
     if why is None:
       return
     if error is None or isinstance(error, OSError):  # an OSError may be a consequence of the lost directory
@@ -380,8 +382,10 @@ class RunDirectory:
     failing = False
     while not self._stop.wait(_HEARTBEAT_SECONDS):
       try:
+        # A process that lost its directory must end before it writes there.
         self._end_if_lost()
         os.utime(self._lock)
+      # The storage may be unreachable for a while. Warn once, and try again at the next beat.
       except OSError as error:
         if not failing:
           reason = error.strerror or os.strerror(error.errno or errno.EIO)

@@ -165,9 +165,11 @@ class Guarded:
   def _attempt(self, item: Any) -> str | None:
     """Try to write an item once. Return why it failed, if another attempt may help."""
     try:
+      # The storage may be unavailable for a while, so an error of the system is tried again.
       self._write(item)
     except OSError as error:
       return error.strerror or str(error)
+    # Another error would be raised again by the next attempt. Report it once, and continue training.
     except Exception as error:
       _log.debug("%s", self.name, exc_info=True)
       self._reason = str(error) if isinstance(error, LostError) else f"{type(error).__name__}: {error}"

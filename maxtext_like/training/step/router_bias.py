@@ -60,6 +60,7 @@ def find_router_bias(decoder: Decoder, rate: float) -> RouterBias | None:
     router = spec[stack][name].get("moe", {}).get("router", {})
     if router:
       layers.append(((stack, row, name), "bias" in router))
+  # Layers without a bias are listed too, because the load has a row for each layer with experts.
   if rate == 0 or not any(has_bias for _, has_bias in layers):
     return None
   return RouterBias(rate, tuple(place for place, _ in layers))

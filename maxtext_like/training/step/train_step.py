@@ -186,6 +186,7 @@ class TrainStep:
     grads, losses = self.gradients(params, frozen, self.keyed(batch, state["step"]), scaling["scale"] if scaling else None)
     loss = sum(losses["loss"].values())
 
+    # Statistics per layer and arrays to watch are read before clipping changes the gradients.
     if self.probed_stacks:
       by_layer = probe_statistics.by_layer(grads, self.probed_stacks)
       losses["probes"] |= {"gradients": {"parameters": by_layer}}
@@ -219,10 +220,12 @@ class TrainStep:
     applied = finite["loss"] & jnp.all(finite["gradients"])
     decided = jnp.ones((), bool) if self.watch else ~jnp.any(jnp.isnan(magnitude_bound))
     applied = applied & decided
+    # Rows that no check has looked at count as finite.
     unchecked = jnp.ones(squares.finite.shape, bool), jnp.ones(state_rows(state["opt_state"], params), bool)
     if self.watch:
       params, opt_state, survival = update()
     else:
+      # The optimizer knows from the largest gradient and the bounds of the state whether its update can overflow.
       largest = jnp.minimum(squares.largest(), largest_clipped(self.clip) if self.clip else jnp.inf)
       certain, kept_bound = self.optimizer.certainly_finite(largest, magnitude_bound[1], magnitude_bound[0], rate)
 
@@ -244,7 +247,9 @@ class TrainStep:
         applied = applied & decided
       before = (params, state["opt_state"])
       *after, survival = update()
+      # Select each number: an update that is not applied leaves the old ones, bit for bit.
       params, opt_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), tuple(after), before)
+    # The bias of the router follows the load of the batch, not a gradient. It is left as it is if the update is not applied.
     if self.router_bias:
       frozen = self.router_bias(frozen, losses["moe_load"], applied)
 
@@ -407,11 +412,13 @@ class TrainStep:
     if self.forward_passes == 1:
       return {}
 
+    # The mean load of the microbatches, weighted by their tokens.
     def add(load, part):
       _, _, aux = self.apply(merge(params, frozen), part)
       return load + aux[LOAD] * jnp.sum(part["segments"] > 0) / sizes.tokens, None
 
     split = self._microbatches(batch)
+    # The shape of the load is known only from tracing the model.
     (shape, _) = jax.eval_shape(lambda part: add(0.0, part), jax.tree.map(lambda x: x[0], split))
     with jax.named_scope("balance_load"):
       load, _ = jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), split)

@@ -72,23 +72,27 @@ class AttentionConfig:
   failed: tuple[Name, ...] = ()
 
   def __post_init__(self):
+    # Shapes that must fit each other.
     if self.num_query_heads % self.num_kv_heads:
       raise ValueError(
         f"attention: num_query_heads={self.num_query_heads} is not a multiple of num_kv_heads={self.num_kv_heads}, so "
         "the query heads cannot be grouped\n  fix: change one of the two keys"
       )
+    # Values that would leave a query without keys, or scores without a meaning.
     if self.window is not None and self.window < 1:
       raise ValueError(
         f"attention: the sliding window is {self.window}, but a query always sees itself\n  fix: set it to 1 or more"
       )
     if self.soft_cap is not None and not self.soft_cap > 0:
       raise ValueError(f"attention: the soft cap of the scores is {self.soft_cap}\n  fix: set it above 0, or remove it")
+    # Rotation and norms apply to the numbers of one head.
     if self.rope.dim != self.head_dim:
       raise ValueError(f"attention: the rotary dimension {self.rope.dim} differs from head_dim={self.head_dim}")
     if self.norm is not None and self.norm.dim != self.head_dim:
       raise ValueError(f"attention: the norm of q and k is for {self.norm.dim} numbers, but head_dim={self.head_dim}")
     if self.value_norm and self.norm is None:
       raise ValueError("attention: value_norm is set, but v is normed in the same way as q and k, and norm is None")
+    # A layer shares only keys and values that it computes itself.
     if self.shares_kv_as and self.reuses_kv_of:
       raise ValueError(
         f"attention: the layer reuses the keys and values {self.reuses_kv_of!r}, so it has none to share as "

@@ -193,6 +193,7 @@ class MLA:
     """Describe the computation that a kernel must support. See ``Attention.case``. DeepSeek has no images."""
     del images
     c = self.cfg
+    # Keys are expanded for every head, so there are as many key-value heads as query heads.
     return Case(
       platform=c.platform,
       capability=c.capability,
@@ -466,18 +467,22 @@ class MLA:
       held = ShardedWeight.of(rules, mesh, kv_b.shape, self.params()["kv_b"].axes, own, tokens_on)
     part = context_parallel.Part(axes_of(rows[1]))
 
+    # The body runs on each device, with its own queries and with the keys of the complete row.
     def on_device(kv_b, queries, keys, tokens):
       kv_b = jax.tree.map(lambda w: vary(w, (*tokens_on, *heads_on)), held.gather(kv_b))
       keys = {name: part.fetch(x) for name, x in keys.items()}
       B, T = queries["q"].shape[:2]
       tokens, where = part.keys(tokens, B, T)
+      # Without an indexer, any kernel can be used on the expanded heads.
       if self.cfg.indexer is None:
         k, v = self.expand(kv_b, keys["latent"], keys["k_rope"])
         return kernel.run(queries["q"], k, v, tokens, keys=where, rules=rules, **self._how), None, None
+      # With one, the selection of keys and the loss of the indexer are computed on each device too.
       real = None if tokens.segments is None else tokens.segments > 0
       on = {"tokens_on": tokens_on, "heads_on": heads_on}
       return self._indexed(kv_b, queries, keys, tokens, where, real, wanted, **on)
 
+    # Only the queries are split over heads.
     of_queries = {name: place if name == "q" else rows for name in queries}
     specs = (held.spec, of_queries, rows, rows)
     return on_devices(on_device, mesh, specs, (place, rows, PartitionSpec()))(own_rows(kv_b), queries, keys, tokens)

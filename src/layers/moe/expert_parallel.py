@@ -93,6 +93,7 @@ class Layout:
         f"num_experts={count} is not a multiple of the {devices} devices of the mesh axis {names}, so the experts cannot be "
         f"split\n  fix: set ici_expert_parallelism to a divisor of {count}"
       )
+    # Tokens are sent to experts only if each device of an expert axis has different tokens.
     shared = [a in of_tokens for a in experts]
     if any(shared) and not all(shared):
       raise ValueError(
@@ -102,6 +103,7 @@ class Layout:
     # Find the sharding of the weights. A weight that is not a plain array is split over experts only.
     plain = not any(isinstance(w, Weight) for w in weights.values())
     hidden = _hidden_axes(spec, rules, mesh) if plain else ()
+    # An axis that splits tokens cannot split the hidden size too, because its devices have different rows.
     hidden = () if set(hidden) & set(of_tokens) else hidden
     if plain:
       own = {"expert", *(("mlp",) if hidden else ())}
@@ -228,16 +230,19 @@ def _later_backward(one, mesh_axes, saved, cotangents):
   leaves, tree = jax.tree.flatten(p)
   trained = [i for i, w in enumerate(leaves) if jnp.issubdtype(w.dtype, jnp.floating)]
 
+  # Rebuild the weights from the leaves that are differentiated, and compute the outputs of one round.
   def outputs(number, floats, x):
     both = leaves.copy()
     for i, w in zip(trained, floats, strict=True):
       both[i] = w
     return one(plan, number, tree.unflatten(both), x)[0]
 
+  # The gradient of one round. Its forward pass is recomputed, so that no round keeps its rows.
   def pulled_back(number):
     return jax.vjp(functools.partial(outputs, number), floats, x_ND)[1](cotangents[0])
 
   floats = [leaves[i] for i in trained]
+  # The gradients of all rounds are added. Leaves without a gradient get None.
   found, dx = _summed(pulled_back, rounds, (floats, x_ND), mesh_axes)
   grads: list[Any] = [None] * len(leaves)
   for i, g in zip(trained, found, strict=True):

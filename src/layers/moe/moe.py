@@ -69,6 +69,7 @@ class MoEConfig:
       raise ValueError(
         f"MoE: num_experts_per_tok={self.num_experts_per_tok} is not between 1 and num_experts={self.num_experts}"
       )
+    # Groups: a token selects groups first, and then experts inside them.
     if self.num_experts % self.n_groups or not 1 <= self.topk_groups <= self.n_groups:
       raise ValueError(
         f"MoE: {self.num_experts} experts cannot be split into n_groups={self.n_groups} with topk_groups={self.topk_groups}\n"
@@ -79,6 +80,7 @@ class MoEConfig:
         f"MoE: topk_groups={self.topk_groups} groups hold {self.topk_groups * self.num_experts // self.n_groups} experts, "
         f"fewer than num_experts_per_tok={self.num_experts_per_tok}\n  fix: increase topk_groups"
       )
+    # Options of one router that the other one does not have.
     if self.router == "sigmoid" and (self.router_norm or self.per_expert_scale):
       raise ValueError("MoE: router_norm and per_expert_scale apply to the softmax router only, but router is sigmoid")
     if self.router_norm and (self.router_norm.dim != self.emb_dim or self.router_norm.with_scale):
@@ -307,6 +309,7 @@ class Experts:
   def dense(self, p: dict, x_BTD: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     """Compute the same sum by applying every expert to every token: E / k times the work, as a simple reference."""
     B, T, D = x_BTD.shape
+    # Cast once instead of once for each product.
     p = {name: cast(self.precision, w) for name, w in p.items()}
     x = self.precision.cast(x_BTD).reshape(1, B * T, D)
 
@@ -315,6 +318,7 @@ class Experts:
       return product(self.precision, "EXD,EDF->EXF", copies, w, out=self.precision.expert_dtype)
 
     out_EXD, _ = self._gated(p, x, every)
+    # Keep the outputs of the experts that the router selected.
     chosen = jnp.take_along_axis(out_EXD.transpose(1, 0, 2), experts.reshape(B * T, -1, 1), axis=1)
     return self._combine(chosen.reshape(B, T, -1, D), weights)
 

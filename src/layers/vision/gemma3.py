@@ -62,6 +62,7 @@ class SiglipConfig:
         f"vision tower: image_size={self.image_size} must be a multiple of patch_size={self.patch_size}, and "
         f"emb_dim={self.emb_dim} a multiple of num_heads={self.num_heads}"
       )
+    # Pooling averages square blocks of patches.
     if self.side_out**2 != self.tokens_per_image or self.side % self.side_out:
       raise ValueError(
         f"vision tower: a grid of {self.side} x {self.side} patches cannot be pooled to tokens_per_image="

@@ -94,6 +94,7 @@ class Gemma4VisionLayer:
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, H, F = c.emb_dim, c.num_heads, c.head_dim, c.mlp_dim
+    # The norm after a branch and the norm of queries start with gains, which limit the residual stream and the scores.
     norm, branch_norm = self._norm(D).params(), self._norm(D, initial_scale=c.branch_gain).params()
     q_norm, k_norm = self._norm(H, initial_scale=c.query_gain).params(), self._norm(H).params()
     spec = {

@@ -89,6 +89,7 @@ def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
   def kernel(lengths, q, k, v, *refs):
     *scales, out, tops, masses = refs
     b, head, part = (pl.program_id(axis) for axis in range(3))
+    # A row reads only the slots that it uses. Parts after its end do no steps.
     begin = part * span
     end = jnp.minimum(begin + span, lengths[b])
     # A matrix unit needs several rows: the queries of one key-value head, and zeros.
@@ -103,6 +104,8 @@ def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
       # Slots beyond the end may contain anything, also NaN.
       read = lambda array: plgpu.load(array.at[b, head, slots], mask=own[:, None], other=0).astype(queries.dtype)
       scores = plgpu.dot(queries, read(k), trans_b=True) * scale
+      # 8-bit caches have a scale for each slot. It is applied to scores instead of keys, and to probabilities instead of
+      # values.
       if scales:
         scores *= plgpu.load(scales[0].at[b, head, slots], mask=own, other=0.0)[None, :]
       if soft_cap is not None:
@@ -118,6 +121,7 @@ def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
       total = total * old[:, None] + plgpu.dot(probs.astype(queries.dtype), read(v))
       return total, highest, mass
 
+    # The sums stay unnormalized, so that the parts of a row can be combined.
     steps = jax.lax.div(jnp.maximum(end - begin, 0) + (block - 1), jnp.int32(block))
     start = jnp.zeros((rows, V), jnp.float32), jnp.full((rows,), _LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
     total, top, mass = jax.lax.fori_loop(0, steps, step, start)

@@ -82,9 +82,11 @@ def mosaic_flash_attention(
   """
   from maxtext_like.layers.kernels.attention.mosaic.backward import plan, plan_of_small_parts
 
+  # Documents, windows and images become a range of visible keys for each query.
   images = tokens.images if bidirectional_images else None
   low_BT, high_BT = key_ranges(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
 
+  # The plan of the backward pass depends on the sizes of one device, so it is made inside.
   def attend(q, k, v, low, high) -> Any:
     B, T, N, _ = q.shape
     sizes = {"B": B, "T": T, "N": N, "K": k.shape[2], "window": window, "ahead": images is not None}
@@ -240,16 +242,19 @@ def _run(
 
 def _refuses(case: Case) -> list[str]:
   reasons = []
+  # The device and the software.
   if case.platform not in ("gpu", "cuda"):
     reasons.append(f"it runs on NVIDIA GPUs, not on {case.platform}")
   if case.capability not in (None, _HOPPER):
     reasons.append(f"it needs a GPU of compute capability {_HOPPER}, not {case.capability}")
   if jax.__version_info__ < _JAX:
     reasons.append(f"it needs JAX {'.'.join(map(str, _JAX))}, but this is {jax.__version__}")
+  # The mask. The kernel computes ranges of keys from the causal order of complete rows.
   if not case.causal:
     reasons.append("queries see later keys")
   if case.context > 1:
     reasons.append(f"rows are split over {case.context} devices (context)")
+  # The shapes and the dtype of the operands.
   if not _WIDTHS[0] <= max(case.head_dim, case.value_dim) <= _WIDTHS[-1]:
     wide = f"{_WIDTHS[0]} to {_WIDTHS[-1]}"
     reasons.append(f"the larger of head_dim {case.head_dim} and value width {case.value_dim} is not {wide}")
@@ -257,6 +262,7 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
   if case.length % _LANES:
     reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
+  # What the layer asks of scores and probabilities.
   if case.soft_cap is not None and case.soft_cap > _LARGEST_CAP:
     reasons.append(f"the soft cap {case.soft_cap:g} is above {_LARGEST_CAP:g}, so its tanh would have too few digits")
   if case.probabilities:

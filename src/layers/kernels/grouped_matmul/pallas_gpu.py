@@ -184,6 +184,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
           def step(k, _):
             slot = jax.lax.rem(before + k, stages)
 
+            # Wait until both warpgroups have read the tiles that were in this slot.
             @pl.when(before + k >= stages)
             def _():
               plgpu.barrier_wait(free.at[slot])
@@ -248,6 +249,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
               pl.when(valid == count)(whole)
               pl.when(valid < count)(functools.partial(write_some, part, row + b, column + a, valid - b))
 
+        # Three buffers take turns, so that a copy to global memory can run while the next part is written to shared memory.
         def write(part, i, row, column):
           tile = out_tiles.at[group_of, i % 3, pl.ds(0, part.shape[1])]
           plgpu.wait_smem_to_gmem(2 if i else 0, wait_read_only=True)
@@ -275,12 +277,14 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
         for i, count in enumerate(counts):
           pl.when((kind == i) & (column < C))(functools.partial(product_of, count))
 
+        # A warpgroup without columns must still release the slots, because the copies wait for both.
         pl.when(column >= C)(lambda: pass_by(before, todo, full, free))
         return todo
 
       in_turn(number[0] * strips, piece)
       plgpu.wait_smem_to_gmem(0)
 
+  # The blocks stay on their processors and take one piece after another.
   out = persistent(
     kernel,
     _ROWS,

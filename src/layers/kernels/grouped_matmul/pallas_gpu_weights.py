@@ -99,11 +99,13 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
         def step(k, row, count):
           slot, (x_tiles, g_tiles) = jax.lax.rem(before + k, stages), tiles_of[count]
 
+          # Wait until both warpgroups have read the tiles that were in this slot.
           @pl.when(before + k >= stages)
           def _():
             plgpu.barrier_wait(free.at[slot])
 
           deep, there = pl.ds(first + row, count), pl.ds(0, count)
+          # Both warpgroups use the tile of g, and each has its own tile of x.
           plgpu.copy_gmem_to_smem(g.at[deep, pl.ds(c, wide)], g_tiles.at[slot, there], full.at[slot])
           for half in range(2):
             plgpu.copy_gmem_to_smem(x.at[deep, pl.ds(d + half * own, own)], x_tiles.at[slot, half, there], full.at[slot])
@@ -156,6 +158,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
 
           made = pl.run_scoped(summed, plgpu.ACC((own, wide), jnp.float32)).astype(dtype)
 
+          # Release the slot of the last step.
           @pl.when(todo > 0)
           def _():
             plgpu.barrier_arrive(free.at[jax.lax.rem(before + todo - 1, stages)])
@@ -170,6 +173,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
             there = pl.ds(d + a, CHUNK), pl.ds(c + b, CHUNK)
             plgpu.copy_smem_to_gmem(tile, out.at[(group, *(there[::-1] if turned else there))])
 
+        # A warpgroup without rows must still release the slots, because the copies wait for both.
         pl.when(d >= S)(lambda: pass_by(before, todo, full, free))
         return todo
 
@@ -181,6 +185,7 @@ def groups_of_rows(x, g, sizes, tiles: Tiles, interpret):
     # stage has the same bytes for both widths.
     return [swizzled(stages, *shape, dtype=dtype, width=width) for shape in ((2, DEPTH, own), (DEPTH, wide))]
 
+  # The blocks stay on their processors and take one piece after another.
   out = persistent(
     kernel,
     NAME,

@@ -329,6 +329,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
     def _copies():
       plgpu.set_max_registers(40, action="decrease")
 
+      # Gradients of scores and keys arrive in steps of _STEP keys.
       def copy(t, slot):
         n, c = _divided(t, each)
         source = dscores.at[pl.ds(row + n * QUERIES, QUERIES), pl.ds(c * _STEP, _STEP)]
@@ -342,6 +343,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
     def _computes():
       plgpu.set_max_registers(232, action="increase")
 
+      # Each warpgroup multiplies its own 64 queries by the keys that both share.
       def multiply(acc, slot):
         plgpu.wgmma(acc, of_scores.at[slot, pl.ds(wg * _OWN, _OWN)], of_keys.at[slot])
 
@@ -352,6 +354,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
       sums = pl.run_scoped(work, plgpu.ACC((_OWN, width), jnp.float32))
       plgpu.barrier_arrive(done)  # all reads of the slots are done, so two of them can hold the result
       plgpu.barrier_wait(done)
+      # The sums lack the scale of the scores. A copy to global memory must start in shared memory.
       of_keys[wg] = (sums * scale).astype(dtype)
       plgpu.commit_smem()
       queries = pl.ds(own * QUERIES + wg * _OWN, _OWN)
@@ -359,6 +362,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
       plgpu.wait_smem_to_gmem(0)
 
   begin, end, place = tiles[:3]
+  # One block computes 128 queries of one query head, for one part of the columns.
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((how.heads // heads, how.tiles * QUERIES, heads, G, H), dtype),
@@ -406,6 +410,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
     def _copies():
       plgpu.set_max_registers(40, action="decrease")
 
+      # The steps go through all query heads of this part, and for each through its groups of queries.
       def copy(t, slot):
         group, rest = _divided(t, each_head)
         group = part * few + group
@@ -413,6 +418,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
         i = start + n
         row = ((r * G + group) * how.capacity + place[b, i] + tile - begin[b, i]) * QUERIES + c * _STEP
         queries = pl.ds(i * QUERIES + c * _STEP, _STEP)
+        # Values get gradients from probabilities and cotangents, keys from gradients of scores and from queries.
         for index, (scores, x) in enumerate(((probs, g), (dscores, q))):
 
           @pl.when(which == index)
@@ -427,6 +433,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
     def _computes():
       plgpu.set_max_registers(232, action="increase")
 
+      # The scores are stored by query. A transposed view has one row for each key.
       def multiply(acc, slot):
         plgpu.wgmma(acc, of_scores.at[slot, :, pl.ds(wg * _OWN, _OWN)].transpose((1, 0)), of_queries.at[slot])
 
@@ -439,6 +446,7 @@ def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: f
       out[which, part, r, pl.ds(block * QUERIES + wg * _OWN, _OWN), columns] = sums
 
   begin, _, place, first, last = tiles
+  # One block computes 128 keys, for one part of the query heads and one part of the columns. The parts are added by the caller.
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((2, parts, how.heads, T, H), jnp.float32),

@@ -86,6 +86,7 @@ def attention_forward(
     @pl.when(wg == 2)
     def _copies():
       plgpu.set_max_registers(40, action="decrease")
+      # The queries of the block stay in shared memory for all steps.
       for c in range(chunks):
         source = q.at[b, pl.ds(start, QUERIES), head, pl.ds(c * chunk, chunk)]
         plgpu.copy_gmem_to_smem(source, q_smem.at[c], q_ready)
@@ -139,6 +140,7 @@ def attention_forward(
       def step(i, carry):
         sums, top, total = carry
 
+        # Products run asynchronously. When only the newest is in flight, the slot of the previous one can be filled again.
         def scores(acc):
           def multiply(c, _):
             slot = wg * SLOTS + lax.rem(c, SLOTS)
@@ -173,7 +175,8 @@ def attention_forward(
         sums = tuple(x * wide(shrink, chunk) for x in sums)
         meet()
 
-        # Multiply the exponentials of all 128 keys by this warpgroup's half of the values.
+        # Multiply the exponentials of all 128 keys by this warpgroup's half of the values. The values arrive after the keys in
+        # the same ring, in chunks of 64 keys.
         def values(accs):
           def multiply(n, _):
             for part, acc in enumerate(accs):
@@ -225,6 +228,7 @@ def attention_forward(
       pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(rows.at[0], lse.at[b, head, queries]))
       plgpu.wait_smem_to_gmem(0)
 
+  # One block computes 128 queries of one query head.
   return plgpu.kernel(
     body,
     out_type=(jax.ShapeDtypeStruct((B, T, N, H), dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)),
