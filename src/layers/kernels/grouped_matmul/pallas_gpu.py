@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from maxtext_like.layers.kernels.grouped_matmul import pallas_gpu_weights
+from maxtext_like.layers.kernels.grouped_matmul.derivative import differentiable
 from maxtext_like.layers.kernels.grouped_matmul.hopper import (
   CHUNK,
   DEPTH,
@@ -97,25 +98,6 @@ def product(
   if x_MS.dtype not in (jnp.bfloat16, jnp.float16) or w_GSC.dtype != x_MS.dtype:
     raise ValueError(f"pallas_gpu: x is {x_MS.dtype} and w is {w_GSC.dtype}, but both must be bfloat16 or both float16")
   return _product(*vary_alike(x_MS, w_GSC, sizes), tiles, interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x, w, sizes, tiles, interpret) -> Any:
-  return _rows_times_groups(x, w, sizes, tiles, interpret, transposed=False)
-
-
-def _forward(x, w, sizes, tiles, interpret):
-  return _product(x, w, sizes, tiles, interpret), (x, w, sizes)
-
-
-def _backward(tiles, interpret, saved, g):
-  x, w, sizes = saved
-  g = g.astype(x.dtype)
-  dx = _rows_times_groups(g, w, sizes, tiles, interpret, transposed=True)
-  return dx, pallas_gpu_weights.groups_of_rows(x, g, sizes, tiles, interpret), None
-
-
-_product.defvjp(_forward, _backward)
 
 
 def _rows_of_64(*shape: int, dtype: Any) -> Any:
@@ -298,6 +280,9 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
     free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
   )(visits, number, x, w)
   return varying_as(x, out)[:rows, :columns]
+
+
+_product = differentiable(_rows_times_groups, pallas_gpu_weights.groups_of_rows)
 
 
 def _refuses(case: Case) -> list[str]:

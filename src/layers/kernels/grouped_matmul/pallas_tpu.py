@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from maxtext_like.layers.kernels.grouped_matmul.derivative import differentiable
 from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
 from maxtext_like.layers.partition import vary_alike
 
@@ -61,25 +62,6 @@ def product(
     [M, F] in x's dtype, accumulated in float32; zeros for rows without a group.
   """
   return _product(*vary_alike(x_MD, w_GDF, sizes), jax.lax.Precision(precision), interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x, w, sizes, precision, interpret) -> Any:
-  return _rows_times_groups(x, w, sizes, precision, interpret, transposed=False)
-
-
-def _forward(x, w, sizes, precision, interpret):
-  return _product(x, w, sizes, precision, interpret), (x, w, sizes)
-
-
-def _backward(precision, interpret, saved, g):
-  x, w, sizes = saved
-  g = g.astype(x.dtype)
-  dx = _rows_times_groups(g, w, sizes, precision, interpret, transposed=True)
-  return dx, _groups_of_rows(x, g, sizes, precision, interpret, w.dtype), None
-
-
-_product.defvjp(_forward, _backward)
 
 
 def _visits(sizes: jax.Array, rows: int, tile: int, *, empty: bool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -199,12 +181,12 @@ def _rows_times_groups(x, w, sizes, precision, interpret, *, transposed):
   )(group, at, begin, end, x, w)
 
 
-def _groups_of_rows(x, g, sizes, precision, interpret, dtype):
+def _groups_of_rows(x, g, sizes, precision, interpret):
   """Compute the gradient of the matrices [G, D, F]: x.T @ g over the rows of each group, accumulated in float32."""
   (M, D), F, G, item = x.shape, g.shape[1], sizes.shape[0], x.dtype.itemsize
   R, part = tile_and_part(M, G)
   # Choose tile sizes that fit vector memory, and list the visits. Groups without rows need a visit to write zeros.
-  fits = lambda d, f: 2 * item * R * (d + f) + d * f * (4 + 2 * jnp.dtype(dtype).itemsize) <= _BLOCKS
+  fits = lambda d, f: 2 * item * R * (d + f) + d * f * (4 + 2 * item) <= _BLOCKS
   # Tiles as large as vector memory allows, first for the rows of the matrix, then for its columns.
   high = _width(D, lambda d: fits(d, min(F, 1024)))
   wide = _width(F, lambda f: fits(high, f))
@@ -233,7 +215,7 @@ def _groups_of_rows(x, g, sizes, precision, interpret, dtype):
 
   return pl.pallas_call(
     kernel,
-    out_shape=_like(x, (G, D, F), dtype),
+    out_shape=_like(x, (G, D, F), x.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=4,
       grid=(pl.cdiv(D, high), pl.cdiv(F, wide), group.shape[0]),
@@ -275,6 +257,9 @@ def _cost(M: int, G: int, summed: int, columns: int, item: int, *, reads: int) -
   """Return the cost estimate that the compiler uses for scheduling. reads: how often the rows are read."""
   moved = (M * summed * reads + M * columns + G * summed * columns) * item
   return pl.CostEstimate(flops=2 * rows_worked_on(M, G) * summed * columns, bytes_accessed=moved, transcendentals=0)
+
+
+_product = differentiable(_rows_times_groups, _groups_of_rows)
 
 
 def _refuses(case: Case) -> list[str]:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from maxtext_like.layers.kernels.float16_range import by_group, by_row
+from maxtext_like.layers.kernels.grouped_matmul.derivative import differentiable
 from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
 from maxtext_like.layers.kernels.grouped_matmul.row_tiles import row_tiles
 from maxtext_like.layers.partition import vary_alike
@@ -106,25 +107,6 @@ def sums(x_MS: jax.Array, w_GSC: jax.Array, sizes: jax.Array, dtype: Any, *, int
       "in float32"
     )
   return _sums(*vary_alike(x_MS, w_GSC, sizes), dtype, interpret)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x, w, sizes, interpret) -> Any:
-  return _rows_times_groups(x, w, sizes, interpret, transposed=False)
-
-
-def _forward(x, w, sizes, interpret):
-  return _product(x, w, sizes, interpret), (x, w, sizes)
-
-
-def _backward(interpret, saved, g):
-  x, w, sizes = saved
-  g = g.astype(x.dtype)
-  dx = _rows_times_groups(g, w, sizes, interpret, transposed=True)
-  return dx, _groups_of_rows(x, g, sizes, interpret), None
-
-
-_product.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -278,6 +260,9 @@ def _groups_of_rows(x, g, sizes, interpret, unit=None, *, dtype=None):
 def _like(x, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
   """Declare a result in ``dtype`` (None: that of x) that varies over the devices that x varies over."""
   return jax.ShapeDtypeStruct(shape, dtype or x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+
+
+_product = differentiable(_rows_times_groups, _groups_of_rows)
 
 
 def _refuses(case: Case) -> list[str]:

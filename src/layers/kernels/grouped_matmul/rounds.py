@@ -7,12 +7,12 @@ one group has all rows. Sums over rounds have a fixed order, so every run gives 
 M rows, D summed, F columns, G groups, C rows of a group in a round.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.kernels.grouped_matmul.derivative import differentiable
 from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
 from maxtext_like.layers.partition import vary_alike
 
@@ -43,26 +43,6 @@ def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.
   return _product(*vary_alike(x_MD, w_GDF, sizes), precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x, w, sizes, precision):
-  return _rows_times_groups(x, w, sizes, precision, "GCD,GDF->GCF")
-
-
-def _forward(x, w, sizes, precision):
-  return _product(x, w, sizes, precision), (x, w, sizes)
-
-
-def _backward(precision, saved, g):
-  # The cotangent is rounded to the dtype of the operands, as in the forward pass.
-  x, w, sizes = saved
-  g = g.astype(x.dtype)
-  dx = _rows_times_groups(g, w, sizes, precision, "GCF,GDF->GCD")
-  return dx, _groups_of_rows(x, g, sizes, precision).astype(w.dtype), None
-
-
-_product.defvjp(_forward, _backward)
-
-
 def _in_round(number: jax.Array, sizes: jax.Array, C: int, rows: int) -> jax.Array:
   """Return int32 [G, C]: the rows of each group in a round. Each index occurs once. Beyond the end of a group, the indices are
   ``rows`` or larger, which are dropped."""
@@ -76,7 +56,9 @@ def _rounds(sizes: jax.Array, C: int) -> jax.Array:
   return -(-jnp.max(sizes) // C)
 
 
-def _rows_times_groups(x, w, sizes, precision, spec: str):
+def _rows_times_groups(x, w, sizes, precision, *, transposed):
+  """Return [M, F]. With ``transposed``, x is [M, F] and the result [M, D]."""
+  spec = "GCF,GDF->GCD" if transposed else "GCD,GDF->GCF"
   M, C = x.shape[0], round_rows(x.shape[0], w.shape[0])
 
   def one(number, out):
@@ -87,7 +69,7 @@ def _rows_times_groups(x, w, sizes, precision, spec: str):
     )  # fmt: skip
     return out.at[at].set(made.astype(x.dtype), mode="drop", unique_indices=True)  # unique, so a GPU needs no atomic writes
 
-  out, _ = vary_alike(jnp.zeros((M, w.shape[2 if spec[-1] == "F" else 1]), x.dtype), x)
+  out, _ = vary_alike(jnp.zeros((M, w.shape[1 if transposed else 2]), x.dtype), x)
   return jax.lax.fori_loop(0, _rounds(sizes, C), one, out)
 
 
@@ -108,6 +90,9 @@ def _groups_of_rows(x, g, sizes, precision):
 
 def _avoided(case: Case) -> str:
   return "" if case.platform == "gpu" else "every group takes as long as the largest one"
+
+
+_product = differentiable(_rows_times_groups, _groups_of_rows)
 
 
 KERNEL = GroupedKernel(name="rounds", refuses=lambda case: [], avoided=_avoided, run=product)

@@ -6,12 +6,12 @@ rows of the next group. The tiles of that group come later and overwrite them.
 M rows, D summed, F columns, G groups, R rows of a tile.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.kernels.grouped_matmul.derivative import differentiable
 from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
 from maxtext_like.layers.partition import vary_alike
 
@@ -51,11 +51,6 @@ def product(x_MD: jax.Array, w_GDF: jax.Array, sizes: jax.Array, precision: jax.
   return _product(*vary_alike(x_MD, w_GDF), sizes, precision)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x, w, sizes, precision):
-  return _rows_times_groups(x, w, sizes, precision, transposed=False)
-
-
 def _rows_times_groups(x, w, sizes, precision, *, transposed):
   """Return [M, F]. With ``transposed``, x is [M, F] and the result [M, D]."""
   R = tile_rows(x.shape[0], w.shape[0])
@@ -75,16 +70,6 @@ def _rows_times_groups(x, w, sizes, precision, *, transposed):
   out = jnp.zeros((x.shape[0] + R, w.shape[1] if transposed else w.shape[2]), x.dtype)
   out, _ = vary_alike(out, x)
   return jax.lax.fori_loop(0, tiles, one, out)[: x.shape[0]]
-
-
-def _forward(x, w, sizes, precision):
-  return _product(x, w, sizes, precision), (x, w, sizes)
-
-
-def _backward(precision, saved, g):
-  x, w, sizes = saved
-  dx = _rows_times_groups(g.astype(x.dtype), w, sizes, precision, transposed=True)
-  return dx, _groups_of_rows(x, g.astype(x.dtype), sizes, precision).astype(w.dtype), None
 
 
 def _groups_of_rows(x, g, sizes, precision):
@@ -112,7 +97,7 @@ def _groups_of_rows(x, g, sizes, precision):
   return jax.lax.fori_loop(0, tiles, one, dw)
 
 
-_product.defvjp(_forward, _backward)
+_product = differentiable(_rows_times_groups, _groups_of_rows)
 
 
 def _avoided(case: Case) -> str:
