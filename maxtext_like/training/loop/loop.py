@@ -325,6 +325,7 @@ class Loop:
     # Continue everything else from the restored step: state, detectors and files.
     self.goodput.move("steps", "lost", self._unsaved_seconds)
     self.state, self._launched, self.finite = self.program.completed(restored.state, below), None, True
+    # Everything else that the discarded steps changed goes back too.
     self.stepper.reset_bound()
     self.spikes.set_state(restored.extra.get(SPIKES), found=False)
     self.spikes.documents = last
@@ -453,6 +454,7 @@ class Loop:
     self.finite, failure = result.state_finite, None
     self._batch = launched.batch if scalars["tokens"] else self._batch
     rises = self.divergence.observe(step, scalars, self.stepper.norm, overflow=result.overflow)
+    # Time since the last save is lost if a spike sends the run back.
     if self.spikes is not None:
       self._unsaved_seconds += seconds
       row["spike_rollbacks"] = self.spikes.rollbacks

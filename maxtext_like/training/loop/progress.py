@@ -139,6 +139,7 @@ class Progress:
         else:
           screen.say(f"still {what}, {duration(time.monotonic() - begin)}")
 
+    # A thread reports the wait, because the caller is blocked.
     self._waits.append(own)
     thread = threading.Thread(target=tell, name="waiting", daemon=True)
     thread.start()

@@ -83,6 +83,7 @@ def step_remedies(config: Config, failed: str, cause: Spot | None = None) -> lis
   # For a known cause the local keys are enough.
   if cause is not None and found:
     return found
+  # A wider dtype helps at any place for which no single key is known.
   wider = ["dtype=bfloat16", "dtype=float32"] if p.dtype == "float16" else ["dtype=float32"] if p.dtype != "float32" else []
   if cause is not None and cause.narrow and wider:
     return wider[:1]

@@ -51,6 +51,7 @@ def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
   # Changed batch, devices and versions.
   batch = batch_of(program)
   stored = restored.extra.get("batch", batch)
+  # Other changes are allowed, but the numbers of the run then differ.
   for key, name in (("rows", "rows of an update"), ("devices", "devices")):
     if stored[key] != batch[key]:
       yield f"changed {name}: was {stored[key]}, is {batch[key]}"

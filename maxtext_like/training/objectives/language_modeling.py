@@ -249,6 +249,7 @@ def _sum_of_chunks(chunk: Callable[[Any, jax.Array, jax.Array], jax.Array], chun
     head, x_BTD, targets_BT, cotangent = jax.tree.map(lambda x: x.value, (head, x_BTD, targets_BT, cotangent))
     dtypes = jax.tree.map(lambda w: w.dtype, head)
 
+    # Compute the gradients of a chunk directly after its loss, while its logits exist.
     def add(sums, xs):
       terms, head_sum = sums
       x, targets = xs

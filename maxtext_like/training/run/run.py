@@ -160,6 +160,7 @@ class _Run:
         return finished
       # 4. Print the banner.
       stack.callback(watchdog.begin_shutdown)
+      # Describe the run before its first step, so that a wrong setting is noticed early.
       progress.say(banner(opened.program, directory.shown, opened.need, opened.limit))
       if opened.data.rows is not None:
         progress.say(passes(opened.program, opened.data, opened.start))

@@ -423,6 +423,7 @@ def is_running_here(holder: dict[str, Any]) -> bool | None:
   pid = holder.get("pid")
   if not isinstance(pid, int):
     return False
+  # The system uses process numbers again. The start time shows whether it is the same process.
   if here["start_ticks"] is not None:
     return _start_ticks(pid) is not None and _start_ticks(pid) == holder.get("start_ticks")
   try:

@@ -105,12 +105,14 @@ def prepare(
     cached = "" if program.config.logging.compilation_cache_dir is None else "; later starts read it from the cache"
     said = f"compile the train step is being compiled{cached}"
     with goodput.phase("compile"), progress.waiting("compiling the train step", said):
+      # One thread compiles the initialization and the check, the other one the train step.
       making = None
       if restored is None:
         making = pool.submit((program.lower_init() if params is None else program.lower_around()).compile)
       checking = pool.submit(program.lower_check().compile)
       train_step = program.lower_step().compile()
       check, make = checking.result(), None if making is None else making.result()
+      # Other processes may need longer. Wait here instead of in the first collective operation.
       processes.await_compiled("the start", program.config.watchdog.watchdog_compile_seconds)
       # 4. Make the state.
       if make is not None:

@@ -48,10 +48,12 @@ class AppendedFile:
     # The size before the piece is needed to remove an incomplete piece.
     begin = os.fstat(self._descriptor).st_size
     left = memoryview(piece if begin else self._header + piece)
+    # The system may write only part of a piece at a time.
     try:
       while left:
         left = left[os.write(self._descriptor, left) :]
     except OSError:
+      # An incomplete row must not stay, because later pieces would be appended to it.
       self._incomplete_from = begin
       with contextlib.suppress(OSError):  # removed before the next piece instead
         self._remove_incomplete()

@@ -118,6 +118,7 @@ def whole_state(program: TrainProgram, checkpoint: Path | Place | None) -> State
   # Otherwise start at step 0, from weights or from the seed.
   seed = np.uint32(program.config.training.seed % 2**32)
   source = checkpoint or program.config.checkpoint.init_from
+  # Stored weights are arguments of the program, which creates the other arrays of the state.
   if source is not None:
     weights = (read_weights(located(source), program.model, starts=_log.info),)
     compiled = program.lower_around().compile()

@@ -385,6 +385,7 @@ class TrainStep:
       of_batch = self._of_batch(params, frozen, batch, sizes)
       (out, grads), seen = self._accumulated(value_and_grad, trained, batch, frozen, sizes, scale, of_batch)
     out["probes"] = seen
+    # Divide by the loss scale in float32, because small gradients would underflow in float16.
     if scale is not None:
       grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
     grads = jax.tree.map(lambda g: g.astype(self.grad_dtype), grads)

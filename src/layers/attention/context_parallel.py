@@ -106,6 +106,7 @@ def attend(
   part = Part(axes, past)
 
   def on_device(q, k, v, tokens):
+    # If only query heads are split, each device has all key-value heads, and takes those that its query heads read.
     if copied:
       k, v = (_read_by(x, q.shape[2], q_BTNH.shape[2], heads_on) for x in (k, v))
     k, v = part.fetch(k), part.fetch(v)

@@ -131,6 +131,7 @@ class MLA:
       "kv_b": Param((C, N, Q + V), ("kv_lora", "heads", "head_dim"), dtype),
       "o": Param((N, V, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain)),
     }
+    # With q_lora_rank the queries go through a latent too.
     if R:
       spec["q_a"] = Param((D, R), ("embed", "q_lora"), dtype)
       spec["q_a_norm"] = self._latent_norm(R).params()
@@ -384,6 +385,7 @@ class MLA:
     indexer = Indexer(c.indexer, self.precision)
     scores = indexer.score(queries["index_q"], queries["index_weights"], held["index_k"])
     found = {"indices": indexer.best(scores, visible)} if wanted else {}
+    # If few of the keys are selected, gather them. Otherwise mask the others.
     if c.indexer_sparse and c.platform != "tpu" and _GATHERED_SHARE * c.indexer.topk < S:
       indices = indexer.best(scores, visible)
       mask = jnp.take_along_axis(visible, indices, axis=-1)

@@ -84,6 +84,7 @@ def inverse_frequencies(cfg: RopeConfig) -> np.ndarray:
       """Return the index of the pair that makes this many rotations over the original context."""
       return cfg.dim * math.log(cfg.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(cfg.theta))
 
+    # Fast pairs keep their frequency, slow pairs are divided by the factor, and a ramp connects both.
     low, high = max(math.floor(pair_with(cfg.beta_fast)), 0), min(math.ceil(pair_with(cfg.beta_slow)), cfg.dim - 1)
     width = (high - low) or 0.001
     ramp = np.clip((np.arange(cfg.dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)

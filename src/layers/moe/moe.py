@@ -273,6 +273,7 @@ class Experts:
     elif layout.travel:
       out_MD, clamped = travel(run, p, x_ND, chosen_Nk, E, layout.experts, layout.every)
     else:
+      # Each device computes its own experts for all tokens. Choices of other experts get the number after the last group.
       own = E // jax.lax.axis_size(layout.experts)
       number = chosen_Nk.reshape(-1) - jax.lax.axis_index(layout.experts) * own
       out_MD, clamped = run(p, x_ND, jnp.where((number >= 0) & (number < own), number, own), own, some=True)

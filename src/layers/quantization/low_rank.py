@@ -148,6 +148,7 @@ class LowRank(Weight):
     # DoRA: scale each output to its magnitude. This rounds a second time, by a factor of about one.
     with jax.named_scope("dora"):
       own = self
+      # A quantized base is dequantized a second time for its norms, after the product, instead of keeping its values.
       if isinstance(self.base, Weight):
         own = dataclasses.replace(self, base=self.base.after(jax.lax.stop_gradient(total))[1])
       factor = own._factor(how.precision)

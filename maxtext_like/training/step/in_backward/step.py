@@ -385,6 +385,7 @@ class _Pass:
       begin = written, cotangent, allowed, so_far
       (written, cotangent, allowed, so_far), (found, d_own) = self._scan(body, begin, xs, run, reverse=True)
       d_inputs.insert(0, None if d_own is None else d_own.reshape(-1, *d_own.shape[2:]))
+      # Runs are processed from the last to the first, so each result goes in front of the others.
       for part in parts:
         stats[part].insert(0, found[part[1]])
       if written is not None:
@@ -392,6 +393,7 @@ class _Pass:
         states |= written[1]
     # The parameters outside the stacks: add the gradients from before and after the layers.
     d_inputs = None if forward.per_layer is None else jnp.concatenate(d_inputs)
+    # Go back through the embedding, and update the arrays outside the layers together.
     (d_before,) = forward.enter_pullback((cotangent, d_inputs))
     grads = self.step.in_stored_order(jax.tree.map(jnp.add, forward.outside, d_before))
     state = None if opt_state is None else take_state(opt_state, ())

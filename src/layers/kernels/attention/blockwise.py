@@ -139,7 +139,7 @@ def _backward(static: _Static, saved, g: jax.Array):
 
   # Add up the gradients of keys and values over tiles, in float32.
   if static[-1] is None:
-
+    # The position of the queries is not known when tracing, so every tile reads all keys.
     def step(total, tile):
       dq, *added = one(*tile)
       return jax.tree.map(jnp.add, total, tuple(added)), dq
@@ -148,6 +148,7 @@ def _backward(static: _Static, saved, g: jax.Array):
     (dk, dv), dqs = jax.lax.scan(step, (dk, dv), (*parts, *_queries(static, q.shape[1], where), tops, totals))
     dq = joined(dqs, q.shape[1])
   else:
+    # The position is known, so each tile reads only the keys that it can see.
     at, dqs = static[-1], []
     for (tile, keys), top, total in zip(_tiles(static, q.shape[1], k.shape[1], where), tops, totals, strict=True):
       query, own = jnp.arange(tile.start, tile.stop) + at, _part(where[0], tile)

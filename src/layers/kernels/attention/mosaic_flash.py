@@ -167,6 +167,7 @@ def _backward(static: _Static, saved, g: jax.Array):
     of_g = _room(k, v, g, scale, of_k, of_v)
     factors, powers = jnp.stack([1 / of_k, of_k, of_v, of_g]), of_g * jnp.stack([of_v * of_k, of_v / of_k, 1.0])
     delta = delta * (of_g * of_v)
+  # Pad heads to a supported width, and cut the gradients to the original width.
   wide = _filled_up(_WIDTHS_BACKWARD, q, k, v, g)
   grads = attention_backward(
     *wide, lse, delta, low, high, scale=scale, soft_cap=soft_cap, how=how, factors=factors, powers=powers,

@@ -244,6 +244,7 @@ def _rows_times_groups(x, w, sizes, tiles: Tiles, interpret, *, transposed):
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
           _store_plainly(other_way(few.at[group_of, pl.ds(0, part.shape[1])]), part)
           plgpu.commit_smem()
+          # The size of a copy is static, so any number of rows is composed of powers of two.
           done: Any = 0
           for n in (16, 8, 4, 2, 1):
             some = valid & n != 0

@@ -209,6 +209,7 @@ def _groups_of_rows(x, g, sizes, precision, interpret):
 
     _own_rows(begin[v], end[v], R, part, add)
 
+    # The last visit of a group writes the sum.
     @pl.when((v == last) | (group[jnp.minimum(v + 1, last)] != group[v]))
     def _():
       out[...] = total[...].astype(out.dtype)

@@ -227,6 +227,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
       def copy(t, slot):
         n, c = _divided(t, 2 * chunks)
         queries, keys = pl.ds(start, QUERIES), pl.ds((first + n) * KEYS, KEYS)
+        # First all chunks of queries and keys, then those of cotangents and values.
         for once, (a, x) in enumerate(((q, k), (g, v))):
 
           @pl.when(lax.div(c, chunks) == once)
@@ -286,6 +287,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
 
   shape = jax.ShapeDtypeStruct((how.heads * G * how.capacity * QUERIES, KEYS), dtype)
   begin, end, place = tiles[:3]
+  # One block computes the scores of 128 queries of one query head, for a run of tiles of keys.
   return plgpu.kernel(
     body,
     out_type=(shape, shape),

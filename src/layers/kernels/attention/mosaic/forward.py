@@ -94,6 +94,7 @@ def attention_forward(
       # Copy each step's chunks into a ring of slots, after both users of a slot have released it.
       def step(i, _):
         key = (first + i) * KEYS
+        # Chunks are copied in the order in which they are multiplied: first all keys of the step, then all values.
         for c in range(steps):
           for w in range(2):
             slot = w * SLOTS + c % SLOTS
@@ -217,6 +218,7 @@ def attention_forward(
         q_smem[wg * parts + part] = (x / wide(by, chunk)).astype(dtype)
       meet()
 
+      # Both warpgroups have the same totals, so one of them writes the logarithm.
       @pl.when(wg == 0)
       def _():
         rows[0] = jnp.where(total > 0, top, 0.0) + jnp.log(some) * math.log2(math.e)
