@@ -2,6 +2,16 @@
 
 from collections.abc import Sequence
 
+_OUT_OF_MEMORY = (
+  "RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED", "ailed to allocate", "MemoryError",
+)  # fmt: skip
+"""Parts of the messages of XLA, CUDA and cuDNN when memory does not suffice."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+  """Return True if an error says that the memory of the host or of a device does not suffice."""
+  return isinstance(error, MemoryError) or any(part in str(error) for part in _OUT_OF_MEMORY)
+
 
 class ExitError(Exception):
   """An error that ends the program with its exit code and one message, without a traceback."""

@@ -18,7 +18,7 @@ import numpy as np
 from maxtext_like.capacity import memory_limits
 from maxtext_like.capacity.memory_limits import GB
 from maxtext_like.config.schema import Config
-from maxtext_like.errors import DoesNotFitError, NonFiniteError
+from maxtext_like.errors import DoesNotFitError, NonFiniteError, is_out_of_memory
 from maxtext_like.layers import precision, weight
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import path_keys
@@ -62,7 +62,7 @@ def xray_step(program: TrainProgram, state: State, batch: Batch, *, everything: 
     try:
       report = step_xray(program, everything=everything)(state, batch)
     except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error) and "Out of memory" not in str(error):
+      if not is_out_of_memory(error):
         raise
       raise DoesNotFitError(f"x-ray: out of memory: {str(error).strip().splitlines()[0]}") from error
   return translate(report, program.model.decoder, state)

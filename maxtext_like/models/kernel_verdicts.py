@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from maxtext_like import atomic
+from maxtext_like.errors import is_out_of_memory
 from maxtext_like.layers.attention import masks
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.numerics import attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck
@@ -75,6 +76,8 @@ class Target:
 def verdict_each(tests: Tests, device: Any, cache: str | None) -> Verdicts:
   """Return the verdict of each shape. Shapes without a stored verdict are tested at the same time.
 
+  Tests share the memory of the device. One that runs out of memory is repeated alone.
+
   Args:
     tests: the tests.
     device: device to run them on.
@@ -85,14 +88,18 @@ def verdict_each(tests: Tests, device: Any, cache: str | None) -> Verdicts:
   of_machine = versions(device)
   with ThreadPoolExecutor(_AT_ONCE, "self-test") as pool:
     own = [*pool.map(lambda of: _own_verdict(of[0], device, of_machine, cache, of[1]), tests)]
+  for i, (shape, test) in enumerate(tests):
+    if own[i] is None:
+      _log.info("%s: its self-test ran out of memory; testing it again alone", shape)
+      own[i] = _own_verdict(shape, device, of_machine, cache, test, alone=True)
   # The processes combine them in the same order.
-  return {shape: (_combined(problem), seconds) for (shape, _), (problem, seconds) in zip(tests, own, strict=True)}
+  return {shape: (_combined(found[0]), found[1]) for (shape, _), found in zip(tests, own, strict=True) if found is not None}
 
 
 def _own_verdict(
-  shape: Any, device: Any, of_machine: dict[str, Any], cache: str | None, test: Callable[..., Any]
-) -> tuple[str, float | None]:
-  """Return the verdict of this process."""
+  shape: Any, device: Any, of_machine: dict[str, Any], cache: str | None, test: Callable[..., Any], *, alone: bool = False
+) -> tuple[str, float | None] | None:
+  """Return the verdict of this process; None if memory did not suffice and the test was not ``alone``."""
   key = {"device": device.device_kind, "shape": dataclasses.asdict(shape)} | of_machine
   digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
   path = None  # a cache in a bucket stores compiled programs only: testing at every start is cheaper than a bucket client
@@ -103,9 +110,16 @@ def _own_verdict(
       return known, None
   begin = time.monotonic()
   with jax.default_device(device):
-    results = test(shape)
+    try:
+      results = test(shape)
+    except Exception as error:
+      if not is_out_of_memory(error):
+        raise
+      results = [CaseResult.of_error("the reference", error)]
+  if not alone and any(r.out_of_memory for r in results):
+    return None
   problem = _describe_failures(shape, results)
-  # Do not store the verdict of a kernel that raised an error: the machine may have been out of memory.
+  # Do not store the verdict of a kernel that raised an error: the reason may be the state of the machine, such as its memory.
   if path is not None and not any(r.raised for r in results):
     _write(path, key | {"problem": problem, "cases": [dataclasses.asdict(r) for r in results]})
   return problem, time.monotonic() - begin

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext_like.errors import is_out_of_memory
 from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Name, attend, kernel
@@ -157,6 +158,7 @@ class CaseResult:
     error, gradient_error: relative errors of the values and of the worst gradient; None if numbers are not finite.
     problem: description of the problem; "" if there is none.
     raised: True if the kernel did not run; ``problem`` is then its error message.
+    out_of_memory: True if it did not run because memory did not suffice, which says nothing about the kernel.
   """
 
   name: str
@@ -164,6 +166,14 @@ class CaseResult:
   gradient_error: float | None = None
   problem: str = ""
   raised: bool = False
+  out_of_memory: bool = False
+
+  @classmethod
+  def of_error(cls, name: str, error: Exception) -> "CaseResult":
+    """Return the result of a case in which the kernel did not run."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+    return cls(name=name, problem=said, raised=True, out_of_memory=is_out_of_memory(error))
 
 
 def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: Attention | None = None) -> list[CaseResult]:
@@ -195,7 +205,7 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
       got = [np.asarray(x, np.float64) for x in jax.device_get(compiled[case.length, case.in_parts].result()(*arguments))]
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
-      results.append(CaseResult(name=case.name, problem=words_of_error(error), raised=True))
+      results.append(CaseResult.of_error(case.name, error))
       continue
     want = [np.asarray(x, np.float64) for x in jax.device_get(compiled[case.length, None].result()(*arguments))]
     tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
@@ -349,9 +359,3 @@ def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarr
     gradient_error=None if None in gradients else max(gradients),
     problem="; ".join(problems),
   )
-
-
-def words_of_error(error: Exception) -> str:
-  """Return the error message of a kernel that did not run, in one line."""
-  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-  return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

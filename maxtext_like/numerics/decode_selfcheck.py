@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
+from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 _SLOTS, _ROWS = 1100, 5  # several parts of each row, and an incomplete block
 # Largest relative error of the output: scores are exact, and probabilities and the output are rounded to the dtype.
@@ -74,7 +74,7 @@ def self_test(shape: DecodeShape, attention: Any = None) -> list[CaseResult]:
       got = np.asarray(jax.device_get(made), np.float64)
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
-      results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
+      results.append(CaseResult.of_error(name, error))
       continue
     results.append(_judge(name, shape, got, _written_out(q, values["k"], values["v"], lengths, scale, shape.soft_cap)))
   return results

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, words_of_error
+from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together
 
 _GROUPS, _SUMMED, _ROWS = 6, 512, 700
 # Largest relative error of a complete array and of its worst row. float32 products with precision "default" round like bfloat16
@@ -113,7 +113,7 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
       ]
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
-      results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
+      results.append(CaseResult.of_error(name, error))
       continue
     want = [
       np.asarray(x, np.float64) * unit

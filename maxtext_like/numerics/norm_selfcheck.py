@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.numerics.attention_selfcheck import CaseResult, words_of_error
+from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 _ROWS = 1003  # several rows for each program, and one more for some of them
 # Largest relative error of dx, which is rounded to the dtype, and of its worst row. Sums over rows are float32.
@@ -55,7 +55,7 @@ def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
       got = [np.asarray(a, np.float64) for a in jax.device_get(gradients(x, inverse, factor, g, *more))]
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
-      results.append(CaseResult(name=name, problem=words_of_error(error), raised=True))
+      results.append(CaseResult.of_error(name, error))
       continue
     results.append(_judge(name, shape, got, _written_out(x, inverse, factor, g, *more)))
   return results

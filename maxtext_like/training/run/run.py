@@ -23,7 +23,7 @@ from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.load import Loaded
 from maxtext_like.data.loader import DataSource
 from maxtext_like.data.sources import source_names
-from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError
+from maxtext_like.errors import DoesNotFitError, ExitError, RetryableError, StoppedRunError, is_out_of_memory
 from maxtext_like.masking import masked, masked_values
 from maxtext_like.sharding import processes
 from maxtext_like.sharding.compilation_cache import use_compilation_cache
@@ -368,7 +368,7 @@ class _Run:
       self._heartbeat.wait_for_verdict()  # a lost process first appears as a failed collective
       first = str(error).strip().splitlines()[0]
       # Out of memory: show the estimate and the remedies.
-      if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
+      if is_out_of_memory(error):
         raise DoesNotFitError(
           f"out of memory: {first}\nestimated for each device:\n{memory.table(opened.need, opened.limit)}\n"
           f"{memory.remedies(opened.program, opened.need, opened.limit)}"
