@@ -2,11 +2,17 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import maxtext_like
+from maxtext_like.analysis.step_xray import step_xray
 from maxtext_like.api.risk import open_checkpoint
+from maxtext_like.config.load import load_config
+from maxtext_like.sharding.mesh import use_mesh
+from maxtext_like.training.step.program import make_program
 
 CHECKPOINT = Path(__file__).parents[1] / "golden/stress_fp16_mlp/checkpoint"
 OPEN = ["float32_gate_product=false", "float16_clamp=false"]
@@ -37,9 +43,22 @@ def test_risk_reads_the_weights_as_they_are_multiplied():
   np.testing.assert_array_equal(read[0](path, (0, slice(2, 5), slice(1, 3))), quantized[2:5, 1:3])
 
 
+STEP = [*ALONE, "max_target_length=12", "per_device_batch_size=2", "dataset=synthetic"]
+
+
 @pytest.mark.slow
+def test_a_step_on_quantized_weights_can_be_instrumented(model):
+  """Traced and lowered. At night the next test runs it; tests/docs runs a step that fails on weights as they are."""
+  program = make_program(load_config(model, STEP).config)
+  zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+  with use_mesh(program.model.mesh):
+    text = step_xray(program).lower(zeros(program.abstract_state), zeros(program.abstract_batch)).as_text()
+  assert "i8>" in text
+
+
+@pytest.mark.nightly
 def test_xray_names_the_place_and_the_key(model):
-  words = [*ALONE, f"init_from={CHECKPOINT}", "max_target_length=12", "per_device_batch_size=2", "dataset=synthetic"]
+  words = [*STEP, f"init_from={CHECKPOINT}"]
   found = maxtext_like.xray_step(model, *words)
   assert not found.finite
   assert found.cause is not None

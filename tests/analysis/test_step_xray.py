@@ -26,7 +26,6 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import environment
-from tests.tiers import tiers
 from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
 
@@ -240,7 +239,8 @@ FORMS = {  # the test below has plain scans
 }
 
 
-@pytest.mark.parametrize("form", tiers(FORMS, slow=("remat",)))
+@pytest.mark.nightly  # the next test has a stack in parts that are rematerialized
+@pytest.mark.parametrize("form", FORMS)
 def test_a_float16_product_without_clamp(form):
   words, layer = FORMS[form]
   config, report = planted(*PRODUCT, *words, layer=layer)
@@ -255,11 +255,14 @@ def test_a_float16_product_without_clamp(form):
 
 @pytest.mark.slow
 def test_a_float16_product_in_a_stack_that_is_scanned_in_parts():
+  """And rematerialized."""
   three = ["num_decoder_layers=3", "inhomogeneous_layer_cycle_interval=1", "layer_precision=[0 float32_logits=false]"]
-  _, report = planted(*PRODUCT, *three, layer=2)
+  config, report = planted(*PRODUCT, *three, "module_api=linen", "remat_policy=full", layer=2)
   cause = report.first_cause
   assert cause is not None
   assert (cause.layer, cause.direction, cause.op) == (2, "forward", "mul"), str(cause)
+  assert "layers/mlp.py:" in cause.source
+  assert remedies(config, cause) == ["float32_gate_product=auto", "float16_clamp=true"]
   bad = {t.name: t.stats.nonfinite > 0 for t in report.tensors if t.direction == "forward" and t.loops == ("layer",)}
   assert bad["mlp.gate"].tolist() == [False] * 3
   assert [False] * 2 + [True] in [b.tolist() for name, b in bad.items() if name.startswith("mlp.gate_product mul")]

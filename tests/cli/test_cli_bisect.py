@@ -58,7 +58,7 @@ def test_a_step_that_is_fine(bisect):
   assert "nothing to repair: within the tolerance of 0.5" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/analysis/test_quantized_overflow.py bisects the same checkpoint, without a configuration either
 def test_a_hugging_face_checkpoint_needs_no_configuration(bisect):
   """The first of the stress cases: the gated product overflows float16; a halved loss scale is a run's own affair."""
   checkpoint = GOLDEN / "stress_fp16_mlp" / "checkpoint"
