@@ -11,7 +11,7 @@ from maxtext_like.cli.main import main
 
 STEPS = 50
 WORDS = [
-  "max_target_length=64",
+  "max_target_length=32",
   "per_device_batch_size=4",
   "weight_dtype=bfloat16",
   "dataset=text",
@@ -21,10 +21,10 @@ WORDS += [
   "eval_fraction=0",
   "lr_schedule_type=constant",
   "warmup_steps_fraction=0",
-  "learning_rate=1e-3",
+  "learning_rate=5e-3",
   "enable_tensorboard=false",
 ]
-WORDS += ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2"]
+WORDS += ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=1", "emb_dim=64", "mlp_dim=96", "moe_mlp_dim=48"]
 LORA = ["lora_rank=8", "lora_alpha=8", "lora_modules=[attention, mlp, experts]"]
 
 
@@ -43,7 +43,7 @@ def test_losses_are_those_of_bfloat16(tmp_path):
   assert not any(row["skipped"] for row in half)
   first, second = (np.array([row["loss"] for row in rows]) for rows in (half, brain))
   assert len(first) == STEPS
-  assert second[-5:].mean() < 0.8 * second[:5].mean()  # it learns
+  assert second[-5:].mean() < 0.9 * second[:5].mean()  # it learns
   assert np.mean(np.abs(first - second) / second) < 0.01
   assert abs(first[-5:].mean() / second[-5:].mean() - 1) < 0.01
   leaves = manifest.read(tmp_path / "float16" / "checkpoints" / str(STEPS)).leaves

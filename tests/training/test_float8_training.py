@@ -32,11 +32,11 @@ def decoder(model: str, *words: str):
   return build_decoder(config.model, precision_of(config.precision), layer_precision=config.precision.layer_precision)
 
 
-KINDS = ("gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny")
-"""Every kind of layer."""
+KINDS = ("qwen3-moe-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny")
+"""Every kind of layer. tests/layers/quantization/test_float8.py has the gradients of each."""
 
 
-@pytest.mark.parametrize("model", tiers(KINDS, slow=("gemma4-moe-tiny",)))
+@pytest.mark.parametrize("model", tiers(KINDS, slow=("qwen3-moe-tiny",)))
 def test_every_family_trains_beside_bfloat16(model):
   low, plain = (losses(small_config(model, *FEWER[model], *words)) for words in (FLOAT8, FLOAT8[:1]))
   assert np.isfinite(low).all()
@@ -54,28 +54,29 @@ OTHER_WAYS = (
 
 @pytest.mark.parametrize("words", tiers(OTHER_WAYS, slow=OTHER_WAYS[2:4]))
 def test_it_goes_with_the_other_ways_to_train(words):
-  assert np.isfinite(losses(small_config("gemma4-tiny", *FEWER["gemma4-tiny"], *FLOAT8, *words.split()))).all()
+  assert np.isfinite(losses(small_config("qwen3-tiny", "num_decoder_layers=2", *FLOAT8, *words.split()))).all()
 
 
 @pytest.mark.slow
 def test_eight_devices_give_nearly_the_losses_of_one():
   """Nearly: bfloat16 sums in another order, and what they change of a number's rounding to float8."""
-  found = run_small("gemma3-tiny", *FEWER["gemma3-tiny"], *FLOAT8)
+  found = run_small("qwen3-tiny", "num_decoder_layers=2", *FLOAT8)
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=5e-3)
 
 
 @pytest.mark.slow
 def test_fifty_steps_end_where_those_of_bfloat16_do(tmp_path):
-  words = ["vocab_size=300", "tokenizer=bytes", "steps=50", "max_target_length=64", "per_device_batch_size=8"]
-  words += ["learning_rate=2e-3", "enable_checkpointing=false", "enable_tensorboard=false", f"output_dir={tmp_path}"]
+  words = ["vocab_size=300", "tokenizer=bytes", "steps=50", "max_target_length=64", "per_device_batch_size=4"]
+  words += ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=64", "mlp_dim=128", "learning_rate=2e-3"]
+  words += ["enable_checkpointing=false", "enable_tensorboard=false", f"output_dir={tmp_path}"]
   curves = []
   for name, own in {"plain": FLOAT8[:1], "low": FLOAT8}.items():
     train(load_config("gemma4-tiny", [*words, *own, f"run_name={name}"]), FailedStep, io.StringIO())
     curves.append([row["loss"] for row in read(tmp_path / name / METRICS)])
   plain, low = np.array(curves)
   assert plain[-10:].mean() < plain[:5].mean() - 1
-  assert abs(low[-10:].mean() / plain[-10:].mean() - 1) < 0.03
+  assert abs(low[-10:].mean() / plain[-10:].mean() - 1) < 0.01
 
 
 def test_a_tpu_and_an_old_gpu_are_refused():
