@@ -36,10 +36,10 @@ FEWER = MODELS | {
 """For tests that look at a family's own layers, not at how global and sliding ones take turns: the two that take longest to
 compile have global ones alone, with and without experts, with keys of their own and lent ones. Nobody has a vision tower."""
 
-MODEL_AXES = ["fsdp", "data-fsdp-tensor", "fsdp-context-tensor", "two-parts-slices"]
-EXPERT_AXES = ["fsdp", "data-fsdp-tensor", "expert-context-tensor", "sharded-slices", "two-parts-data"]
+MODEL_AXES = ["fsdp-context-tensor", "two-parts-slices"]
+EXPERT_AXES = ["expert-context-tensor", "sharded-slices", "two-parts-data"]
 """What the layers of a family meet: each axis, slices and microbatches, in as few meshes as have them. Gemma 3, with global and
-sliding layers, has every mesh, and a DeepSeek those of experts alone."""
+sliding layers, has every mesh, and Gemma 4's experts have that of fsdp alone."""
 ON_MESHES = FEWER | {"gemma4-e2b-tiny": [*FEWER["gemma4-e2b-tiny"], "use_multimodal=true"]}
 
 
@@ -57,22 +57,25 @@ def assert_equal(found: dict) -> None:
     assert mesh["gradients"] < 1e-5, name
 
 
-def test_a_family_on_three_meshes_gives_the_losses_and_gradients_of_one_device():
-  words = ["num_decoder_layers=2", "data-fsdp-tensor", "expert-context-tensor", "two-parts-data"]
+def test_a_family_on_two_meshes_gives_the_losses_and_gradients_of_one_device():
+  words = ["num_decoder_layers=2", "fsdp-context-tensor", "two-parts-slices"]
   assert_equal(run("tests.training.meshes", "qwen3-tiny", *words))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("model", "words", "mesh"),
   [
-    ("qwen3-moe-tiny", ["base_weights=nf4", "moe_mlp_dim=128", "lora_modules=[q_proj,experts]"], "expert-context-tensor"),
-    ("qwen3-tiny", ["base_weights=nf4", "lora_dora=true", "lora_modules=[q_proj,down_proj]"], "fsdp"),
-    ("qwen3-tiny", ["base_weights=int8", "lora_dropout=0.3"], "data-fsdp-tensor"),
-    ("qwen3-tiny", ["base_weights=fp8_block", "lora_dropout=0.3"], "two-parts-data"),
+    pytest.param(model, words, mesh, id=case, marks=pytest.mark.nightly if case == "int8" else pytest.mark.slow)
+    for case, (model, words, mesh) in {
+      "experts in nf4": (
+        "qwen3-moe-tiny", ["base_weights=nf4", "moe_mlp_dim=128", "lora_modules=[q_proj,experts]"], "expert-context-tensor",
+      ),
+      "DoRA over nf4": ("qwen3-tiny", ["base_weights=nf4", "lora_dora=true", "lora_modules=[q_proj,down_proj]"], "fsdp"),
+      "int8": ("qwen3-tiny", ["base_weights=int8", "lora_dropout=0.3"], "data-fsdp-tensor"),
+      "fp8_block": ("qwen3-tiny", ["base_weights=fp8_block", "lora_dropout=0.3"], "two-parts-data"),
+    }.items()
   ],
-  ids=["experts in nf4", "DoRA over nf4", "int8", "fp8_block"],
-)
+)  # fmt: skip
 def test_an_adapter_on_quantized_weights(model, words, mesh):
   """With fsdp=8 each device has a part of every block of 64, of which a weight has two. Norms (DoRA) and masks too."""
   sizes = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3"]
@@ -83,13 +86,15 @@ def test_an_adapter_on_quantized_weights(model, words, mesh):
 def test_every_family_on_every_kind_of_mesh(model):
   meshes = EXPERT_AXES if model in EXPERTS else MODEL_AXES
   if model == "gemma3-tiny":
-    meshes = [mesh for mesh in MESHES if mesh != "expert"]  # without experts it is data by another name
+    meshes = [mesh for mesh in MESHES if "expert" not in mesh]  # without experts it is data by another name
+  if model == "gemma4-moe-tiny":
+    meshes = [*meshes, "fsdp"]
   if model == "deepseek3.2-tiny":
-    meshes = [*meshes, "expert", "fsdp-expert-context"]
+    meshes = ["expert-context-tensor", "fsdp-expert-context", "two-parts-data"]
   assert_equal(run("tests.training.meshes", model, *ON_MESHES[model], *meshes))
 
 
-AXES = {"gemma4-tiny": {"fsdp", "context"}, "qwen3-moe-tiny": {"data", "expert"}, "deepseek3.2-tiny": {"tensor"}}
+AXES = {"qwen3-tiny": {"fsdp", "context"}, "qwen3-moe-tiny": {"data", "expert", "tensor"}}
 """The axes that have their devices in both processes, each in one mesh. What crosses processes depends on the axis, not on the
 family, so the families that compile fastest have them."""
 

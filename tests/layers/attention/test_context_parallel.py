@@ -94,10 +94,8 @@ def stays_split(text: str, parts: int) -> None:
 
 
 def quick():
-  # The windows reach over several parts, and later layers reuse keys and values. The tolerance is larger because the norm of
-  # the per-layer input amplifies rounding, also on a mesh that splits only rows.
-  small = {"num_decoder_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64}
-  text = compare("gemma4-e2b", rows(), small | {"sliding_window_size": 14}, 3e-5, chunks=2, context=4)
+  # The windows reach over several parts.
+  text = compare("gemma3", rows(), {"num_decoder_layers": 2, "sliding_window_size": 14}, 3e-5, chunks=2, context=4)
   stays_split(text, 4)
   assert re.search(r" collective-permute(-start)?\(", text)
   text = compare("deepseek3.2", rows(), context=2, tensor=2)
@@ -107,6 +105,10 @@ def quick():
 
 
 def every():
+  # Later layers reuse keys and values. The tolerance is larger because the norm of the per-layer input amplifies rounding, also
+  # on a mesh that splits only rows.
+  small = {"num_decoder_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64, "sliding_window_size": 14}
+  stays_split(compare("gemma4-e2b", rows(), small, 3e-5, chunks=2, context=4), 4)
   stays_split(compare("gemma3", rows(), {"sliding_window_size": 4}, context=8), 8)
   stays_split(compare("gemma3", rows(images=True), {"attn_logits_soft_cap": 0.7}, context=4), 4)
   stays_split(compare("gemma4", rows(packed=False), context=2, tensor=2, chunks=3), 2)
