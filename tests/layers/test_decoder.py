@@ -72,7 +72,7 @@ def close(a, b, tolerance=1e-4):
 EVERY = ("gemma4-moe", "gemma4-e2b", "gemma3", "gemma4", "deepseek3", "deepseek3.2")
 
 
-@pytest.mark.parametrize("family", tiers(EVERY, slow=("gemma4-moe", "gemma4-e2b", "deepseek3.2")))
+@pytest.mark.parametrize("family", tiers(EVERY, slow=("gemma4-e2b", "deepseek3.2")))
 def test_scan_is_the_loop(family, compiled, batch):
   decoder, p, scanned = compiled(family)
   _, _, looped = compiled(family, scan_layers=False)
@@ -92,11 +92,17 @@ def test_scan_is_the_loop(family, compiled, batch):
       assert (g == 0).all(), name
 
 
-REMATTED = (("gemma4-e2b", "full"), ("gemma4-moe", "minimal"), ("gemma4-moe", "save_mlp"), ("deepseek3.2", "save_attention"))
+REMATTED = (
+  ("gemma3", "full"),
+  ("gemma4-e2b", "full"),
+  ("gemma4-moe", "minimal"),
+  ("gemma4-moe", "save_mlp"),
+  ("deepseek3.2", "save_attention"),
+)
 """Each policy with a family in which most of its names occur: shared keys and values, experts, MLA with an indexer."""
 
 
-@pytest.mark.parametrize(("family", "policy"), [("gemma3", "full"), *tiers(REMATTED, rest="slow")])
+@pytest.mark.parametrize(("family", "policy"), tiers(REMATTED, quick=REMATTED[:1], slow=REMATTED[3:]))
 def test_remat_changes_no_number(family, policy, compiled, batch):
   layers = FOUR_LAYERS if family == "gemma3" else ()
   _, p, plain = compiled(family, changes=layers)
@@ -113,7 +119,7 @@ WAITS = (
 )
 
 
-@pytest.mark.parametrize("case", tiers(WAITS, quick=WAITS[:1], slow=(WAITS[2], WAITS[4])))
+@pytest.mark.parametrize("case", tiers(WAITS, quick=WAITS[:1], slow=(WAITS[2],)))
 def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, batch):
   """A CPU has one memory for both, so the program runs there. E2B's layers also read keys and values of other layers."""
   family, policy, offload = case.split()
@@ -346,7 +352,10 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
     assert jnp.abs(second - own).max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["gemma4-e2b", slow("gemma4-moe"), slow("deepseek3.2")])
+PASSES = ("gemma4-e2b", "gemma4-moe", "deepseek3.2")
+
+
+@pytest.mark.parametrize("family", tiers(PASSES, quick=PASSES[:1], slow=PASSES[2:]))
 def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_params, batch):
   """Run enter, every row and leave, and go back one row at a time, as an update inside the backward pass does."""
   layers = {"num_decoder_layers": 4, "num_kv_shared_layers": 2} if family == "gemma4-e2b" else {}

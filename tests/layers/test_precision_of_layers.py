@@ -67,9 +67,8 @@ def relative(a, b) -> float:
   return max(np.abs(x - y).max(initial=0) / max(np.abs(y).max(initial=0), 1e-3) for x, y in pairs)
 
 
-@pytest.mark.parametrize(
-  "family", tiers(("gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",))
-)  # shared keys and values; two stacks and an indexer
+# A stack in two parts; shared keys and values; two stacks and an indexer. The next test has the layers of each one by one.
+@pytest.mark.parametrize("family", tiers(("gemma3", "gemma4-e2b", "deepseek3.2"), slow=("gemma3",)))
 def test_scan_is_the_loop(family, mixed, random_params, batch):
   """The results are equal to the bit. In bfloat16 any difference in rounding would be visible."""
   scanned, looped = mixed(family), mixed(family, scan_layers=False)
@@ -87,7 +86,7 @@ def test_scan_is_the_loop(family, mixed, random_params, batch):
   assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize("family", tiers(MIXED, quick=["gemma3"], rest="slow"))
+@pytest.mark.parametrize("family", tiers(MIXED, quick=("gemma3",), slow=("gemma4-e2b", "deepseek3.2")))
 def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batch):
   """Call the layers one by one with the inputs that the decoder passed to them. The results equal those of the decoder."""
   decoder = mixed(family)

@@ -102,7 +102,7 @@ QUICK = ["gemma4-moe", slow("gemma4-e2b"), slow("deepseek3.2")]
 """Together they have every kind of layer."""
 
 
-@pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2"), slow=("gemma4-moe", "deepseek3.2")))
+@pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",)))
 def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, random_params, batch):
   """Loss and gradients of the factors equal those of the merged arrays, also for experts, tables and the indexer."""
   decoder = tiny_decoder(family, changes=dict(TWO_LAYERS) if family == "gemma4-moe" else {})
@@ -137,9 +137,13 @@ def apart(precision, equation, x, weights, **how):
 
 
 @pytest.mark.parametrize(
-  ("family", "dtype"), [("gemma4-moe", "bfloat16"), ("gemma4-e2b", "float16"), ("deepseek3.2", "bfloat16")]
+  ("family", "dtype"),
+  [
+    pytest.param("gemma4-moe", "bfloat16", marks=pytest.mark.slow),
+    pytest.param("gemma4-e2b", "float16", marks=pytest.mark.nightly),
+    pytest.param("deepseek3.2", "bfloat16", marks=pytest.mark.nightly),
+  ],
 )
-@pytest.mark.slow
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   family, dtype, tiny_decoder, random_params, batch, monkeypatch
 ):

@@ -123,7 +123,7 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
   np.testing.assert_allclose(found[Z_LOSS], Z_WEIGHT * squares.mean(1).sum(), rtol=2e-6)
 
 
-@pytest.mark.parametrize("definition", ["maxtext", "huggingface"])
+@pytest.mark.parametrize("definition", ["maxtext", pytest.param("huggingface", marks=pytest.mark.slow)])
 def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
   """Two parts of a batch have unequal numbers of tokens. Each gets the load of the complete batch if the definition needs
   it."""

@@ -19,6 +19,7 @@ from maxtext_like.layers.quantization import float8
 from maxtext_like.layers.quantization.low_rank import Layout, LowRank
 from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Groups, product
+from tests.layers.conftest import FAMILIES
 
 RNG = np.random.default_rng(0)
 LIMITS = {float8.NUMBERS: 448.0, float8.GRADIENTS: 57344.0}
@@ -83,8 +84,7 @@ def test_the_rounding_of_a_number_does_not_depend_on_the_rest_of_the_tensor():
   np.testing.assert_array_equal(back(alone)[big], back(beside)[big])
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize(("dtype", "jitted"), [("bfloat16", False), ("bfloat16", True), ("float32", True), ("float16", True)])
 @pytest.mark.parametrize(("spec", "shapes"), SPECS, ids=[s[0] for s in SPECS])
 def test_product_and_gradients_are_those_of_the_rounded_numbers(spec, shapes, dtype, jitted):
   x, y = draw(*shapes[0], dtype=dtype), draw(*shapes[1], dtype=dtype, scale=0.02)
@@ -211,8 +211,14 @@ def test_on_devices_it_is_what_it_is_on_one():
     np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+CASES = [(family, dtype) for family in FAMILIES for dtype in ("bfloat16", "float16")]
+SOME = {("gemma4-moe", "bfloat16"), ("gemma4-e2b", "float16"), ("deepseek3.2", "float16")}
+"""These have the layers of all families."""
+
+
+@pytest.mark.parametrize(
+  ("family", "dtype"), [pytest.param(*case, marks=pytest.mark.slow if case in SOME else pytest.mark.nightly) for case in CASES]
+)
 def test_every_family_has_finite_gradients_and_a_loss_near_that_of_its_dtype(family, dtype, tiny_decoder, random_params, batch):
   def gradients(**precision):
     decoder = tiny_decoder(family, precision={"dtype": dtype, **precision})

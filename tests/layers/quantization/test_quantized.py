@@ -28,6 +28,7 @@ from maxtext_like.layers.quantization.quantized import (
 from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Weight, product
 from tests.layers.test_decoder import UNOPTIMIZED, close, objective
+from tests.tiers import tiers
 
 MAP = Param((130, 3, 50), ("embed", "heads", "head_dim"), "float32", fan_in(0))
 OUTPUT = Param((2, 70, 90), ("heads", "head_dim", "embed"), "float32", fan_in(0, 1))
@@ -183,8 +184,7 @@ def whole(w: Any) -> Any:
   return jax.lax.map(lambda s: Quantized(s, w.form, w.param).values("float32"), w.stored) if stacked else w.values("float32")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3"])
+@pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3"), slow=("deepseek3.2",)))
 def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params, batch):
   """Compare values, and gradients of the other arrays, under scan and remat. Experts, head and indexer are quantized too."""
   decoder = tiny_decoder(family, remat_policy="full")

@@ -38,7 +38,7 @@ def packed(T):
   [
     slow(100, None, True, (2, 1, 128, 128), None),
     (384, 100, True, (2, 1, 128, 128), None),
-    (384, None, False, (2, 2, 192, 128), None),
+    slow(384, None, False, (2, 2, 192, 128), None),
     slow(200, 100, True, (2, 1, 128, 128), 0.6),
   ],
 )
