@@ -20,7 +20,7 @@ from maxtext_like.training.step.program import make_program
 pytestmark = pytest.mark.slow  # half a minute of runs that all of them look at
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
-WORDS += ["inhomogeneous_layer_cycle_interval=2", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
+WORDS += ["inhomogeneous_layer_cycle_interval=1", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
 WORDS += ["dataset=text", "eval_fraction=0", "weight_dtype=bfloat16", "learning_rate=0.02", "checkpoint_interval=2"]
 TABLE = ["lora_rank=3", "lora_alpha=6", "lora_modules=[q_proj]", "modules_to_save=[embed_tokens]"]
 HEAD, EMBEDDING = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"

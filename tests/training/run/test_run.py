@@ -25,7 +25,8 @@ from maxtext_like.training.loop.signals import StopRequested
 from maxtext_like.training.loop.watchdog import Watchdog
 from maxtext_like.training.run import run
 
-WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
+WORDS = ["max_target_length=16", "per_device_batch_size=4", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
+WORDS += ["inhomogeneous_layer_cycle_interval=1"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "eval_fraction=0.2"]
 KEYS = {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens", "step_seconds", "tokens_per_second"}
 KEYS |= {"tflops_per_device", "skipped", "clipped"}

@@ -14,7 +14,8 @@ from maxtext_like.training.step.in_backward.gradient_shares import GradientShare
 from maxtext_like.training.step.in_backward.step import StepInBackward
 from maxtext_like.training.step.program import make_program
 
-WORDS = ["gemma4-tiny", "max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=3", "emb_dim=32", "mlp_dim=48"]
+WORDS = ["gemma4-tiny", "max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
+WORDS += ["inhomogeneous_layer_cycle_interval=1"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "dataset_documents_max=40", "remat_policy=full"]
 WORDS += ["optimizer_in_backward=true", "gradient_clipping_threshold=0.3", "checkpoint_period=2"]
 
