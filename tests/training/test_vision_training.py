@@ -31,7 +31,7 @@ from tests.processes import ROOT, environment
 from tests.tiers import nightly, slow
 
 GOLDEN = ROOT / "tests" / "golden"
-SMALL = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "emb_dim=32", "mlp_dim=48"]
+SMALL = ["num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=1", "emb_dim=32", "mlp_dim=48"]
 SMALL += ["intermediate_size_for_vit=32"]
 SMALL += ["max_target_length=40", "per_device_batch_size=4", "lr_schedule_type=constant"]
 SMALL += ["use_multimodal=true", "dataset=jsonl", "warmup_steps_fraction=0", "learning_rate=1e-2", "enable_tensorboard=false"]
@@ -219,7 +219,7 @@ def test_modules_that_do_not_go_with_the_tower(words: list[str], said: str):
 @pytest.mark.parametrize(
   ("model", "name"),
   [
-    slow("gemma3-tiny", "trained"),
+    nightly("gemma3-tiny", "trained"),
     nightly("gemma3-tiny", "projector"),
     nightly("gemma3-tiny", "frozen below an adapter"),
     slow("gemma3-tiny", "projector beside an adapter"),
