@@ -13,7 +13,7 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from tests.tiers import slow
+from tests.tiers import nightly, slow
 
 TPU = configs_folder().parent / "tpu"
 
@@ -32,15 +32,15 @@ def planned(model: str, topology: str, *words: str) -> Plan:
     # What `compile ... machine_code=false` said on 2026-11-22 (docs/results/memory.md): dense; a table whose parts fill no
     # tiles; experts that travel to tokens, and tokens to experts; a loss in one piece.
     ("gemma4-31b", "v6e-32", ["max_target_length=2048"], 17.58, 518.9),
-    slow("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
+    nightly("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
     slow("gemma3-27b", "v6e-32", [], 17.48, 898.2),
-    slow("gemma3-27b", "v6e-256", [], 9.74, 898.2),
-    slow("gemma4-26b", "v6e-32", [], 17.26, 137.9),
+    nightly("gemma3-27b", "v6e-256", [], 9.74, 898.2),
+    nightly("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
     # 2026-11-25: a table of inputs by layer, of which the gradient is there in two orders.
     slow("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
-    slow("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
-    slow("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 4.55, 79.06),
+    nightly("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
+    nightly("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 4.55, 79.06),
     # Positions that are split: the gradient of the logits' table is whole.
     slow(
       "gemma3-4b",

@@ -14,7 +14,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import count
 from maxtext_like.sharding.mesh import abstract_mesh
 from maxtext_like.training.step.program import TrainProgram, make_program
-from tests.tiers import slow
+from tests.tiers import nightly, slow
 
 TPU = configs_folder().parent / "tpu"
 NF4 = ("base_weights=nf4", "lora_rank=16", "lora_alpha=32", "weight_dtype=bfloat16", "max_target_length=2048")
@@ -130,17 +130,17 @@ def test_more_rows_a_chip_share_an_update():
   [
     # What `compile ... machine_code=false` said on 2026-11-25 (docs/results/memory.md).
     ("qwen3-0.6b", "v6e-1", ["max_target_length=128"], 31.2),
-    slow("qwen3-0.6b", "v6e-1", ["max_target_length=2048", "remat_policy=none"], 47.8),
+    nightly("qwen3-0.6b", "v6e-1", ["max_target_length=2048", "remat_policy=none"], 47.8),
     slow("qwen3-8b", "v6e-8", ["max_target_length=2048"], 253.9),
-    slow("gemma4-31b", "v6e-32", ["max_target_length=2048"], 905.5),
+    nightly("gemma4-31b", "v6e-32", ["max_target_length=2048"], 905.5),
     slow("gemma4-e2b", "v6e-4", [], 227.5),
     slow("gemma4-26b", "v6e-16", [], 1171.2),
-    slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 825.7),
+    nightly("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 825.7),
     slow("deepseek3-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml"], 2892.2),
     slow("gemma3-4b", "v6e-1", [*NF4], 115.8),
-    slow("gemma3-12b", "v6e-1", [*NF4], 361.3),
-    slow("gemma4-31b", "v6e-1", [*NF4], 1093.2),
-    slow("gemma4-26b", "v6e-1", [*NF4], 1269.5),
+    nightly("gemma3-12b", "v6e-1", [*NF4], 361.3),
+    nightly("gemma4-31b", "v6e-1", [*NF4], 1093.2),
+    nightly("gemma4-26b", "v6e-1", [*NF4], 1269.5),
   ],
 )
 def test_what_libtpus_programs_move(model, topology, words, gb):
