@@ -13,14 +13,19 @@ HEADS: Any = {"head_dim": 8, "query_heads": 2, "kv_heads": 1, "length": 32}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("runs")
-  return maxtext_like.train("qwen3-tiny", steps=1, dataset="synthetic", output_dir=folder, run_name="a", **TINY)
-
-
-def test_progress_is_told_line_by_line(tmp_path):
+def run_and_lines(tmp_path_factory):
   lines: list[str] = []
-  maxtext_like.train("qwen3-tiny", steps=1, dataset="synthetic", output_dir=tmp_path, progress=lines.append, **TINY)
+  keys = {"output_dir": tmp_path_factory.mktemp("runs"), "run_name": "a", "progress": lines.append}
+  return maxtext_like.train("qwen3-tiny", steps=1, dataset="synthetic", **keys, **TINY), lines
+
+
+@pytest.fixture
+def run(run_and_lines):
+  return run_and_lines[0]
+
+
+def test_progress_is_told_line_by_line(run_and_lines):
+  lines = run_and_lines[1]
   assert lines
   assert not any("\n" in line for line in lines)
 

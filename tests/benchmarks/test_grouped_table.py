@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.grouped import loads
 from maxtext_like.config.files import configs_folder
 
@@ -17,6 +19,7 @@ def test_every_row_has_a_group():
   assert found["uneven"].max() > found["even"].max()
 
 
+@pytest.mark.slow
 def test_its_table():
   words = [
     "benchmarks/grouped.py",

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_its_table():
   words = ["benchmarks/norm_gradients.py", "--sizes", "6", "1024", "--kernels", "xla", "--dtype", "float32"]
   done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -9,8 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("forms", [("whole", "gathered"), ("whole", "masked", "gathered")], ids=len)
-@pytest.mark.slow
+FORMS = [
+  pytest.param(("whole", "gathered"), marks=pytest.mark.nightly),
+  pytest.param(("whole", "masked", "gathered"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("forms", FORMS, ids=len)
 def test_its_table(forms):
   words = ["benchmarks/sparse_attention.py", "--model", "deepseek3.2-tiny", "--length", "512", "--seconds", "0.3"]
   done = subprocess.run([sys.executable, *words, "--forms", *forms], cwd=ROOT, capture_output=True, text=True, check=True)

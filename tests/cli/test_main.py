@@ -138,7 +138,8 @@ def test_an_error_of_the_program_itself_keeps_its_traceback(monkeypatch):
 
 
 def test_garbage_is_looked_for_less_often_while_a_verb_runs(monkeypatch):
-  seen, usual, of_tests = [], (700, 10, 10), gc.get_threshold()  # Python's own; that of the tests is a verb's
+  # Python's own for new objects; those of the tests before, a million, are not looked at. That of the tests is a verb's.
+  seen, usual, of_tests = [], (700, 10_000, 10_000), gc.get_threshold()
   monkeypatch.setattr("maxtext_like.cli.config.run", lambda argv: seen.append(gc.get_threshold()) or 0)
   gc.set_threshold(*usual)
   try:

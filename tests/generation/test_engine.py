@@ -21,7 +21,12 @@ LENGTH = 13  # tokens to make: more than one call of the decoding program, and m
 
 # Every kind of cache: ring buffers of a window smaller than the text, shared keys, latents with index keys.
 MODELS = {
-  "gemma4-e2b-tiny": ["sliding_window_size=5", "num_decoder_layers=6", "num_kv_shared_layers=3"],
+  "gemma4-e2b-tiny": [
+    "sliding_window_size=5",
+    "num_decoder_layers=4",
+    "num_kv_shared_layers=2",
+    "inhomogeneous_layer_cycle_interval=2",
+  ],
   "deepseek3.2-tiny": ["indexer_topk=6", "num_decoder_layers=2", "num_experts=4", "n_routing_groups=2"],
 }
 

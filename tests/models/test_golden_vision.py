@@ -64,7 +64,7 @@ def base(name: str, *overrides: str, gradients: bool = False) -> Outputs:
   return outputs(params, "base")
 
 
-SLOW = ("gemma4_vision_small", "stress_fp16_vision")
+SLOW = ("gemma4_vision_large", "gemma4_vision_small", "stress_fp16_vision")
 
 
 @pytest.fixture(

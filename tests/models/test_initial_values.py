@@ -15,6 +15,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import Constant, init
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.initial_values import saturation
+from tests.tiers import tiers
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/models").glob("*.yml"))
 # A narrow model of 12 layers with heads as wide as those of Gemma 4 31B.
@@ -123,8 +124,10 @@ def test_gradients_of_a_deep_gemma4_start_small_and_with_maxtexts_values_large()
   assert old > 200
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny"])
+EVERY = ("gemma3-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")
+
+
+@pytest.mark.parametrize("name", tiers(EVERY, slow=("gemma4-e2b-tiny", "deepseek3.2-tiny")))
 def test_gradients_of_every_family_start_small(name: str):
   assert gradient_norm(decoder_of(name, "dtype=float32")) < 50
 

@@ -22,6 +22,7 @@ from maxtext_like.generation.sampling import Sampling
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
 from tests.models.test_golden import GOLDEN, Case
+from tests.tiers import tiers
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("qwen3-tiny", "qwen3-moe-tiny")
@@ -77,8 +78,7 @@ def test_greedy_answers_are_transformers(name: str):
   np.testing.assert_array_equal(made, want)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.slow
+@pytest.mark.parametrize("model", tiers(MODELS, slow=("qwen3-moe-tiny",)))
 def test_training_is_the_same_in_both_faces_and_learns(model: str, tmp_path: Path):
   losses = []
   for name, words in {"a": ["scan_layers=true", "module_api=nnx"], "b": ["scan_layers=false", "module_api=linen"]}.items():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from maxtext_like.training.step.program import make_program
-from tests.tiers import slow
 from tests.training.small import batches, small_config
 from tests.training.test_parallelism import run
 
@@ -15,13 +14,10 @@ BATCH = [*TINY, "num_decoder_layers=1", "num_kv_heads=1", "head_dim=8", "load_ba
 SEQUENCE = [*TINY, "num_kv_heads=2", "mlp_dim=8", "q_lora_rank=8", "kv_lora_rank=8", "load_balance_loss_weight=0.1"]
 
 
+@pytest.mark.slow  # tests/layers/moe/test_load_balance.py has the losses of parts and their gradients
 @pytest.mark.parametrize(
-  ("model", "words"),
-  [
-    ("qwen3-moe-tiny", BATCH),  # load_balance_loss: huggingface
-    slow("deepseek3-tiny", SEQUENCE),
-  ],
-)
+  ("model", "words"), [("qwen3-moe-tiny", BATCH), ("deepseek3-tiny", SEQUENCE)]
+)  # load_balance_loss: huggingface and by sequence
 def test_losses_of_the_router_are_those_of_one_large_batch(model, words):
   """A mean over the batch, and a mean over its rows; rows have unequal numbers of tokens, one of them none."""
   batch = batches(4)[0]

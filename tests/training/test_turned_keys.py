@@ -47,7 +47,8 @@ SAME_PROGRAM = {"module_api": "both faces trace the same layers"}
 MIXED = ("qwen3-moe-tiny", *SMALL, "emb_dim=16", "num_query_heads=2", "num_kv_heads=1", "head_dim=8", "moe_mlp_dim=8")
 DENSE = ("qwen3-tiny", *SMALL, "emb_dim=16", "num_query_heads=2", "num_kv_heads=1", "head_dim=8", "mlp_dim=8")
 CONTEXTS = {
-  "adamw": MIXED,
+  "adamw": DENSE,
+  "experts": MIXED,
   "sgd": (*DENSE, "opt_type=sgd", "lr_schedule_type=constant", "warmup_steps_fraction=0"),
   "lion": (*DENSE, "opt_type=lion", "lr_schedule_type=wsd", "gradient_clipping_threshold=0"),
   "adafactor": (*DENSE, "opt_type=adafactor", "scan_layers=false", "remat_policy=full"),

@@ -14,7 +14,7 @@ from maxtext_like.layers.param import Param, constant, fan_in, stack
 from maxtext_like.training.optimizers import low_rank_moment as low_rank_moment_module
 from maxtext_like.training.optimizers.low_rank_moment import Factors, low_rank_moment
 from maxtext_like.training.optimizers.optimizer import make_optimizer
-from tests.tiers import slow
+from tests.tiers import nightly, slow
 from tests.training.toy import toy_config
 
 B1, RANK = 0.8, 3
@@ -189,7 +189,7 @@ def test_no_number_is_large_whatever_comes(steps, seed):
       assert np.abs(made[name]).max() <= 1.01 * root * (2 + 1 / (1 - B1))
 
 
-@pytest.mark.parametrize("rank", [8, 128, slow(640)])
+@pytest.mark.parametrize("rank", [8, 128, slow(384), nightly(640)])
 def test_columns_that_are_all_alike_have_a_basis_too(rank):
   """Of directions of rank 1 all sketches are one column: of their Gram matrix nothing but the ridge has a Cholesky factor."""
   spec = {"w": Param((2 * rank + 8, 2 * rank + 5), ("embed", "mlp"))}

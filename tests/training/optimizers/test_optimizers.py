@@ -142,7 +142,7 @@ def test_factored_moments_are_sharded_along_what_they_keep():
   assert specs[()] == jax.sharding.PartitionSpec()
 
 
-@pytest.mark.parametrize(("rule", "rank"), [*((rule, 0) for rule in OPT_TYPES), ("adafactor", 3)])
+@pytest.mark.parametrize(("rule", "rank"), [*((rule, 0) for rule in OPT_TYPES), slow("adafactor", 3)])
 @pytest.mark.parametrize("weight_dtype", ["float32", slow("float16")])
 def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
   """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""

@@ -15,6 +15,7 @@ from maxtext_like.models.row_norms import row_labels
 from maxtext_like.training.run.run import train
 from maxtext_like.training.step.train_step import UNKNOWN
 from maxtext_like.training.step.update_retention import NAME, metrics, warning
+from tests.tiers import tiers
 from tests.training.small import SMALL
 from tests.training.step.in_backward.test_step import THREE, UNCLIPPED, compiled, descend
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step
@@ -91,8 +92,7 @@ def test_a_low_share_is_told_with_the_key_that_mends_it(dtype, stochastic, said)
   assert warning(3, row | {NAME: 0.5}, cast(Any, config)) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rounding", ["false", "true"])
+@pytest.mark.parametrize("rounding", tiers(["false", "true"], slow=["true"]))
 def test_layers_in_the_backward_pass_have_the_shares_of_the_ordinary_step(rounding):
   words = (*THREE, UNCLIPPED, *SGD, "weight_dtype=bfloat16", "update_survival_every=1", "learning_rate=0.01")
   words += (f"stochastic_rounding={rounding}",)
