@@ -170,7 +170,7 @@ def test_a_terminal_that_goes_away_is_a_stop(train):
 
 @pytest.mark.slow
 def test_nohup_is_left_as_it_is(train):
-  process = train.spawn("a", prefix=["nohup"], steps=300)
+  process = train.spawn("a", prefix=["nohup"], steps=100)
   train.wait_for(r"step +5 of", process)
   process.send_signal(signal.SIGHUP)
   assert process.wait(timeout=240) == 0, train.log.read_text()

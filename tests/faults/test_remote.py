@@ -17,9 +17,9 @@ from tests.s3_emulator import store_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["gs", "s3"])
+@pytest.fixture
 def protocol(request):
-  """Of the store."""
+  """Of the store, which each test names."""
   return request.param
 
 
@@ -80,6 +80,7 @@ def ends(process, code):
   return output
 
 
+@pytest.mark.parametrize("protocol", ["gs"], indirect=True)  # s3 below; requests of either: tests/checkpoint/store
 def test_killed_in_the_middle_of_a_save_it_goes_on_as_if_nothing_was(train, whole, protocol, store):
   killed = train("killed", steps=40)
   kill_at = []
