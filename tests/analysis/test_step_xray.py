@@ -26,6 +26,7 @@ from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import environment
+from tests.tiers import tiers
 from tests.training.small import batches, small_config
 from tests.training.toy import LAYERS, ToyDecoder, toy_batch, toy_config, toy_step
 

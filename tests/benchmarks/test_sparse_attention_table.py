@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import nightly, slow
+
 ROOT = Path(__file__).parents[2]
 
 
-FORMS = [
-  pytest.param(("whole", "gathered"), marks=pytest.mark.nightly),
-  pytest.param(("whole", "masked", "gathered"), marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("forms", FORMS, ids=len)
+@pytest.mark.parametrize("forms", [nightly(("whole", "gathered")), slow(("whole", "masked", "gathered"))], ids=len)
 def test_its_table(forms):
   words = ["benchmarks/sparse_attention.py", "--model", "deepseek3.2-tiny", "--length", "512", "--seconds", "0.3"]
   done = subprocess.run([sys.executable, *words, "--forms", *forms], cwd=ROOT, capture_output=True, text=True, check=True)

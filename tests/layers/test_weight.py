@@ -26,7 +26,7 @@ from maxtext_like.layers.vision.gemma4 import Gemma4VisionConfig
 from maxtext_like.layers.weight import Equation, Rounded, Weight, lookup, product, products
 from tests.layers.equations import named
 from tests.layers.test_decoder import TWO_LAYERS, UNOPTIMIZED, close, objective
-from tests.tiers import slow, tiers
+from tests.tiers import nightly, slow, tiers
 
 RANK, SCALE = 2, 0.5
 static = dataclasses.field(metadata={"static": True})
@@ -139,9 +139,9 @@ def apart(precision, equation, x, weights, **how):
 @pytest.mark.parametrize(
   ("family", "dtype"),
   [
-    pytest.param("gemma4-moe", "bfloat16", marks=pytest.mark.slow),
-    pytest.param("gemma4-e2b", "float16", marks=pytest.mark.nightly),
-    pytest.param("deepseek3.2", "bfloat16", marks=pytest.mark.nightly),
+    slow("gemma4-moe", "bfloat16"),
+    nightly("gemma4-e2b", "float16"),
+    nightly("deepseek3.2", "bfloat16"),
   ],
 )
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(

@@ -20,6 +20,7 @@ from maxtext_like.layers.quantization.low_rank import Layout, LowRank
 from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Groups, product
 from tests.layers.conftest import FAMILIES
+from tests.tiers import tiers
 
 RNG = np.random.default_rng(0)
 LIMITS = {float8.NUMBERS: 448.0, float8.GRADIENTS: 57344.0}
@@ -216,9 +217,7 @@ SOME = {("gemma4-moe", "bfloat16"), ("gemma4-e2b", "float16"), ("deepseek3.2", "
 """These have the layers of all families."""
 
 
-@pytest.mark.parametrize(
-  ("family", "dtype"), [pytest.param(*case, marks=pytest.mark.slow if case in SOME else pytest.mark.nightly) for case in CASES]
-)
+@pytest.mark.parametrize(("family", "dtype"), tiers(CASES, slow=SOME))
 def test_every_family_has_finite_gradients_and_a_loss_near_that_of_its_dtype(family, dtype, tiny_decoder, random_params, batch):
   def gradients(**precision):
     decoder = tiny_decoder(family, precision={"dtype": dtype, **precision})
