@@ -12,7 +12,16 @@ from tests.processes import ROOT, environment
 @pytest.mark.parametrize(
   ("words", "split"),
   [
-    (["gemma4-e2b-tiny", "ici_tensor_parallelism=2", "num_decoder_layers=4", "num_kv_shared_layers=2"], "fsdp"),
+    (
+      [
+        "gemma4-e2b-tiny",
+        "ici_tensor_parallelism=2",
+        "num_decoder_layers=4",
+        "num_kv_shared_layers=2",
+        "inhomogeneous_layer_cycle_interval=2",
+      ],
+      "fsdp",
+    ),
     (["deepseek3.2-tiny", "ici_tensor_parallelism=2", "ici_expert_parallelism=2", "num_decoder_layers=2"], "expert"),
   ],
 )

@@ -100,10 +100,10 @@ def test_logits_that_are_not_finite_are_told_and_never_sampled(place: Path, trai
   rows = Samples(program, load_tokenizer(f"{place}/tokenizer"), said.append)(7, params)
   assert not said
   assert [(row["step"], row["text"], row["tokens"]) for row in rows] == [(7, "", 0)] * 2
-  assert all("row 0, token 0 of the answer: the logits are not finite" in row["error"] for row in rows)
-  assert "step 7: no samples: row 0" in caplog.text
+  assert all("sample_prompts[0], token 0 of the answer: the logits are not finite" in row["error"] for row in rows)
+  assert "step 7: no samples: sample_prompts[0]" in caplog.text
   page = render(name="n", outcome="", rows=[], finiteness={}, config_yaml="", environment={}, samples=rows)
-  assert "<span class=bad>row 0" in page
+  assert "<span class=bad>sample_prompts[0]" in page
 
 
 def test_a_prompt_that_cannot_be_sampled_ends_the_run_before_it_begins(place: Path, capsys: pytest.CaptureFixture):
