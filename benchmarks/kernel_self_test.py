@@ -1,17 +1,19 @@
-"""The self-test of the fused attention kernels on this machine's device, in the shapes of the models, as a table.
+"""The self-tests of fused kernels on this machine's device in the shapes of the models: a table of attention, or all timed.
 
 python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...]
 python benchmarks/kernel_self_test.py --together [--model gemma4-26b]
 
 `--any-length` adds rows of 64 positions more, which a run never gives to cuDNN (its bfloat16 backward gave NaN gradients at
 length % 128 == 64: pytorch issue 196678), to see whether this machine's libraries still do. Exit code 3 when a kernel
-failed in a shape that a run would use. `--together` prints no table, only the seconds of all shapes tested at the same time, as
-a run does at its first start.
+failed in a shape that a run would use. `--together` prints no table. It tests the kernels of attention, experts and norms at
+the same time, as a run does at its first start, and prints the seconds of each shape and the number of compiled programs.
 """
 
 import argparse
+import collections
 import dataclasses
 import importlib.metadata
+import os
 import sys
 import time
 from typing import Any
@@ -23,9 +25,11 @@ from maxtext_like.layers.attention.attention import AttentionConfig
 from maxtext_like.layers.kernels.attention.registry import Case, Name, kernel
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.vision.attention import case_of
+from maxtext_like.models import grouped_kernels, norm_kernels
 from maxtext_like.models.attention_kernels import shape_of
 from maxtext_like.models.build import build_decoder
-from maxtext_like.models.kernel_verdicts import verdict_each, versions
+from maxtext_like.models.kernel_verdicts import Target, verdict_each, versions
+from maxtext_like.numerics import grouped_selfcheck, norm_selfcheck
 from maxtext_like.numerics.attention_selfcheck import ShapeClass, self_test
 
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
@@ -62,6 +66,49 @@ def classes(models: list[str], name: Name, dtype: Any, length: int, device: Any)
   return list(found)
 
 
+def other_shapes(models: list[str], dtype: Any, length: int, device: Any) -> list[tuple[Any, Any]]:
+  """(shape, self-test) of the models' experts and of the gradients of their norms, each once, for rows of one device."""
+  where = {"platform": device.platform, "capability": getattr(device, "compute_capability", None)}
+  found = {}
+  for model in models:
+    decoder = build_decoder(load_config(model).config.model, Precision(dtype=dtype), **where)
+    shapes = grouped_kernels.first_shapes(decoder, tokens=length, ways=1)
+    found |= dict.fromkeys((shape, grouped_selfcheck.self_test) for shape in shapes)
+    norms = norm_kernels.first_shapes(decoder, Target(**where), asked="auto")
+    found |= dict.fromkeys((shape, norm_selfcheck.self_test) for shape in norms)
+  return list(found)
+
+
+def time_together(models: list[str], length: int, device: Any) -> int:
+  """Tests all shapes at the same time and prints the seconds. Returns the exit code."""
+  tests = []
+  for name, dtypes in KERNELS[device.platform].items():
+    tests += [(shape, self_test) for dtype in dtypes for shape in classes(models, name, dtype, length, device)]
+  # Experts first, as in a run: their kernels take longest to compile.
+  tests = [test for dtype in ("bfloat16", "float16") for test in other_shapes(models, dtype, length, device)] + tests
+  durations = collections.defaultdict(list)
+  jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: durations[event].append(duration_secs))
+  begin, cpu = time.monotonic(), cpu_seconds()
+  found = verdict_each(tests, device, None)
+  for shape, (problem, seconds) in found.items():
+    print(f"{seconds:6.1f} s  {shape}: {f'FAILED: {problem}' if problem else 'passed'}")
+  lowered, compiled = (durations[f"/jax/core/compile/{name}"] for name in (LOWERED, COMPILED))
+  print(
+    f"{len(found)} shapes tested at the same time: {time.monotonic() - begin:.1f} s, {cpu_seconds() - cpu:.0f} CPU s; "
+    f"{len(compiled)} programs: {sum(lowered):.1f} s of lowering, {sum(compiled):.1f} s of compilation added up, "
+    f"the longest {max(compiled, default=0):.1f} s"
+  )
+  return 3 if any(problem for problem, _ in found.values()) else 0
+
+
+LOWERED, COMPILED = "jaxpr_to_mlir_module_duration", "backend_compile_duration"
+
+
+def cpu_seconds() -> float:
+  """CPU seconds of this process and of its finished children."""
+  return sum(os.times()[:4])
+
+
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--length", type=int, default=4096, help="positions of a row")
@@ -78,19 +125,7 @@ def main() -> int:
   print(f"{known['driver'] or known['platform'].splitlines()[0]}; python {sys.version.split()[0]}")
   print(f"flax {importlib.metadata.version('flax')}; rows of {options.length}")
   if options.together:
-    kernels = KERNELS[device.platform].items()
-    shapes = [
-      s for name, dtypes in kernels for dtype in dtypes for s in classes(options.model, name, dtype, options.length, device)
-    ]
-    begin = time.monotonic()
-    found = verdict_each([(shape, self_test) for shape in shapes], device, None)
-    tested, problems = sum(seconds is not None for _, seconds in found.values()), [problem for problem, _ in found.values()]
-    print(
-      f"{tested} of {len(found)} shapes tested at the same time: {time.monotonic() - begin:.1f} s",
-      *filter(None, problems),
-      sep="\n",
-    )
-    return 3 if any(problems) else 0
+    return time_together(options.model, options.length, device)
   heads = f"{'kernel':12} {'dtype':9} {'heads':5} {'group':5} {'window':6} {'docs':4} {'images':6}"
   print(f"{heads} {'case':26} {'error':>8} {'gradient':>8} result")
   lengths = [options.length] + ([options.length + 64] if options.any_length else [])

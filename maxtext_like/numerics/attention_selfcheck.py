@@ -11,6 +11,8 @@ B batch, T position, N query heads, K key-value heads, H head.
 
 import functools
 import math
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +37,11 @@ _LONGEST = 3 * 512  # three of the largest tiles, so that one of them is complet
 # Largest relative error of a complete array and of its worst head vector. Rounding alone causes about 3e-3 (values) and 4e-3
 # (gradients) of an array with bfloat16, and an eighth of that with float16. One extra key in a window of 400 causes 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
+# For each of its own matrix products, XLA compiles and times dozens of kernels; one for float32 operands takes a second of a
+# core. A test of correctness does not need the fastest. The tested kernel runs as in training: the tiles of Pallas kernels are
+# chosen in Python by the shapes, and JAX names cuDNN's algorithm. The products around it and in references are cuBLAS's, which
+# has nothing to compile.
+_WITHOUT_TUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _CAP = 2.0  # soft cap of the test: its scores are 1 on average, and a model's own cap would not change them
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 represents a score of -20000 * sqrt(head_dim), before scaling, to within 0.03
 
@@ -187,34 +194,46 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
   Returns:
     A result for each of ``cases``, in order. A kernel that raises has failed; its message is the problem.
   """
-  tried = {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}
-  scale = shape.head_dim**-0.5
-  # Compile everything at the same time. Cases of the same length share a program.
-  programs: dict[tuple[int, bool | None], tuple[Any, tuple[Any, ...]]] = {}  # (length, in parts; None for the reference)
+  functions = {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}
+  by_length: dict[int, list[Case]] = {}
   for case in cases(shape):
-    window = case.length // 4 + 1 if shape.window else None
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _arguments(shape, case))
-    run = _both_ways(tried[case.in_parts], shape.dtype, window, scale)
-    programs.setdefault((case.length, case.in_parts), (run, arguments))
-    programs.setdefault((case.length, None), (_reference(window, scale, shape.causal, _cap(shape)), arguments))
+    by_length.setdefault(case.length, []).append(case)
+  # Compile everything at the same time. Cases of the same length share two programs: one with all tested functions, because
+  # variants of a kernel have parts in common, and the reference.
+  programs: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+  variants = {length: list(dict.fromkeys(case.in_parts for case in found)) for length, found in by_length.items()}
+  for length in by_length:
+    tried = both_ways([functions[x] for x in variants[length]], shape.dtype, _window(shape, length), _scale(shape))
+    given = _shapes_of_arguments(shape, length)
+    programs[length, "tried"] = jax.jit(tried), given
+    outputs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (given[3], *given[:3])]
+    exact = reference(_scale(shape), shape.causal, _cap(shape))
+    programs[length, "reference"] = exact, for_reference(shape, given, outputs)
   compiled = compile_together(programs)
-  results = []
-  for case in cases(shape):
-    arguments = _arguments(shape, case)
-    try:
-      got = [np.asarray(x, np.float64) for x in jax.device_get(compiled[case.length, case.in_parts].result()(*arguments))]
-    except Exception as error:
-      # Any exception means that the kernel did not run, which is the result of the test.
-      results.append(CaseResult.of_error(case.name, error))
-      continue
-    want = [np.asarray(x, np.float64) for x in jax.device_get(compiled[case.length, None].result()(*arguments))]
-    tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[shape.dtype]
-    results.append(_judge(case, arguments[-2], got, want, tolerance))
-  return results
+  results = {}
+  for length, found in by_length.items():
+    numbers = _random_numbers(shape, length)
+    for case in found:
+      arguments = arguments_of(shape, case, numbers)
+      try:
+        got = compiled[length, "tried"].result()(*arguments)[variants[length].index(case.in_parts)]
+        jax.block_until_ready(got)
+      except Exception as error:
+        # Any exception means that the kernel did not run, which is the result of the test.
+        results[case] = CaseResult.of_error(case.name, error)
+        continue
+      errors = compiled[length, "reference"].result()(*for_reference(shape, arguments, got, negative=case.negative))
+      results[case] = judge(case, shape.dtype, jax.device_get(errors))
+  return [results[case] for case in cases(shape)]
+
+
+_compiling: weakref.WeakValueDictionary[Any, Future[Any]] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_lowering = threading.Lock()
 
 
 def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Future[Any]]:
-  """Compile jitted functions at the same time, for JAX's default device.
+  """Compile jitted functions at the same time, for JAX's default device. Tests that run at the same time share equal programs.
 
   Args:
     programs: (function, shapes of its arguments) by any key.
@@ -223,13 +242,29 @@ def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dic
     The compiled functions by the same keys. The result of a future raises what its compilation raised.
   """
   device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (it belongs to a thread)
+  platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+  options = _WITHOUT_TUNING if platform in ("gpu", "cuda") else None
 
   def compiled(run: Any, arguments: tuple[Any, ...]) -> Any:
     with jax.default_device(device):
-      return run.lower(*arguments).compile()
+      # Tracing and lowering are Python, of which one thread runs at a time. Taking turns, the first program is compiled while
+      # the next one is lowered; without turns all would be lowered at about the same time, after the sum of their times.
+      with _lowering:
+        lowered = run.lower(*arguments)
+      return lowered.compile(compiler_options=options)
 
-  with ThreadPoolExecutor(max(1, len(programs)), "compile") as pool:
-    return {key: pool.submit(compiled, *program) for key, program in programs.items()}
+  pool = ThreadPoolExecutor(max(1, len(programs)), "compile")
+  futures = {}
+  for key, (run, arguments) in programs.items():
+    leaves, tree = jax.tree.flatten(arguments)
+    program = run, device, tree, tuple((x.shape, str(x.dtype)) for x in leaves)
+    with _lock:
+      known = _compiling.get(program)
+      if known is None or (known.done() and known.exception() is not None):
+        known = _compiling[program] = pool.submit(compiled, run, arguments)
+    futures[key] = known
+  pool.shutdown(wait=False)
+  return futures
 
 
 def _cap(shape: ShapeClass) -> float | None:
@@ -256,40 +291,122 @@ def _kernel_in_parts(shape: ShapeClass) -> Attention | None:
   return functools.partial(run, **how, soft_cap=_cap(shape))
 
 
-def _both_ways(function: Attention, dtype: str, window: int | None, scale: float) -> Any:
-  """Return a compiled (q, k, v, cotangent, segments, images) -> [values, dq, dk, dv], computed in ``dtype`` and returned in
-  float32."""
+def both_ways(functions: Sequence[Attention], dtype: str, window: int | None, scale: float) -> Any:
+  """Return (q, k, v, cotangent, segments, images) -> [values, dq, dk, dv] of each function, computed in ``dtype`` and returned
+  in float32."""
 
   def run(q, k, v, g, segments, images):
-    def forward(q, k, v):
-      return function(q, k, v, Tokens(segments, images), window=window, scale=scale)
+    results = []
+    for function in functions:
 
-    out, backward = jax.vjp(forward, *(x.astype(dtype) for x in (q, k, v)))
-    return [x.astype(jnp.float32) for x in (out, *backward(g.astype(out.dtype)))]
+      def forward(q, k, v, function=function):
+        return function(q, k, v, Tokens(segments, images), window=window, scale=scale)
+
+      out, backward = jax.vjp(forward, *(x.astype(dtype) for x in (q, k, v)))
+      results.append([x.astype(jnp.float32) for x in (out, *backward(g.astype(out.dtype)))])
+    return results
+
+  return run
+
+
+@functools.cache
+def reference(scale: float, causal: bool, soft_cap: float | None = None) -> Any:
+  """Return a jitted function that compares the results of a kernel with attention written out in float32, with products that no
+  backend may round. Its arguments are those of ``for_reference``, its result is ``_differences`` of values, dq, dk and dv.
+
+  Segments, images and the window are arguments, so that all cases of a length and all classes with equal heads share a program.
+  """
+  exact = Precision(dtype="float32", matmul_precision="highest")
+
+  def written_out(q, k, v, tokens, *, window, scale):
+    mask = attention_mask(tokens, *q.shape[:2], window=window if causal else None, bidirectional_images=True, causal=causal)
+    return dot_product_attention(q, k, v, mask, scale=scale, precision=exact, soft_cap=soft_cap)[0]
+
+  def run(q, k, v, g, segments, images, window, left_out, size_of_zero, got):
+    (want,) = both_ways([written_out], "float32", window, scale)(q, k, v, g, segments, images)
+    skipped = (0, left_out, left_out, 0)
+    return [_differences(x, y, segments == 0, n, size_of_zero) for x, y, n in zip(got, want, skipped, strict=True)]
 
   return jax.jit(run)
 
 
-@functools.cache
-def _reference(window: int | None, scale: float, causal: bool, soft_cap: float | None = None) -> Any:
-  """Return attention written out in float32, with products that no backend may round."""
-  exact = Precision(dtype="float32", matmul_precision="highest")
+def for_reference(shape: ShapeClass, arguments: tuple[Any, ...], got: Any, *, negative: bool = False) -> tuple[Any, ...]:
+  """Return the arguments of ``reference`` for the arguments of a kernel and its results. negative: as in ``Case``."""
+  *arrays, segments, images = arguments
+  length = arrays[0].shape[1]
+  segments = np.ones((2, length), np.int32) if segments is None else segments
+  images = np.zeros((2, length), np.int32) if images is None else images
+  window = _window(shape, length) or length  # a window of all positions hides none
+  # In the first dimensions of q and k of a case with negative scores, the exact gradient is a difference of large equal terms,
+  # so only rounding remains. All of these scores may be at their soft cap, which has no gradient.
+  left_out, size_of_zero = (3, 1.0) if negative else (0, 1e-30)
+  return *arrays, segments, images, np.int32(window), np.int32(left_out), np.float32(size_of_zero), got
 
-  def written_out(q, k, v, tokens, *, window, scale):
-    mask = attention_mask(tokens, *q.shape[:2], window=window, bidirectional_images=True, causal=causal)
-    return dot_product_attention(q, k, v, mask, scale=scale, precision=exact, soft_cap=soft_cap)[0]
 
-  return _both_ways(written_out, "float32", window, scale)
+def _differences(x: jax.Array, y: jax.Array, padding_BT: jax.Array, left_out: Any, size_of_zero: Any) -> dict[str, jax.Array]:
+  """Compare an array [B, T, heads, H] with its reference.
+
+  Args:
+    x, y: the array and the reference.
+    padding_BT: which positions are padding.
+    left_out: number of dimensions of a head that are not compared, the first ones.
+    size_of_zero: norm of a head of the reference if the complete reference is zero.
+
+  Returns:
+    Scalars: ``bad``, the number of elements of x that are not finite, out of ``count``; ``whole`` and ``worst``, the norm of
+    the difference of the arrays and of the worst head, relative to the reference; ``blind``, the number of positions out of
+    ``padding`` where x is not zero.
+  """
+  compared = jnp.arange(x.shape[-1]) >= left_out
+  x, y = jnp.where(compared, x, 0), jnp.where(compared, y, 0)
+  # Squares of very small or large numbers do not fit float32, so divide by the largest number first.
+  largest = jnp.max(jnp.abs(y))
+  unit = jnp.where(largest > 0, largest, 1)
+  norms = lambda a: jnp.sqrt(jnp.sum(jnp.square(a / unit), axis=-1))
+  sizes, difference = jnp.where(largest > 0, norms(y), size_of_zero), norms(x - y)
+  return {
+    "bad": jnp.sum(~jnp.isfinite(x)),
+    "count": jnp.sum(compared) * (x.size // x.shape[-1]),
+    "whole": jnp.sqrt(jnp.mean(jnp.square(difference))) / jnp.sqrt(jnp.mean(jnp.square(sizes))),
+    "worst": jnp.max(difference / jnp.maximum(sizes, jnp.mean(sizes))),
+    "blind": jnp.sum(jnp.any(x != 0, axis=(2, 3)) & padding_BT),
+    "padding": jnp.sum(padding_BT),
+  }
 
 
-def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
-  """Return q, k, v and the cotangent as float32 arrays that the dtype represents exactly, segments (None without documents),
-  and images."""
+def _scale(shape: ShapeClass) -> float:
+  return shape.head_dim**-0.5
+
+
+def _window(shape: ShapeClass, length: int) -> int | None:
+  return length // 4 + 1 if shape.window else None
+
+
+def _sizes(shape: ShapeClass, length: int) -> list[tuple[int, ...]]:
+  """Return the shapes of q, k, v and the cotangent."""
+  K, H, V = shape.kv_heads, shape.head_dim, shape.value_dim
+  return [(2, length, *size) for size in ((K * shape.groups, H), (K, H), (K, V), (K * shape.groups, V))]
+
+
+def _shapes_of_arguments(shape: ShapeClass, length: int) -> tuple[Any, ...]:
+  arrays = [jax.ShapeDtypeStruct(size, jnp.float32) for size in _sizes(shape, length)]
+  rows = jax.ShapeDtypeStruct((2, length), jnp.int32)
+  return *arrays, rows if shape.segments else None, rows if shape.images else None
+
+
+def _random_numbers(shape: ShapeClass, length: int) -> list[np.ndarray]:
+  """Return q, k, v and the cotangent: float32 numbers that the dtype represents exactly. NumPy draws and rounds them, because
+  JAX would compile a program for each operation and shape."""
   rng = np.random.default_rng(0)
-  T, K, H, V = case.length, shape.kv_heads, shape.head_dim, shape.value_dim
-  N = K * shape.groups
-  sizes = ((N, H), (K, H), (K, V), (N, V))
-  q, k, v, g = (rng.normal(size=(2, T, *size)).astype(np.float32) for size in sizes)
+  draw = lambda size: rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)).astype(np.float32)
+  return [draw(size) for size in _sizes(shape, length)]
+
+
+def arguments_of(shape: ShapeClass, case: Case, numbers: Sequence[np.ndarray] | None = None) -> tuple[Any, ...]:
+  """Return q, k, v and the cotangent (float32), segments (None without documents), and images (None without images) of a case.
+  numbers: ``_random_numbers`` of this length; None to draw them here."""
+  T, H = case.length, shape.head_dim
+  q, k, v, g = numbers or _random_numbers(shape, T)
   segments = np.ones((2, T), np.int32)
   at = np.arange(T)
   if case.rows == "packed":
@@ -302,18 +419,18 @@ def _arguments(shape: ShapeClass, case: Case) -> tuple[Any, ...]:
   if case.negative:
     # One dimension per document: within a document the scores are between -20000 and -10000, across documents near 0. A mask
     # that lowers scores by less than that, or replaces them by larger values, lets the other document or the future through.
+    q, k = q.copy(), k.copy()
     power = math.floor(math.log2(2e4 * H**0.5))
     for document in range(1, segments.max() + 1):
       inside = (segments == document)[:, :, None]
       q[..., document - 1] = np.where(inside, -(2.0 ** (power // 2)), 0)
       k[..., document - 1] = np.where(inside, 2.0 ** (power - power // 2), 0)
-  arrays = [jnp.asarray(x).astype(shape.dtype).astype(jnp.float32) for x in (q, k, v, g)]
   images = np.zeros((2, T), np.int32)
   if case.images:
     for row, begin, end in _images(T):
       images[row, begin:end] = images[row].max() + 1
   # A batch that may contain images passes them even if there are none: that is another program than text alone.
-  return *arrays, jnp.asarray(segments) if shape.segments else None, jnp.asarray(images) if shape.images else None
+  return q, k, v, g, segments if shape.segments else None, images if shape.images else None
 
 
 def _images(T: int) -> list[tuple[int, int, int]]:
@@ -328,29 +445,22 @@ def _images(T: int) -> list[tuple[int, int, int]]:
   return [*first, (1, 0, T // 8 + 7), (1, T // 3, 2 * T // 3 + 1), (1, T - T // 6 - 3, T)]
 
 
-def _judge(case: Case, segments: Any, got: list[np.ndarray], want: list[np.ndarray], tolerance: Sequence[float]) -> CaseResult:
-  """Compare values, dq, dk and dv, all [B, T, heads, H]."""
+def judge(case: Case, dtype: str, differences: Sequence[Mapping[str, Any]]) -> CaseResult:
+  """Return the result of a case. differences: those of values, dq, dk and dv, as numbers."""
+  tolerance = _ROUNDING_OF_NEGATIVE if case.negative else _TOLERANCE[dtype]
   errors, problems = [], []
-  padding = np.zeros(got[0].shape[:2], bool) if segments is None else np.asarray(segments) == 0
-  for name, x, y in zip(("values", "dq", "dk", "dv"), got, want, strict=True):
-    if case.negative and name in ("dq", "dk"):
-      # In these dimensions the exact gradient is a difference of large equal terms, so only rounding remains.
-      x, y = x[..., 3:], y[..., 3:]
-    if bad := int(np.sum(~np.isfinite(x))):
+  for name, found in zip(("values", "dq", "dk", "dv"), differences, strict=True):
+    if found["bad"]:
       errors.append(None)
-      problems.append(f"{name}: {bad} of {x.size} numbers are not finite")
+      problems.append(f"{name}: {found['bad']} of {found['count']} numbers are not finite")
       continue
-    sizes, difference = np.linalg.norm(y, axis=-1), np.linalg.norm(x - y, axis=-1)
-    if case.negative and not sizes.any():  # all scores are at their soft cap, which has no gradient
-      sizes = np.ones_like(sizes)
-    whole = np.linalg.norm(difference) / max(np.linalg.norm(sizes), 1e-30)
-    worst = np.max(difference / np.maximum(sizes, max(np.mean(sizes), 1e-30)))
-    errors.append(float(whole))
-    if (blind := np.any(x[padding] != 0, axis=(1, 2))).any():
-      problems.append(f"{name}: not zero at {int(blind.sum())} of {blind.size} padding positions")
-    elif whole > tolerance[0]:
+    whole, worst = float(found["whole"]), float(found["worst"])
+    errors.append(whole)
+    if found["blind"]:
+      problems.append(f"{name}: not zero at {found['blind']} of {found['padding']} padding positions")
+    elif not whole <= tolerance[0]:
       problems.append(f"{name}: relative error {whole:.2g}, above the tolerance {tolerance[0]:g}")
-    elif worst > tolerance[1]:
+    elif not worst <= tolerance[1]:
       problems.append(f"{name}: relative error {worst:.2g} in one head, above the tolerance {tolerance[1]:g}")
   gradients = errors[1:]
   return CaseResult(

@@ -92,45 +92,55 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   if product is None:
     product = kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run
   of_rows, how = (shape.dtype, ()) if not shape.sums else ("float32", (shape.dtype,))
-  tried = _both_ways(lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, *how, shape.precision))
-  exact = _both_ways(_written_out)
+  function = lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, *how, shape.precision)
+  # A program for each of the three kernels, because they take seconds to compile. The reference takes less.
+  programs = {"tried": [_values(function), _gradient(function, 0), _gradient(function, 1)], "exact": [_both_ways(_written_out)]}
   rounded = shape.dtype == "float32" and shape.precision == "default"
   tolerances = [_TOLERANCE["rounded" if rounded else shape.dtype]] * 3
   if shape.sums:  # the operands are exact, and only the gradient of the matrices is rounded
     tolerances[:2] = [_TOLERANCE["float32"]] * 2
-  powers = np.asarray(_powers(shape), np.float64)
+  powers = _powers(shape).astype(np.float64)
   units = 1 / powers, powers, 1.0  # undo the powers, so that every row counts equally
-  sizes = next(iter(cases(shape).values()))
-  arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _arguments(shape, sizes))
-  compiled = compile_together({"tried": (tried, arguments), "exact": (exact, arguments)})
+  given = {name: _arguments(shape, sizes) for name, sizes in cases(shape).items()}
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(iter(given.values())))
+  compiled = compile_together({(what, i): (run, shapes) for what, runs in programs.items() for i, run in enumerate(runs)})
+
+  def computed(what: str, arguments: tuple[Any, ...]) -> list[np.ndarray]:
+    found = [compiled[what, i].result()(*arguments) for i in range(len(programs[what]))]
+    arrays = jax.device_get([x for results in found for x in results])
+    return [np.asarray(x, np.float64) * unit for x, unit in zip(arrays, units, strict=True)]
+
   results = []
-  for name, sizes in cases(shape).items():
-    given = _arguments(shape, sizes)
+  for name, arguments in given.items():
     try:
-      got = [
-        np.asarray(x, np.float64) * unit
-        for x, unit in zip(jax.device_get(compiled["tried"].result()(*given)), units, strict=True)
-      ]
+      got = computed("tried", arguments)
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult.of_error(name, error))
       continue
-    want = [
-      np.asarray(x, np.float64) * unit
-      for x, unit in zip(jax.device_get(compiled["exact"].result()(*given)), units, strict=True)
-    ]
-    results.append(_judge(name, int(sizes.sum()), got, want, tolerances))
+    results.append(_judge(name, int(arguments[2].sum()), got, computed("exact", arguments), tolerances))
   return results
 
 
-def _both_ways(function: Any) -> Any:
-  """Return a compiled (x, w, sizes, cotangent) -> [values, dx, dw], in float32."""
+def _values(function: Any) -> Any:
+  """Return a jitted (x, w, sizes, cotangent) -> [values], in float32."""
+  return jax.jit(lambda x, w, sizes, g: [function(x, w, sizes).astype(jnp.float32)])
+
+
+def _gradient(function: Any, which: int) -> Any:
+  """Return a jitted (x, w, sizes, cotangent) -> [gradient of x (0) or w (1)], in float32."""
 
   def run(x, w, sizes, g):
-    out, backward = jax.vjp(lambda x, w: function(x, w, sizes).astype(jnp.float32), x, w)
-    return [out, *backward(g)]
+    of = lambda array: function(*(array if i == which else a for i, a in enumerate((x, w))), sizes).astype(jnp.float32)
+    return [*jax.vjp(of, (x, w)[which])[1](g)]
 
   return jax.jit(run)
+
+
+def _both_ways(function: Any) -> Any:
+  """Return a jitted (x, w, sizes, cotangent) -> [values, dx, dw], in float32."""
+  runs = _values(function), _gradient(function, 0), _gradient(function, 1)
+  return jax.jit(lambda *arguments: [run(*arguments)[0] for run in runs])
 
 
 def _written_out(x, w, sizes):
@@ -146,16 +156,17 @@ def _arguments(shape: GroupedShape, sizes: np.ndarray) -> tuple[Any, ...]:
   cotangent, as in an MoE layer."""
   rng = np.random.default_rng(1)
   M, G, D, F = shape.rows, shape.groups, shape.summed, shape.columns
-  x, w, g = (rng.normal(size=size).astype(np.float32) for size in ((M, D), (G, D, F), (M, F)))
+  # NumPy draws and rounds, because JAX would compile a program for each operation and shape.
+  draw = lambda *size: rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype)).astype(np.float32)
+  x, w, g = draw(M, D), draw(G, D, F), draw(M, F)
   g[sizes.sum() :] = 0
-  x, w, g = (jnp.asarray(a).astype(shape.dtype).astype(jnp.float32) for a in (x, w, g))
-  return x * _powers(shape), w, jnp.asarray(sizes), g / _powers(shape)
+  return x * _powers(shape), w, sizes, g / _powers(shape)
 
 
-def _powers(shape: GroupedShape) -> jax.Array:
+def _powers(shape: GroupedShape) -> np.ndarray:
   """Return float32 [M, 1]: factors of the rows, by which their cotangents are divided, so that the gradient of the matrices is
   unchanged. With sums they are powers of two that leave the range of float16 in both directions; otherwise 1."""
-  return jnp.ldexp(jnp.float32(1), 20 * (jnp.arange(shape.rows) % 3 - 1) * shape.sums)[:, None]
+  return np.ldexp(np.float32(1), 20 * (np.arange(shape.rows) % 3 - 1) * shape.sums)[:, None]
 
 
 def _judge(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together
 
 _ROWS = 1003  # several rows for each program, and one more for some of them
 # Largest relative error of dx, which is rounded to the dtype, and of its worst row. Sums over rows are float32.
@@ -43,22 +43,26 @@ def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
   """
   if gradients is None:
     from maxtext_like.layers.kernels.norm.pallas_gpu import gradients
+  # NumPy draws and rounds, because JAX would compile a program for each operation and shape.
   rng = np.random.default_rng(0)
-  draw = lambda dtype, *size: jnp.asarray(rng.normal(size=size), jnp.float32).astype(dtype)
-  x, stream = (draw(shape.dtype, _ROWS, shape.dim) * 3 for _ in range(2))
+  draw = lambda dtype, *size: rng.standard_normal(size, np.float32).astype(jnp.dtype(dtype))
+  x, stream = ((draw("float32", _ROWS, shape.dim) * 3).astype(jnp.dtype(shape.dtype)) for _ in range(2))
   g, factor = draw(shape.gradient, _ROWS, shape.dim), draw("float32", shape.dim) + 1
-  real = jnp.asarray(rng.random(_ROWS) > 0.3)
-  inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1))
-  results = []
-  for name, more in {"alone": (None, None), "with a stream": (stream, None), "with zeroed rows": (None, real)}.items():
-    try:
-      got = [np.asarray(a, np.float64) for a in jax.device_get(gradients(x, inverse, factor, g, *more))]
-    except Exception as error:
-      # Any exception means that the kernel did not run, which is the result of the test.
-      results.append(CaseResult.of_error(name, error))
-      continue
-    results.append(_judge(name, shape, got, _written_out(x, inverse, factor, g, *more)))
-  return results
+  real = rng.random(_ROWS) > 0.3
+  inverse = 1 / np.sqrt(np.mean(np.square(x.astype(np.float32)), axis=-1))
+  cases = {"alone": (None, None), "with a stream": (stream, None), "with zeroed rows": (None, real)}
+  given = (x, inverse, factor, g), [*cases.values()]
+  run = jax.jit(lambda of_all, optional: [gradients(*of_all, *more) for more in optional])
+  shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), given)
+  try:
+    got = jax.device_get(compile_together({"all": (run, shapes)})["all"].result()(*given))
+  except Exception as error:
+    # Any exception means that the kernel did not run, which is the result of the test.
+    return [CaseResult.of_error(name, error) for name in cases]
+  return [
+    _judge(name, shape, [np.asarray(a, np.float64) for a in pair], _written_out(x, inverse, factor, g, *more))
+    for (name, more), pair in zip(cases.items(), got, strict=True)
+  ]
 
 
 def _written_out(x: Any, inverse: Any, factor: Any, g: Any, stream: Any, real: Any) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from maxtext_like.layers.attention.masks import Tokens, attention_mask, masked_s
 from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics.attention_selfcheck import _CAP, _arguments, cases, self_test, shape_class
+from maxtext_like.numerics.attention_selfcheck import _CAP, arguments_of, cases, self_test, shape_class
 
 
 def shape(
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_images_alone_fails_the_case_of_images(fault, segment
 def test_the_images_of_a_case_cross_tiles_and_lie_within_documents():
   of = shape(4096, images=True)
   case = next(c for c in cases(of) if c.images)
-  *_, segments, images = _arguments(of, case)
+  *_, segments, images = arguments_of(of, case)
   segments, images = np.asarray(segments), np.asarray(images)
   sizes = []
   for row in range(2):
@@ -119,7 +119,7 @@ def test_the_images_of_a_case_cross_tiles_and_lie_within_documents():
   assert len(sizes) == 7
   assert sum(tiles > 0 for _, tiles in sizes) >= 4
   assert max(size for size, _ in sizes) > case.length // 4 + 1  # the window
-  assert all(x is None for x in _arguments(shape(segments=False), cases(shape())[0])[-2:])
+  assert all(x is None for x in arguments_of(shape(segments=False), cases(shape())[0])[-2:])
 
 
 def test_only_a_kernel_with_parts_is_tried_in_parts_and_by_its_own_program():

@@ -21,13 +21,14 @@ from maxtext_like.layers.kernels.attention.registry import attend, choose
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.remat import remat
 from maxtext_like.numerics.attention_selfcheck import (
-  _arguments,
-  _both_ways,
-  _judge,
   _kernel,
   _kernel_in_parts,
-  _reference,
+  arguments_of,
+  both_ways,
   cases,
+  for_reference,
+  judge,
+  reference,
   shape_class,
 )
 from tests.tiers import tiers
@@ -118,7 +119,8 @@ def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length
   case = next(c for c in cases(of) if c.in_parts)
   for attention in (_kernel(of), _kernel_in_parts(of)):
     assert attention is not None
-    jax.eval_shape(_both_ways(attention, "bfloat16", case.length // 4 + 1 if window else None, 1.0), *_arguments(of, case))
+    run = both_ways([attention], "bfloat16", case.length // 4 + 1 if window else None, 1.0)
+    jax.eval_shape(run, *arguments_of(of, case))
   (shape, few, together), (_, _, parts) = reached
   rows = shape[1] // 128
   assert (together.tiles, together.heads) == (rows, 2 * few)
@@ -145,14 +147,12 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images, 
   attention = functools.partial(
     mosaic_flash_attention, bidirectional_images=images, soft_cap=cap, in_parts=True, interpret=InterpretGPUParams()
   )
-  given = _arguments(of, case)
+  given = arguments_of(of, case)
   # Do not compile the complete function: the kernels of the interpreter call the host, and if several run at once on two cores
   # they wait for each other.
-  run = _both_ways(attention, "bfloat16", size, 256**-0.5).__wrapped__
-  got = [np.asarray(x, np.float64) for x in run(*given)]
-  want = [np.asarray(x, np.float64) for x in _reference(size, 256**-0.5, True, cap)(*given)]
-  result = _judge(case, given[-2], got, want, (1e-2, 0.15))
-  assert not result.problem
+  (got,) = both_ways([attention], "bfloat16", size, 256**-0.5)(*given)
+  differences = reference(256**-0.5, True, cap)(*for_reference(of, given, got))
+  assert not judge(case, "bfloat16", jax.device_get(differences)).problem
 
 
 def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
