@@ -9,8 +9,8 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.storage import is_remote
 
 DESCRIPTION = """Compares one training step with the same step in float32 (same weights, same batch). If the step is not finite,
-or its error exceeds the tolerance, searches for the smallest set of precision keys that repairs it, first for the model as a
-whole and then for single layers, and prints the keys as YAML."""
+or its error exceeds the tolerance, searches for the smallest set of precision keys that repairs the step, first for the
+complete model and then for single layers, and prints the keys as YAML."""
 EPILOG = """examples:
   maxtext-like bisect gemma4-tiny dtype=float16 float32_gate_product=false
   maxtext-like bisect --checkpoint gemma-3-4b-pt dtype=float16

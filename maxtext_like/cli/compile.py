@@ -23,7 +23,7 @@ GPU is needed), the result of XLA's compiler.
   num_slices=N      TPU: number of slices, connected by the data-center network (mesh: dcn_data_parallelism=N)
   machine_code=false  TPU: stop when memory is assigned, after a tenth of the work; the compiler's own peak memory and errors
                     in kernels are then unknown. GPU: print only the estimate
-  machine_code=quick  TPU (default): then also compile to the end with little optimization, to find those
+  machine_code=quick  TPU (default): then also compile to the end with little optimization, for the peak and these errors
   machine_code=true   TPU: compile to the end as a run does
   --json FILE       also write the result as JSON
   xla_flags=GROUP   TPU: base (default) or all. all adds the flags that overlap collectives with computation, as tpu/env.sh

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Shows the first records as a run renders and tokenizes them. Learned tokens (those with a loss) are green on a
 terminal, otherwise between ⟦ and ⟧. Also prints counts for one pass over the data: tokens, learned tokens, truncated and
-skipped documents, and bad records with file, line and reason. Check this first if a loss looks wrong."""
+skipped documents, and bad records with file, line and reason. Run this first if a loss looks wrong."""
 EXAMPLES = """examples:
   maxtext-like data --sft gemma3-4b init_from=gemma-3-4b-it dataset_path=chats.jsonl --show 3
   maxtext-like data gemma4-tiny --show 1

@@ -15,11 +15,11 @@ from maxtext_like.extras import install
 DESCRIPTION = f"""Evaluates a model on tasks of lm-evaluation-harness ({install("eval")}) and prints its table.
 
 TASKS are names of tasks, groups or tags, patterns as 'mmlu_*', or .yaml files of tasks, separated by commas. Texts are encoded
-and shortened as in the harness' Hugging Face backend, and options with the harness' names mean the same. Data that are not on
-this machine are downloaded by the harness.
+and shortened as in the harness' Hugging Face backend, and options with the harness' names have the same meaning. Data that
+are not on this machine are downloaded by the harness.
 
 Rows are padded to 32, 48, 64, 96, 128, ... positions, so few programs are compiled. A result does not depend on the other rows
-of its batch."""
+of its batch. Default values are in parentheses."""
 EPILOG = """examples:
   maxtext-like eval runs/my-run --tasks arc_easy,hellaswag --limit 200
   maxtext-like eval gemma-3-4b-it --tasks gsm8k --apply-chat-template --output gsm8k.json --log-samples dtype=bfloat16
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
   add("--tasks", metavar="TASKS", help="tasks, separated by commas")
   add("--include-path", type=existing_path, metavar="DIR", action="append", default=[],
       help="folder with more task files; may be repeated")  # fmt: skip
-  add("--num-fewshot", type=int, metavar="N", help="examples in a prompt (as each task says)")
+  add("--num-fewshot", type=int, metavar="N", help="examples in a prompt (the number that each task sets)")
   add("--limit", type=float, metavar="N", help="documents of each task, or a fraction below 1 (all)")
   add("--batch-size", type=int, metavar="N", help="rows of a batch (as many as fit into 8192 tokens)")
   add("--max-length", type=int, metavar="N", help="longest input in tokens; longer ones lose their first tokens "

@@ -28,18 +28,19 @@ DESCRIPTION = """Continues prompts: one from the command line, or one per line o
   {"messages": [{"role": "user", "content": "What is 1+1?"}]}
 
 A conversation, or --prompt with --chat, is rendered with the model's chat template. With --output the answers are written into
-a .jsonl file as they end; the same command continues a job that was killed.
+a .jsonl file as soon as they end. If the job is killed, the same command continues it.
 
 DIR is a run directory, one of its checkpoints, an imported checkpoint, or a Hugging Face checkpoint. Its tokenizer is used.
 Special tokens in a prompt, as <start_of_turn>, become those tokens. An answer ends at the tokenizer's end-of-text token, at a
-token that generation_config.json lists, or at --stop."""
+token that generation_config.json lists, or at --stop. Default values are in parentheses."""
 EPILOG = """examples:
   maxtext-like generate --checkpoint runs/gemma4-tiny --prompt "def main():" --max-tokens 100
   maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --temperature 0 dtype=bfloat16
   maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --output answers.jsonl --n 4
   maxtext-like generate --checkpoint gemma-3-4b-it --image cat.jpg --prompt "<image>A photograph of" --stop end_of_turn
 
-exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 it does not fit; 42 the disk of --output is full"""
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 the KV caches do not fit; 42 the disk of --output is
+full"""
 
 
 def run(argv: list[str]) -> int:

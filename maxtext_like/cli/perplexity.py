@@ -11,9 +11,9 @@ DESCRIPTION = """Computes the perplexity of a UTF-8 text file with a run or a Hu
 "Perplexity of fixed-length models" of the documentation of transformers.
 
 Windows of --max-length tokens begin every --stride tokens. The first window counts all its tokens except the first one, later
-windows only tokens that are new. The mean losses of the windows are averaged with the number of new tokens minus one as weight.
-"over tokens" is the exponential of the average over all scored tokens. Lengths are padded to few sizes; the results do not
-depend on --batch-size."""
+windows only tokens that no earlier window had. The mean losses of the windows are averaged with the number of new tokens minus
+one as weight. "over tokens" is the exponential of the average over all scored tokens. Lengths are padded to few sizes; the
+results do not depend on --batch-size. Default values are in parentheses."""
 EPILOG = """examples:
   maxtext-like perplexity runs/gemma4-tiny book.txt --stride 128 --max-length 256
   maxtext-like perplexity gemma-3-4b-it book.txt dtype=bfloat16 --output perplexity.json

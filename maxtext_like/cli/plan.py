@@ -13,7 +13,7 @@ LIST = "\n                    ".join(machines(cpus=True).split("; "))
 
 DESCRIPTION = f"""Prints the table of maxtext-like compile from arithmetic on shapes, in seconds and without a compiler: memory
 of a device by use, matrix products, transfers between devices, and a lower bound for the time of a step. docs/results/memory.md
-compares both.
+compares the results of both commands.
 
   topology=NAME     {LIST}
   memory=SIZE       memory of one GPU or CPU device, as 24GB, instead of the table's; without topology: one GPU of any kind

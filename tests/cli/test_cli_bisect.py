@@ -30,7 +30,7 @@ def bisect(capsys):
     (["gemma4-tiny", "--tolerance", "nan"], "not a relative error above 0"),
     (["gemma4-tiny", "--tolerance", "much"], "invalid float value: 'much'"),
     (["gemma4-tiny", "--checkpoint"], "expected one argument"),
-    (["gemma4-tiny", "--checkpoint", "/nowhere"], "argument --checkpoint: /nowhere: no such file or directory"),
+    (["gemma4-tiny", "--checkpoint", "/nowhere/else"], "argument --checkpoint: /nowhere/else: no such file or directory"),
     (["--checkpoint", "tests", "dtype=float16"], "needs a configuration: tests has no config.json"),
     (["--checkpoint", "tests", "gemma4-tiny", "flaot32_logits=true"], "did you mean 'float32_logits'?"),
     (["gemma4-tiny", "flaot32_logits=true"], "did you mean 'float32_logits'?"),

@@ -88,7 +88,7 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     (["--prompt", "a", "--logit-bias", "9999=1"], "logit_bias has the token 9999"),
     (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--prompt", "a", "--speed", "1"], "unknown word '--speed'"),
-    (["--prompt", "a", "tokenizer=/nowhere"], "no such file or folder"),
+    (["--prompt", "a", "tokenizer=/nowhere/else"], "no such file or folder"),
   ],
 )
 def test_what_it_refuses(more: list[str], reason: str, checkpoint: Path, capsys: pytest.CaptureFixture, monkeypatch):
