@@ -142,7 +142,7 @@ def test_layers_of_a_stack_that_is_scanned_in_parts():
     np.testing.assert_allclose(parts[name], largest, rtol=1e-5, err_msg=str(name))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/numerics/test_numerics_plan.py and test_cause.py have masked faults
 def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   config = toy_config("opt_type=sgd")
   program, state = toy_program(config, Scanned(masked=True))

@@ -11,7 +11,7 @@ ROOT = configs_folder().parent
 TINY = ["qwen3-tiny", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=32", "max_target_length=16"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/training/test_parallelism.py trains on meshes and in two processes
 def test_the_table_of_cpu_devices_and_of_two_processes():
   command = [
     sys.executable,

@@ -70,7 +70,10 @@ def run(decoder: Decoder, params, prompt, following, lengths):
   return decoder.head(params, jnp.concatenate([last, after.swapaxes(0, 1)], axis=1))
 
 
-@pytest.mark.parametrize("name", tiers(CASES, quick=QUICK_CASES, rest="slow"))
+SLOW_CASES = ("gemma3_text", "gemma4_e2b", "gemma4_moe", "gemma4_vision_small", "deepseek32", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", tiers(CASES, quick=QUICK_CASES, slow=SLOW_CASES))
 def test_logits_from_caches_are_those_of_the_whole_pass(name: str):
   case, at, logits = decode(name, "dtype=float32")
   want = np.take_along_axis(case.expected["fp32.base.logits"], at[..., None], axis=1)

@@ -1,7 +1,7 @@
-"""Stored moments on many meshes: ``python -m tests.training.moments_on_meshes DIRECTORY MESH ...``.
+"""Stored moments on many meshes: ``python -m tests.training.moments_on_meshes DIRECTORY KIND MESH ...``.
 
-Prints for each of ``KINDS`` {mesh: {"losses" of three steps; "alike": codes or factors lie as their parameters do; "kept": what
-the mesh before it saved comes back to the bit}}; "one" is a single device.
+KIND is eight-bits or low-rank. Prints {mesh: {"losses" of three steps; "alike": codes or factors lie as their parameters do;
+"kept": what the mesh before it saved comes back to the bit}}; "one" is a single device.
 """
 
 import json
@@ -58,7 +58,7 @@ def descend(kind: str, words: list[str], devices: int, folder: str, name: str, b
   return found
 
 
-def of_kind(folder: str, kind: str, *names: str) -> dict[str, Any]:
+def main(folder: str, kind: str, *names: str) -> dict[str, Any]:
   """Of names of ``MESHES``."""
   found = {"one": descend(kind, ["ici_fsdp_parallelism=1"], 1, folder, "one", None)}
   for before, name in zip(["one", *names], names, strict=False):
@@ -68,5 +68,4 @@ def of_kind(folder: str, kind: str, *names: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  directory, *meshes = sys.argv[1:]
-  print(json.dumps({kind: of_kind(f"{directory}/{kind}", kind, *meshes) for kind in KINDS}))
+  print(json.dumps(main(*sys.argv[1:])))

@@ -320,7 +320,7 @@ print("equal on 8 devices")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_expert_parallel.py compares more meshes
 def test_eight_devices_compute_what_one_does():
   here = Path(__file__).parent
   done = subprocess.run(

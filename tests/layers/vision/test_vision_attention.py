@@ -22,7 +22,7 @@ from maxtext_like.layers.vision.gemma3 import SiglipConfig
 from maxtext_like.models.build import build_decoder
 from tests.layers import eight_devices
 from tests.layers.conftest import _random_params
-from tests.tiers import slow
+from tests.tiers import slow, tiers
 
 EXACT = Precision(dtype="float32", matmul_precision="highest")
 TOWER = SiglipConfig(
@@ -145,7 +145,6 @@ def images_on_eight_devices(*names):
     assert not (whole := re.findall(rf"f32\[(?:8,2|16),{P},.*", text)), (name, whole[:3])
 
 
-@pytest.mark.parametrize("model", ["gemma4-tiny", "gemma3-tiny"])
-@pytest.mark.slow
+@pytest.mark.parametrize("model", tiers(["gemma4-tiny", "gemma3-tiny"], slow=["gemma4-tiny"]))
 def test_images_lie_on_the_devices_of_their_rows(model):
   eight_devices.run("vision.test_vision_attention", "images_on_eight_devices", model)
