@@ -22,7 +22,7 @@ from maxtext_like.generation.sampling import Sampling
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
 from tests.models.test_golden import GOLDEN, Case
-from tests.tiers import tiers
+from tests.tiers import slow, tiers
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("qwen3-tiny", "qwen3-moe-tiny")
@@ -63,7 +63,7 @@ def test_released_models(name: str, tied: bool, parameters: int):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", [slow("qwen3"), "qwen3_moe"])
 def test_greedy_answers_are_transformers(name: str):
   case, checkpoint = Case(name), GOLDEN / name / "checkpoint"
   prompt = json.loads((GOLDEN / name / "meta.json").read_text())["prompt"]

@@ -73,6 +73,7 @@ def test_a_head_that_differs_is_the_head(case: str, tmp_path: Path):
   assert read_config(GOLDEN / case / "checkpoint").model["logits_via_embedding"]
 
 
+@pytest.mark.slow
 def test_it_is_the_head_in_every_verb(tmp_path: Path, capsys: pytest.CaptureFixture):
   case = "gemma3_text"
   folder = rewritten(tmp_path / "model", case, another_head)

@@ -154,6 +154,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(steps, wrong):
   assert restored(steps) == 10
 
 
+@pytest.mark.slow
 def test_a_manifest_that_cannot_be_written_makes_no_step(steps, caplog):
   """The save is tried again, told, and ends the run when it fails too often; what was whole before stays so."""
   save(steps, 10)
