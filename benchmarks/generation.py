@@ -6,8 +6,9 @@ python benchmarks/generation.py --decode xla                          without th
 python benchmarks/generation.py --torch PYTHON                        also transformers, by a Python that has torch
 python benchmarks/generation.py --cases tiny                          a CPU, for a look
 
-Each case runs in a process of its own: it compiles in a first pass, then generates twice and reports the second pass. All
-answers have the same length. "step" is the time of one token of all rows, without the prompts. "bound" is the number of
+Each case runs in a process of its own: it compiles in a first pass, then generates twice and reports the faster pass. All
+answers have the same length. "step" is the time of one token of all rows: the difference from a pass with shorter answers,
+divided by the missing tokens. "bound" is the number of
 tokens/s if a step took only the time to read the weights and the entries of the caches once (of a mixture of experts, those
 weights that the rows of a batch choose on average; of quantized weights, their stored bytes). --out has all numbers as JSON.
 """
@@ -101,7 +102,11 @@ def measure(case: Case, decode: str) -> dict[str, Any]:
   decoder, note = model.decoder, model.decode
   if decode == "xla":
     decoder, note = without_kernel(decoder), ""
-  make = (lambda: quantized(decoder, case.form)) if case.form else (lambda: model.lower_init().compile()(np.uint32(0)))
+  make = lambda: model.lower_init().compile()(np.uint32(0))
+  if case.form:
+    base = quantized_base(model, case.form, decode)
+    note = "; ".join(filter(None, (note, base.note)))
+    make = lambda: base.attach(jax.jit(lambda: base.init(decoder.params(), jax.random.key(0)))())
   weights = DecodingWeights(decoder, make, model.platform)
   draw = np.random.default_rng(0).integers
   asked = [
@@ -118,16 +123,16 @@ def measure(case: Case, decode: str) -> dict[str, Any]:
     assert made == sum(r.limit for r in requests)
     return time.perf_counter() - begin
 
-  # The time of the prompts is that of answers of one token, which have caches of the same capacity for a single long answer.
+  # Shorter answers with caches of the same capacity, a multiple of 128: the same compiled programs.
+  fewer = max(1, case.new - (case.prompt + case.new - 1) % 128)
   first = run(asked)
   whole = min(run(asked) for _ in range(2))
-  short = [Request(tokens=r.tokens, limit=1, seed=0, stream=r.stream) for r in asked]
-  run(short)
-  prompts = run(short)
+  short = min(run([replace(r, limit=fewer) for r in asked]) for _ in range(2))
+  step = (whole - short) / (case.new - fewer)
+  prompts = whole - step * (case.new - 1)
   device = jax.local_devices()[0]
   chip = find_chip(device.device_kind)
   bandwidth = chip.memory if chip else None
-  step = (whole - prompts) / (case.new - 1)
   bound = None if bandwidth is None else case.rows / (sum(needed) / bandwidth)
   return {
     "device": device.device_kind, "jax": jax.__version__, "decode": note or "xla", "compile_seconds": first - whole,
@@ -150,22 +155,25 @@ def without_kernel(decoder: Any) -> Any:
   return replace(decoder, layers=tuple(map(plain, decoder.layers)))
 
 
-def quantized(decoder: Any, form: str) -> Any:
-  """Random weights, of which every large product's is quantized."""
+def quantized_base(model: Any, form: str, decode: str) -> Any:
+  """The base in which every large product's weight is quantized. ``decode``: as for ``measure``."""
   import jax
 
   from maxtext_like.layers.param import path_keys
+  from maxtext_like.models import quantized_kernels
   from maxtext_like.models.naming import row_names
   from maxtext_like.models.quantized_base import make_base
 
   names = {
     name
-    for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())
+    for path, p in jax.tree_util.tree_leaves_with_path(model.decoder.params())
     if len(p.shape) > 2 and p.contracts and "embedding" not in path_keys(path)
-    for name in row_names(decoder, path_keys(path))
+    for name in row_names(model.decoder, path_keys(path))
   }
-  base = make_base(decoder, frozenset(names), form)  # pyright: ignore[reportArgumentType]
-  return base.attach(jax.jit(lambda: base.init(decoder.params(), jax.random.key(0)))())
+  base = make_base(model.decoder, frozenset(names), form)  # pyright: ignore[reportArgumentType]
+  if decode == "xla":
+    return base
+  return quantized_kernels.settle(base, dtype="bfloat16", mesh=model.mesh, platform=model.platform, cache=None)
 
 
 def theirs(case: Case, python: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 A decode step on a GPU or TPU copies every slice of a stacked array before a product reads it: two further passes over the
 weights. XLA on a CPU runs the loop over layers instead, which compiles faster. float32 weights of products in bfloat16 are
 rounded once, as each product would round them: they then take half of the memory, and the answers are the same bit for bit.
+Codes of quantized weights are transposed if a kernel multiplies by them (``layers.kernels.quantized_matmul``).
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import path_keys
+from maxtext_like.layers.quantization.quantized import Quantized
 
 _EXACT = ("router", "indexer")
 """Parts of a layer whose products may be in float32 although the layer's dtype is bfloat16."""
@@ -54,7 +56,7 @@ class DecodingWeights:
     return self._params
 
   def _round(self) -> None:
-    """Round the parameters of ``roundable``. Quantized and adapted weights stay."""
+    """Round the parameters of ``roundable``, and order codes as the kernel for few rows reads them."""
     # New dicts, because the caller may hold those of ``stacked``.
     self._params = jax.tree.map(lambda x: x, self._params)
     for keys in sorted(roundable(self._decoder)):
@@ -66,6 +68,18 @@ class DecodingWeights:
         rounded = jax.block_until_ready(weight.astype(jnp.bfloat16))
         self._rounded = True  # an error at the next one leaves those before it rounded
         node[keys[-1]] = rounded
+    self._order_codes(self._params)
+
+  def _order_codes(self, node: Any) -> None:
+    """Order the codes of quantized weights as the kernel for few rows reads them, one weight at a time."""
+    quantized = lambda x: isinstance(x, Quantized)
+    for name, child in node.items():
+      if isinstance(child, dict):
+        self._order_codes(child)
+        continue
+      ordered = jax.tree.map(lambda x: x.for_few_rows() if quantized(x) else x, child, is_leaf=quantized)
+      if jax.tree.structure(ordered) != jax.tree.structure(child):
+        node[name], self._rounded = jax.block_until_ready(ordered), True
 
   def _convert(self, *, apart: bool) -> None:
     """Convert the stacks that have the other form, one array at a time, so that the weights are never in memory twice.

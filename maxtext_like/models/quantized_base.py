@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from maxtext_like.layers.decoder import Decoder
+from maxtext_like.layers.kernels.quantized_matmul import Name as KernelName
 from maxtext_like.layers.param import Param, count, init, path_keys
 from maxtext_like.layers.quantization.low_rank import one_layer
 from maxtext_like.layers.quantization.quantized import FORMS, Form, FormName, Quantized, quantize, stored_params
@@ -29,11 +30,15 @@ class QuantizedBase:
     form: form of all these weights.
     weights: their declarations, by path.
     rules: sharding of the model's arrays over its mesh.
+    kernel: kernel for products of few rows (``quantized_kernels.settle``).
+    note: note about that kernel; "" if it is XLA.
   """
 
   form: Form
   weights: Mapping[Path, Param]
   rules: Rules
+  kernel: KernelName = "xla"
+  note: str = ""
 
   def spec(self, declared: Any) -> Any:
     """Return the tree of declared parameters, with the stored arrays instead of the weights."""
@@ -53,7 +58,7 @@ class QuantizedBase:
     return self._weight(path, stored).values(dtype)
 
   def _weight(self, path: Path, stored: Any) -> Quantized:
-    return Quantized(stored, self.form, one_layer(self.weights[path]), self.rules)
+    return Quantized(stored, self.form, one_layer(self.weights[path]), self.rules, kernel=self.kernel)
 
   def whole(self, params: Any, leave: Collection[Path] = ()) -> Any:
     """Dequantize every weight of the stored tree to its declared dtype, except those of ``leave``, which are already plain."""

@@ -40,8 +40,8 @@ _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-
 # For each of its own matrix products, XLA compiles and times dozens of kernels; one for float32 operands takes a second of a
 # core. A test of correctness does not need the fastest. The tested kernel runs as in training: the tiles of Pallas kernels are
 # chosen in Python by the shapes, and JAX names cuDNN's algorithm. The products around it and in references are cuBLAS's, which
-# has nothing to compile.
-_WITHOUT_TUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+# has nothing to compile. CUDA graphs are for programs that run often, see ``run_alone``.
+_WITHOUT_TUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 1 << 30}
 _CAP = 2.0  # soft cap of the test: its scores are 1 on average, and a model's own cap would not change them
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 represents a score of -20000 * sqrt(head_dim), before scaling, to within 0.03
 
@@ -216,13 +216,12 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
     for case in found:
       arguments = arguments_of(shape, case, numbers)
       try:
-        got = compiled[length, "tried"].result()(*arguments)[variants[length].index(case.in_parts)]
-        jax.block_until_ready(got)
+        got = run_alone(compiled[length, "tried"], *arguments)[variants[length].index(case.in_parts)]
       except Exception as error:
         # Any exception means that the kernel did not run, which is the result of the test.
         results[case] = CaseResult.of_error(case.name, error)
         continue
-      errors = compiled[length, "reference"].result()(*for_reference(shape, arguments, got, negative=case.negative))
+      errors = run_alone(compiled[length, "reference"], *for_reference(shape, arguments, got, negative=case.negative))
       results[case] = judge(case, shape.dtype, jax.device_get(errors))
   return [results[case] for case in cases(shape)]
 
@@ -230,6 +229,7 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
 _compiling: weakref.WeakValueDictionary[Any, Future[Any]] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _lowering = threading.Lock()
+_running = threading.Lock()
 
 
 def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Future[Any]]:
@@ -265,6 +265,17 @@ def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dic
     futures[key] = known
   pool.shutdown(wait=False)
   return futures
+
+
+def run_alone(program: Future[Any], *arguments: Any) -> Any:
+  """Run a program of ``compile_together`` and wait for its results. Tests that run at the same time take turns.
+
+  While XLA records a CUDA graph for one program, another thread must not launch a graph: on an H200, tests without turns failed
+  with CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
+  """
+  compiled = program.result()
+  with _running:
+    return jax.block_until_ready(compiled(*arguments))
 
 
 def _cap(shape: ShapeClass) -> float | None:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.layers import cache
+from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
 
 _SLOTS, _ROWS = 1100, 5  # several parts of each row, and an incomplete block
 # Largest relative error of the output: scores are exact, and probabilities and the output are rounded to the dtype.
@@ -47,36 +48,41 @@ def self_test(shape: DecodeShape, attention: Any = None) -> list[CaseResult]:
   Returns:
     One result each for a cache in the dtype and an 8-bit cache. A kernel that raises has failed; its message is the problem.
   """
-  from maxtext_like.layers.cache import in_8_bits
-
   if attention is None:
     from maxtext_like.layers.kernels.attention.decode import decode_attention as attention
+  # NumPy draws and rounds, because JAX would compile a program for each operation and shape.
   rng = np.random.default_rng(0)
-  draw = lambda *size: jnp.asarray(rng.normal(size=size), jnp.float32).astype(shape.dtype)
+  draw = lambda *size: rng.standard_normal(size, np.float32).astype(jnp.dtype(shape.dtype))
   q = draw(_ROWS, shape.query_heads, shape.head_dim)
   k, v = (draw(_ROWS, shape.kv_heads, _SLOTS, shape.head_dim) for _ in range(2))
   # A row without tokens, one token, a complete cache, and lengths within blocks. Nothing reads the slots behind them.
   lengths = np.array([0, 1, _SLOTS, 77, 641], np.int32)[:_ROWS]
   unused = (np.arange(_SLOTS) >= lengths[:, None])[:, None, :, None]
   scale = shape.head_dim**-0.5
-  results = []
-  for name in ("plain", "8 bits"):
-    arrays, scales, values = {"k": k, "v": v}, {}, {"k": k, "v": v}
-    if name == "8 bits":
-      for which, x in values.items():
-        arrays[which], scales[f"{which}_scale"] = in_8_bits(x)
-      values = {which: arrays[which] * scales[f"{which}_scale"] for which in arrays}
-      scales = {which: jnp.where(unused, jnp.nan, x) for which, x in scales.items()}
-    else:
-      arrays = {which: jnp.where(unused, jnp.nan, x) for which, x in arrays.items()}
+  abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+  in_8_bits = compile_together({"all": (jax.jit(lambda k, v: (cache.in_8_bits(k), cache.in_8_bits(v))), abstract((k, v)))})
+  (k8, k_scale), (v8, v_scale) = jax.device_get(run_alone(in_8_bits["all"], k, v))
+  hidden = lambda x: np.where(unused, np.nan, x.astype(np.float32)).astype(x.dtype)
+  # The arrays of the cache, and the keys and values that they stand for.
+  given: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "plain": ({"k": hidden(k), "v": hidden(v)}, k, v),
+    "8 bits": ({"k": k8, "v": v8, "k_scale": hidden(k_scale), "v_scale": hidden(v_scale)}, k8 * k_scale, v8 * v_scale),
+  }
+
+  def run(q: Any, lengths: Any, stored: dict[str, Any]) -> Any:
+    scales = {name: x for name, x in stored.items() if name not in ("k", "v")}
+    return attention(q, stored["k"], stored["v"], lengths, scale=scale, soft_cap=shape.soft_cap, **scales)
+
+  programs = {name: (jax.jit(run), abstract((q, lengths, stored))) for name, (stored, _, _) in given.items()}
+  compiled, results = compile_together(programs), []
+  for name, (stored, keys, values) in given.items():
     try:
-      made = attention(q, arrays["k"], arrays["v"], jnp.asarray(lengths), scale=scale, soft_cap=shape.soft_cap, **scales)
-      got = np.asarray(jax.device_get(made), np.float64)
+      got = np.asarray(run_alone(compiled[name], q, lengths, stored), np.float64)
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult.of_error(name, error))
       continue
-    results.append(_judge(name, shape, got, _written_out(q, values["k"], values["v"], lengths, scale, shape.soft_cap)))
+    results.append(_judge(name, shape, got, _written_out(q, keys, values, lengths, scale, shape.soft_cap)))
   return results
 
 

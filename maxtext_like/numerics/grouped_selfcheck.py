@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together
+from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
 
 _GROUPS, _SUMMED, _ROWS = 6, 512, 700
 # Largest relative error of a complete array and of its worst row. float32 products with precision "default" round like bfloat16
@@ -106,7 +106,7 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   compiled = compile_together({(what, i): (run, shapes) for what, runs in programs.items() for i, run in enumerate(runs)})
 
   def computed(what: str, arguments: tuple[Any, ...]) -> list[np.ndarray]:
-    found = [compiled[what, i].result()(*arguments) for i in range(len(programs[what]))]
+    found = [run_alone(compiled[what, i], *arguments) for i in range(len(programs[what]))]
     arrays = jax.device_get([x for results in found for x in results])
     return [np.asarray(x, np.float64) * unit for x, unit in zip(arrays, units, strict=True)]
 

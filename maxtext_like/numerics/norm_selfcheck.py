@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together
+from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
 
 _ROWS = 1003  # several rows for each program, and one more for some of them
 # Largest relative error of dx, which is rounded to the dtype, and of its worst row. Sums over rows are float32.
@@ -55,7 +55,7 @@ def self_test(shape: NormShape, gradients: Any = None) -> list[CaseResult]:
   run = jax.jit(lambda of_all, optional: [gradients(*of_all, *more) for more in optional])
   shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), given)
   try:
-    got = jax.device_get(compile_together({"all": (run, shapes)})["all"].result()(*given))
+    got = jax.device_get(run_alone(compile_together({"all": (run, shapes)})["all"], *given))
   except Exception as error:
     # Any exception means that the kernel did not run, which is the result of the test.
     return [CaseResult.of_error(name, error) for name in cases]

@@ -1,5 +1,7 @@
 """Parameters in the form for decoding and back."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,10 @@ from maxtext_like.config.load import load_config
 from maxtext_like.generation import weights
 from maxtext_like.generation.weights import DecodingWeights
 from maxtext_like.layers.cache import Step
+from maxtext_like.layers.kernels.quantized_matmul import quantized_matmul
+from maxtext_like.layers.quantization import quantized
 from maxtext_like.models.build import build_decoder, precision_of
+from maxtext_like.models.quantized_base import make_base
 from tests.tiers import tiers
 
 
@@ -34,6 +39,17 @@ CASES = {
 }
 
 
+def decoded(decoder, params, tokens):
+  """Logits of the last token of a prompt and of the token that follows."""
+  cache, found = decoder.empty_cache(2, 16, apart=True), []
+  for begin, end in ((0, 8), (8, 9)):
+    step = Step(jnp.full(2, begin), jnp.full(2, end - begin), fresh=begin == 0)
+    batch = {"tokens": tokens[:, begin:end], "positions": jnp.broadcast_to(jnp.arange(begin, end), (2, end - begin))}
+    x, cache, _ = decoder.extend(params, batch, cache, step)
+    found.append(decoder.head(params, x[:, -1:]))
+  return jnp.concatenate(found, axis=1)
+
+
 @pytest.mark.parametrize("name", tiers(CASES, slow=["gemma4-e2b-tiny", "deepseek3.2-tiny"]))
 def test_rounded_weights_give_the_same_bits(name: str):
   """A weight that is also read in float32, as a router's, would change the logits if it was rounded."""
@@ -45,16 +61,7 @@ def test_rounded_weights_give_the_same_bits(name: str):
   weights = DecodingWeights(decoder, read, "gpu")
   tokens = np.random.default_rng(1).integers(2, 97, (2, 9)).astype(np.int32)
 
-  @jax.jit
-  def logits(params):
-    cache, found = decoder.empty_cache(2, 16, apart=True), []
-    for begin, end in ((0, 8), (8, 9)):
-      step = Step(jnp.full(2, begin), jnp.full(2, end - begin), fresh=begin == 0)
-      batch = {"tokens": tokens[:, begin:end], "positions": jnp.broadcast_to(jnp.arange(begin, end), (2, end - begin))}
-      x, cache, _ = decoder.extend(params, batch, cache, step)
-      found.append(decoder.head(params, x[:, -1:]))
-    return jnp.concatenate(found, axis=1)
-
+  logits = jax.jit(lambda params: decoded(decoder, params, tokens))
   exact = logits(decoder.apart(read()))
   rounded = weights.for_decoding
   count = sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(rounded))
@@ -115,3 +122,28 @@ def test_an_error_while_weights_are_rounded_or_read_again_loses_none(monkeypatch
   fails = False
   jax.tree.map(np.testing.assert_array_equal, made.for_decoding, rounded)
   jax.tree.map(np.testing.assert_array_equal, made.stacked, params)
+
+
+def test_codes_are_ordered_for_the_kernel_and_give_the_same_logits(monkeypatch: pytest.MonkeyPatch):
+  config = load_config("qwen3-tiny", ["dtype=bfloat16", "num_decoder_layers=2", "vocab_size=37"]).config
+  decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
+  names = {f"layers.{i}.{name}" for i in range(2) for name in ("mlp.down", "attention.o")}
+  base = dataclasses.replace(make_base(decoder, frozenset(names), "int8"), kernel="pallas_triton")
+  stored = base.init(decoder.params(), jax.random.key(0))
+  weights = DecodingWeights(decoder, lambda: base.attach(stored), "gpu")
+  tokens = np.random.default_rng(1).integers(2, 37, (2, 9)).astype(np.int32)
+  calls = []
+
+  def interpreted(*args, **how):
+    calls.append(args[1].shape)
+    return quantized_matmul(*args, **how, interpret=True)
+
+  monkeypatch.setattr(quantized, "quantized_matmul", interpreted)
+  logits = jax.jit(lambda params: decoded(decoder, params, tokens))
+  want = logits(decoder.apart(base.attach(stored)))
+  assert not calls
+  got = logits(weights.for_decoding)
+  assert len(calls) == 2 * 2 * 2
+  error = np.linalg.norm(np.float64(got) - np.float64(want)) / np.linalg.norm(np.float64(want))
+  assert error < 0.03, error
+  jax.tree.map(np.testing.assert_array_equal, weights.stacked, base.attach(stored))

@@ -22,6 +22,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.quantization.low_rank import one_layer
+from maxtext_like.models import quantized_kernels
 from maxtext_like.models.adapter import Adapter, make_adapter
 from maxtext_like.models.model import Model
 from maxtext_like.models.naming import row_names
@@ -280,4 +281,6 @@ def with_base(model: Model, settings: AdapterConfig) -> Model:
   except ValueError as error:
     raise UserError(f"base_weights_modules: {error}\n  fix: leave it out, or name linear weights of all layers") from None
   require_unsplit_blocks(base.weights, base.form, decoder.cfg.rules, model.mesh)
+  how = {"dtype": model.config.precision.dtype, "cache": model.config.logging.compilation_cache_dir}
+  base = quantized_kernels.settle(base, mesh=model.mesh, platform=model.platform, **how)
   return dataclasses.replace(model, base=base)

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext_like.layers.kernels.quantized_matmul import MOST_ROWS, Name, quantized_matmul
 from maxtext_like.layers.param import Param, constant, stack
 from maxtext_like.layers.partition import as_stored
 from maxtext_like.layers.precision import PRODUCT, Precision
 from maxtext_like.layers.quantization.low_rank import Layout, one_layer
 from maxtext_like.layers.sharding_rules import RULES, Rules
-from maxtext_like.layers.weight import Groups, Product, Weight
+from maxtext_like.layers.weight import Equation, Groups, Product, Weight
 
 FormName = Literal["bfloat16", "nf4", "int8", "fp8_block"]
 Arrays = dict[str, jax.Array]
@@ -137,6 +138,8 @@ class Form(abc.ABC):
   """A format for storing weights."""
 
   name: ClassVar[FormName]
+  table: ClassVar[np.ndarray | None] = None
+  """Values of the codes, if a code is an index."""
   input_block: ClassVar[int] = 1
   """Number of inputs that share a scale. A mesh axis that splits a product's sum or result must not split these blocks."""
   output_block: ClassVar[int] = 1
@@ -241,6 +244,7 @@ class NF4Form(Form):
   """
 
   name: ClassVar[FormName] = "nf4"
+  table: ClassVar[np.ndarray | None] = NF4
   input_block: ClassVar[int] = 64
   maxima: ClassVar[int] = 256
 
@@ -393,6 +397,8 @@ class Quantized(Weight):
     rules: sharding on the current mesh. The stored arrays are gathered before they are dequantized. This sends the fewest
       bytes, and blocks may be split over devices.
     dtype: dtype of the dequantized weight; None: ``dtype`` of the layer.
+    kernel: kernel for products of few rows.
+    by_output: the codes are transposed, as that kernel reads them (``for_few_rows``).
   """
 
   cuts_rows: ClassVar[bool] = True
@@ -403,13 +409,18 @@ class Quantized(Weight):
   param: Param = dataclasses.field(metadata={"static": True})
   rules: Rules = dataclasses.field(default=RULES, metadata={"static": True})
   dtype: str | None = dataclasses.field(default=None, metadata={"static": True})
+  kernel: Name = dataclasses.field(default="xla", metadata={"static": True})
+  by_output: bool = dataclasses.field(default=False, metadata={"static": True})
 
   @jax.named_scope("dequantize")
   def values(self, dtype: str) -> jax.Array:
     """Dequantize to the declared shape."""
     plan = Plan.of(self.param)
     axes = {name: p.axes for name, p in self.form.params(plan).items()}
-    stored = {name: self.rules.whole(self._of_row(x), *axes[name]) for name, x in self.stored.items()}
+    stored = {name: self._of_row(x) for name, x in self.stored.items()}
+    if self.by_output:
+      stored[CODES] = jnp.swapaxes(stored[CODES], -1, -2)
+    stored = {name: self.rules.whole(x, *axes[name]) for name, x in stored.items()}
     return plan.declared(self.form.values(plan, stored, dtype))
 
   def _of_row(self, x: jax.Array) -> jax.Array:
@@ -441,6 +452,28 @@ class Quantized(Weight):
     # The sizes of the groups are an operand of the custom derivative.
     return _product(dataclasses.replace(how, groups=None), how.groups.kernel, x, how.groups.sizes, self)
 
+  def for_few_rows(self) -> "Quantized":
+    """Return the weight with its codes in the order that the kernel for few rows reads, if that kernel multiplies by it."""
+    if self.kernel == "xla" or self.by_output or Plan.of(self.param).experts:
+      return self
+    codes = jnp.swapaxes(self.stored[CODES], -1, -2)
+    return dataclasses.replace(self, stored=self.stored | {CODES: codes}, by_output=True)
+
+  def by_kernel(self, how: Product, x: jax.Array) -> jax.Array | None:
+    """Multiply by the kernel for few rows. Return None if it does not support this product."""
+    p, e, plan = how.precision, Equation.of(how.equation), Plan.of(self.param)
+    if not self.by_output or x.size > MOST_ROWS * plan.K:
+      return None
+    if (self.dtype or p.dtype) != "bfloat16" or (how.large and p.matmul_dtype == "float8"):
+      return None
+    # The product must be one of matrices: sums over the last axes of x, and the other axes in their order.
+    n = len(plan.inputs)
+    if e.x[-n:] != e.weight[:n] or e.result != e.x[:-n] + e.weight[n:]:
+      return None
+    rows, stored = x.reshape(-1, plan.K).astype(jnp.bfloat16), {name: self._of_row(a) for name, a in self.stored.items()}
+    made = quantized_matmul(self.form.name, rows, stored, plan.M, values=self.form.table)
+    return made.astype(how.out or p.dtype).reshape(*x.shape[:-n], *plan.outputs)
+
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Raise a TypeError: a quantized weight is never a table."""
     raise TypeError(f"quantization: a weight stored in {self.form.name} cannot be read as a table")
@@ -467,7 +500,8 @@ def _product(how: Product, kernel: Any, x: jax.Array, sizes: jax.Array | None, w
     weight: the weight.
   """
   x, weight = weight.after(x)
-  return _dequantized_product(how, kernel, x, sizes, weight)
+  made = weight.by_kernel(how, x) if sizes is None else None
+  return _dequantized_product(how, kernel, x, sizes, weight) if made is None else made
 
 
 def _product_forward(how, kernel, x, sizes, weight):
