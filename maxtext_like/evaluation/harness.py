@@ -4,7 +4,7 @@ Texts are encoded, and long inputs are shortened, as the harness' Hugging Face b
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from maxtext_like.data.chat.rendering import RenderError
 from maxtext_like.data.tokenization.tokenizer import Tokenizer
 from maxtext_like.errors import UserError
 from maxtext_like.evaluation.scoring import BATCH_TOKENS, Scorer, padded_length
-from maxtext_like.generation.engine import Prompts, generate
+from maxtext_like.generation.engine import Prompts
 from maxtext_like.generation.prompts import chat_renderer, continuation
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.stop import stop_tokens
+from maxtext_like.generation.texts import Options, Texts
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.models.model import Model
-from maxtext_like.sharding.mesh import use_mesh
 
 # Keys of generation_kwargs that change nothing with this value. With any other value they are an error.
 _NEUTRAL = {
@@ -75,7 +75,8 @@ class HarnessModel(TemplateLM):
       max_gen_toks: see the attribute.
       apply_chat_template: tasks use the chat template.
       seed: seed of tasks that sample.
-      on_batch: called before every batch with the kind of request, and the numbers of finished and of all requests.
+      on_batch: called before every batch, and when an answer has ended, with the kind of request, and the numbers of finished
+        and of all requests.
 
     Raises:
       UserError: the tokenizer has neither a token for the beginning nor one for the end of a text, or ``max_length`` is too
@@ -219,41 +220,55 @@ class HarnessModel(TemplateLM):
           "  fix: a smaller max_gen_toks, or a larger max_length"
         )
       prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in indices}
-      # Long prompts first, and prompts of similar length together.
-      order = sorted(indices, key=lambda index: -len(prompts[index]))
-      while order:
-        longest = len(prompts[order[0]]) + length
-        size = self._batch_size or max(1, self._batch_tokens // padded_length(longest))
-        batch, order = order[:size], order[size:]
-        self._tell("generate_until", finished, len(requests))
-        own = Sampling(**sampling, vocabulary=self._text.vocab_size, seed=(self._seed + finished) % 2**32)
-        for index, text in zip(batch, self._answer([prompts[i] for i in batch], length, own, until), strict=True):
-          answers[index] = text
-        finished += len(batch)
+      for index, text in self._answers(prompts, length, sampling, until, finished, len(requests)):
+        answers[index] = text
+      finished += len(indices)
     return answers
 
-  def _answer(self, prompts: list[list[int]], length: int, sampling: Sampling, until: list[str]) -> list[str]:
-    """Return the answers to a batch of prompts. It ends when every answer has a stop token or a stop string."""
-    made: list[list[int]] = [[] for _ in prompts]
-    texts, done = [""] * len(prompts), [False] * len(prompts)
+  def _answers(
+    self, prompts: dict[int, list[int]], length: int, sampling: dict[str, Any], until: list[str], finished: int, of: int
+  ) -> Iterator[tuple[int, str]]:
+    """Yield the answers to prompts with their numbers.
+
+    An answer ends at a stop token or a stop string, and the next prompt then uses its slot.
+
+    Args:
+      prompts: tokens by the number of the request.
+      length: largest number of tokens of an answer.
+      sampling: arguments of ``Sampling``.
+      until: stop strings.
+      finished, of: numbers of earlier requests and of all requests.
+    """
+    # Long prompts first, because the first ones decide the memory of a slot.
+    order = sorted(prompts, key=lambda index: -len(prompts[index]))
+    size = self._batch_size or max(1, self._batch_tokens // padded_length(len(prompts[order[0]]) + length))
+    options = Options(
+      sampling=Sampling(**sampling, vocabulary=self._text.vocab_size, seed=self._seed % 2**32),
+      max_tokens=length,
+      stop=self._stop,
+      stop_strings=tuple(text for text in until if text),
+      numbers=tuple(order),  # the draws do not depend on the order
+      slots=1 << (size.bit_length() - 1),
+    )
 
     def count(clamped: int) -> None:
       self._generated_clamped += clamped
 
-    with use_mesh(self._model.mesh):
-      for rows in generate(
-        self._model.decoder, self.params, Prompts(prompts), max_tokens=length, stop=self._stop, sampling=sampling,
-        on_clamped=count,
-      ):  # fmt: skip
-        for row, new in enumerate(rows):
-          if done[row] or not new:
-            continue
-          made[row].extend(new)
-          texts[row] = continuation(self._text, prompts[row], made[row])
-          done[row] = any(stop in texts[row] for stop in until if stop)
-        if all(done):
-          break
-    return [postprocess_generated_text(text, until, None) for text in texts]
+    texts = Texts(
+      self._model.decoder,
+      Prompts([prompts[index] for index in order], names=[f"request {index}" for index in order]),
+      options,
+      lambda prompt, ids: continuation(self._text, prompt, ids),
+      mesh=self._model.mesh,  # pyright: ignore[reportArgumentType]  (it is not an abstract one)
+      on_clamped=count,
+    )
+    self._tell("generate_until", finished, of)
+    for pieces in texts.run(self.params, texts=False):
+      if ended := sum(piece.ended is not None for piece in pieces):
+        finished += ended
+        self._tell("generate_until", finished, of)
+    for index, (answer,) in zip(order, texts.answers, strict=True):
+      yield index, postprocess_generated_text(answer.text, until, None)
 
   def _generation(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], int]:
     """Return the arguments of ``Sampling``, the stop strings and the length of an answer."""

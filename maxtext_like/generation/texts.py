@@ -36,7 +36,7 @@ class Options:
       another way.
     int8_cache: store keys and values in 8 bits.
     continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
-    turn: tokens of each answer between two pieces.
+    turn: tokens of each answer between two pieces; at most ``STREAMED_TURN`` with stop strings.
   """
 
   sampling: Sampling
@@ -190,6 +190,8 @@ class Texts:
     """
     options = self.options
     texts = texts or bool(options.stop_strings)
+    # The host finds stop strings, and an answer with one must not use its slot much longer.
+    turn = min(options.turn, STREAMED_TURN) if options.stop_strings else options.turn
     schedule = Schedule(
       self._decoder,
       params,
@@ -198,7 +200,7 @@ class Texts:
       options.stop,
       largest=options.slots,
       least=options.least_slots,
-      turn=options.turn,
+      turn=turn,
       logprobs=options.logprobs,
       int8_cache=options.int8_cache,
       continues=options.continues,

@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxtext_like import evaluate, load, perplexity, train
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
+from maxtext_like.generation import slots
+from maxtext_like.generation.texts import STREAMED_TURN
 from tests.generation.letters import SPECIAL, copy_golden
 
 torch = pytest.importorskip("torch", reason="needs the extra parity")
@@ -151,6 +154,35 @@ def test_every_number_is_that_of_the_hugging_face_backend(folder: Path, chat: bo
   of_numbers = {name: value for name, value in expected.items() if not isinstance(value, str)}
   assert {name: found[name] for name in of_numbers} == pytest.approx(of_numbers, rel=1e-4, abs=1e-4)
   assert set(ours.metrics) >= {"local_choice/acc", "local_answer/exact_match"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_answers_with_stop_strings_free_their_slots(folder: Path, monkeypatch: pytest.MonkeyPatch):
+  """Some answers end at a stop token and some at a string. None runs to max_gen_toks, and waiting prompts use the slots."""
+  model = load(folder / "model", "dtype=float32", f"compilation_cache_dir={folder}/cache")
+  task, calls, decode = json.loads((folder / "tasks" / "answer.yaml").read_text()), [], slots.decode
+
+  def counted(*arguments: Any) -> Any:
+    state, found = decode(*arguments)
+    calls.append(int((np.asarray(found["token"]) != slots.NONE).sum()))
+    return state, found
+
+  # Three quarters of the letters end an answer, and so do two tokens of the model.
+  until = [chr(0x100 + i) for i in range(50, 160)]
+  task |= {"task": "ends", "generation_kwargs": {"until": until, "max_gen_toks": 64, "do_sample": True, "temperature": 3.0}}
+  (folder / "ends.yaml").write_text(json.dumps(task))
+  monkeypatch.setattr(slots, "decode", counted)
+  told: list[tuple[str, int, int]] = []
+  how: dict[str, Any] = {"max_length": 160, "batch_size": 2, "log_samples": True, "bootstrap_iters": 0}
+  found = evaluate(model, [str(folder / "ends.yaml")], on_batch=lambda *given: told.append(given), **how)
+  answers = [record["resps"][0][0] for record in found.samples["ends"]]
+  assert len(answers) == 4
+  assert not any(text in answer for answer in answers for text in until)
+  assert max(map(len, answers)) < 20
+  assert sum(calls) <= sum(map(len, answers)) + 4 * 2 * STREAMED_TURN
+  assert told[0] == ("generate_until", 0, 4)
+  assert told[-1] == ("generate_until", 4, 4)
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation import shapes, slots
+from maxtext_like.generation.engine import Prompts
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.schedule import Request, Schedule, _Answer
 from maxtext_like.generation.slots import NONE, NOT_FINITE
+from maxtext_like.generation.texts import STREAMED_TURN, Options, Texts
 from maxtext_like.layers.cache import Step
 from maxtext_like.models.build import build_decoder, precision_of
 
@@ -77,6 +79,30 @@ def test_an_answer_that_is_canceled_ends(model):
   assert {key: values for key, values in found.items() if key[0] != 1} == {
     key: values for key, values in whole.items() if key[0] != 1
   }
+
+
+def test_an_answer_with_a_stop_string_frees_its_slot(model, monkeypatch):
+  """Every token is a letter, and half of the letters end an answer."""
+  decoder, params = model
+  drawn, decode = 0, slots.decode
+
+  def counted(*arguments):
+    nonlocal drawn
+    state, found = decode(*arguments)
+    drawn += int(np.sum(np.asarray(found["token"]) != NONE))
+    return state, found
+
+  monkeypatch.setattr(slots, "decode", counted)
+  letters = tuple(chr(0x100 + i) for i in range(1, 97, 2))
+  options = Options(sampling=Sampling(temperature=1e6), max_tokens=50, stop=frozenset([0]), stop_strings=letters, slots=2)
+  prompts = Prompts([PROMPTS[1], PROMPTS[2], PROMPTS[1], PROMPTS[2], PROMPTS[1]])
+  texts = Texts(decoder, prompts, options, lambda prompt, ids: "".join(chr(0x100 + i) for i in ids))
+  ends = [piece.ended for pieces in texts.run(params, texts=False) for piece in pieces if piece.ended]
+  assert ends == ["stop"] * 5
+  # A call makes 8 tokens, and another call may have begun before the host reads the first one.
+  needed = max(len(answer.tokens) for (answer,) in texts.answers)
+  assert needed <= 16
+  assert drawn <= 5 * (needed + 2 * STREAMED_TURN)
 
 
 @pytest.mark.parametrize(
