@@ -124,7 +124,8 @@ def stages(directory: Path) -> None:
     if len(p.shape) > 2 or p.shape[0] * p.shape[-1] > 1 << 20
   ]
   chunks = [*device_fill.planned(weights.shards, targets)]
-  blocks, device, size = device_fill.Blocks(), jax.local_devices()[0], sum(chunk.bytes for chunk in chunks)
+  blocks = device_fill.Blocks(device_fill.budget(weights.shards))
+  device, size = jax.local_devices()[0], sum(chunk.bytes for chunk in chunks)
 
   def read(chunk: Any) -> np.ndarray:
     return device_fill.read_rows(weights.shards, chunk.source, chunk.start, chunk.stop, blocks)

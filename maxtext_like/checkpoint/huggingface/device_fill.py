@@ -2,17 +2,18 @@
 
 Several threads read chunks of tensors, apply float8 scales, bring the axes into our order and copy the result to the devices.
 There, one compiled program for each shape converts the chunk, checks it for NaN and infinity and writes it into its place in
-the array, which is donated. No array of a stack exists in host memory, and ``_BUDGET`` limits the chunks that do.
+the array, which is donated. No array of a stack exists in host memory, and ``budget`` limits the chunks that do.
 """
 
 import functools
 import itertools
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -26,6 +27,7 @@ from maxtext_like.checkpoint.huggingface.tensors import TensorPart
 _CHUNK_BYTES = 32 << 20  # bytes of a file in one chunk
 _THREADS = 16
 _BUDGET = 4  # bytes of all chunks in host memory, as a multiple of _CHUNK_BYTES for each thread
+_FILES = 2  # the same, as a multiple of the largest file
 _BLOCK = 128  # rows that are transposed at a time, so that a cache line is read once
 _ALIGNMENT = 64  # bytes; JAX copies arrays with another alignment once more on the CPU
 
@@ -80,28 +82,46 @@ class Target:
     return jax.make_array_from_single_device_arrays(self.shape, self.sharding, [buffers[device] for device in self.ranges])
 
 
-class Blocks:
-  """Host memory that chunks use in turn. New memory would cost a page fault for every 4 KiB, as long as the read itself."""
+def block_bytes(size: int) -> int:
+  """Returns the bytes of the block that an array of ``size`` bytes takes. Similar arrays have blocks of the same size."""
+  return max(size, min(_CHUNK_BYTES, 1 << max(size - 1, 0).bit_length())) + _ALIGNMENT
 
-  def __init__(self):
-    self._free: list[np.ndarray] = []
+
+class Blocks:
+  """Host memory that chunks use in turn. New memory would cost a page fault for every 4 KiB, as long as the read itself.
+
+  Args:
+    limit: free blocks of other sizes are released before all blocks together take more bytes.
+  """
+
+  def __init__(self, limit: int):
+    self._limit, self._bytes, self._lock = limit, 0, threading.Lock()
+    self._free: dict[int, list[np.ndarray]] = {}
+    self._used: dict[int, np.ndarray] = {}
 
   def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Returns an uninitialized array. It is aligned so that JAX can use it on the CPU without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    try:
-      block = self._free.pop() if size <= _CHUNK_BYTES else np.empty(size + _ALIGNMENT, np.uint8)
-    except IndexError:
-      block = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
+    wanted = block_bytes(size)
+    with self._lock:
+      if self._free.get(wanted):
+        block = self._free[wanted].pop()
+      else:
+        while self._bytes + wanted > self._limit and (sizes := [n for n, blocks in self._free.items() if blocks]):
+          self._bytes -= self._free[max(sizes)].pop().nbytes
+        block = np.empty(wanted, np.uint8)
+        self._bytes += wanted
+      self._used[id(block)] = block
     begin = -block.ctypes.data % _ALIGNMENT
     return block[begin : begin + size].view(dtype).reshape(shape)
 
   def give_back(self, array: np.ndarray) -> None:
-    """Reuses the memory of an array of ``take``, which nothing may read any more."""
+    """Reuses the memory of an array of ``take``, which nothing may read any more. Other arrays are left alone."""
     while array.base is not None:
       array = array.base
-    if array.dtype == np.uint8 and array.size == _CHUNK_BYTES + _ALIGNMENT:
-      self._free.append(array)
+    with self._lock:
+      if self._used.pop(id(array), None) is not None:
+        self._free.setdefault(array.nbytes, []).append(array)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,11 +205,11 @@ def fill(
     chunk.target.left += 1
   total, read = sum(chunk.bytes for chunk in todo), 0
   how: Check = "finite" if check else "nothing"
-  budget = _BUDGET * _CHUNK_BYTES * threads()
+  limit = budget(shards)
   default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
   waiting: deque[tuple[_Chunk, Future[Any]]] = deque()
   written: deque[tuple[_Chunk, list[Any], list[np.ndarray]]] = deque()
-  blocks = Blocks()
+  blocks = Blocks(limit)
   held = pending = 0  # cost of all chunks in host memory, and of those in ``written``
   with ThreadPoolExecutor(threads(), "read-weights") as readers, ThreadPoolExecutor(threads(), "compile-writes") as compilers:
     try:
@@ -197,14 +217,14 @@ def fill(
       others = [compilers.submit(program) for program in programs]  # first, because they take longer
       writes = {key: compilers.submit(_program, *key, default) for key in wanted}
       while todo or waiting or written:
-        if todo and (held + todo[0].cost <= budget or not (waiting or written)):
+        if todo and (held + todo[0].cost <= limit or not (waiting or written)):
           chunk = todo.popleft()
           waiting.append((chunk, readers.submit(_prepare, shards, chunk, convert, blocks, default)))
           held += chunk.cost
           continue
         meanwhile()
         meanwhile = lambda: None
-        if written and (not waiting or 2 * pending > budget or all(ok.is_ready() for ok in written[0][1])):
+        if written and (not waiting or 2 * pending > limit or all(ok.is_ready() for ok in written[0][1])):
           chunk, oks, used = written.popleft()
           if not all(oks):  # waits until the chunk is written
             raise refuse(chunk.target.dtype, chunk.source.name)
@@ -243,6 +263,11 @@ def threads() -> int:
   return min(_THREADS, max(2, cores))
 
 
+def budget(shards: Shards) -> int:
+  """Returns the limit of the bytes of all chunks in host memory. A single chunk may be larger, because no row is cut."""
+  return min(_BUDGET * _CHUNK_BYTES * threads(), _FILES * max(file.size for file in shards.files))
+
+
 def planned(shards: Shards, targets: Sequence[Target]) -> list[_Chunk]:
   """Returns the chunks that this process reads, in the order of reading."""
   order = {id(file): i for i, file in enumerate(shards.files)}
@@ -262,19 +287,22 @@ def _chunks(shards: Shards, target: Target, order: dict[int, int]) -> Iterator[_
       if all(i in r for i, r in zip(source.index, ranges, strict=False))
     }
     row = math.prod(piece.file_shape[1:]) * DTYPES[entry.dtype].itemsize
-    dtype, cost = DTYPES[entry.dtype], 2
+    dtype, extra = DTYPES[entry.dtype], 0
     if entry.dtype in FLOAT8 and not target.codes:
-      dtype, cost = np.dtype(np.float32), 9  # the codes, and two copies in float32
+      dtype, extra = np.dtype(np.float32), 4  # bytes for each byte that is read, between the codes and the copies
     elif entry.dtype == "F64":
-      dtype = target.dtype
+      dtype, extra = target.dtype, 1
     cuts = sorted({edge for r in here.values() for edge in (r.start, r.stop)})
     for low, high in itertools.pairwise(cuts):
       devices = tuple(device for device, r in here.items() if r.start <= low and high <= r.stop)
-      step = -(-(high - low) // -(-(high - low) * row // _CHUNK_BYTES))
+      step = -(-(high - low) // -(-(high - low) * row * max(extra, 1) // _CHUNK_BYTES))
       for start in range(low, high, step) if devices else ():
         stop = min(start + step, high)
         size = (stop - start) * row
-        yield _Chunk(target, source, start, stop, devices, dtype, (*first, places[source.name]), size, cost * size)
+        chunk = _Chunk(target, source, start, stop, devices, dtype, (*first, places[source.name]), size, 0)
+        parts = {str(cut): math.prod(s.stop - s.start for s in cut) for cut in map(chunk.cut, devices)}
+        copies = sum(block_bytes(count * dtype.itemsize) for count in parts.values())
+        yield replace(chunk, cost=block_bytes(size) + (block_bytes(extra * size) if extra else 0) + copies)
 
 
 def _prepare(
@@ -284,7 +312,7 @@ def _prepare(
   source, target, order = chunk.source, chunk.target, chunk.source.piece.order
   stored = rows = read_rows(shards, source, chunk.start, chunk.stop, blocks)
   if rows.dtype.name.startswith("float8") and not target.codes:
-    rows = _scaled(shards, source, rows, chunk.start)
+    rows = _scaled(shards, source, rows, chunk.start, blocks)
   elif rows.dtype == np.float64:
     rows = convert(rows, target.dtype, source.name)
   copies: dict[str, np.ndarray] = {}  # by the part, because slices are not hashable in Python 3.11
@@ -295,11 +323,11 @@ def _prepare(
       if (copy := copies.get(str(cut))) is None:
         copy = copies[str(cut)] = part if _is_in_our_order(part, order) else in_our_order(part, order, blocks.take)
       placed[device] = jax.device_put(copy.reshape((1,) * len(source.index) + copy.shape), device)
-  used = [copy for copy in copies.values() if not np.may_share_memory(copy, stored)]
-  if len(used) < len(copies):
-    used.append(stored)
-  else:
-    blocks.give_back(stored)
+  # Blocks that no device reads are free now. A copy in our order may be a part of the block that was read.
+  used = list(copies.values())
+  for block in {id(x): x for x in (stored, rows)}.values():
+    if not any(np.may_share_memory(copy, block) for copy in copies.values()):
+      blocks.give_back(block)
   return placed, used
 
 
@@ -317,11 +345,12 @@ def read_rows(shards: Shards, source: TensorPart, start: int, stop: int, blocks:
   return rows
 
 
-def _scaled(shards: Shards, source: TensorPart, codes: np.ndarray, start: int) -> np.ndarray:
+def _scaled(shards: Shards, source: TensorPart, codes: np.ndarray, start: int, blocks: Blocks) -> np.ndarray:
   """Returns rows of a float8 source in float32, with their scales. The numbers are those of ``Shards.weight``."""
   piece, shape = source.piece, codes.shape
   numbers = np.arange(256, dtype=np.uint8).view(codes.dtype).astype(np.float32)
-  result = np.take(numbers, codes.view(np.uint8))
+  # The mode avoids a buffer; no code is out of range.
+  result = np.take(numbers, codes.view(np.uint8), out=blocks.take(shape, np.dtype(np.float32)), mode="clip")
   columns, scale = shards.row_scales(source.name)
   if scale.ndim:
     if piece.half is not None:

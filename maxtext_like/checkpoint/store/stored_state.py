@@ -29,6 +29,7 @@ from maxtext_like.storage import Place, failed
 
 _log = logging.getLogger(__name__)
 _REPORTED = 1.0  # GB; the speed of reading less is not reported
+_RESTORE_GB = 4
 
 
 def _name(path: tuple[Any, ...]) -> str:
@@ -282,10 +283,22 @@ def _read_orbax(state: Path | Place, template: dict[str, Any], whole: bool) -> d
     name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
     for name, leaf in template.items()
   }
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=restore_gb(template))) as checkpointer:
     return checkpointer.restore(
       for_orbax(state), args=ocp.args.PyTreeRestore(item=template, restore_args=arguments, partial_restore=not whole)
     )
+
+
+def restore_gb(arrays: dict[str, Any]) -> int:
+  """Returns the limit of the bytes that are in host memory while a step is read, in GB (1e9 bytes).
+
+  Orbax reads as many arrays at the same time as fit, and refuses an array that does not fit. Its own limit is 96 GB.
+
+  Args:
+    arrays: ``jax.ShapeDtypeStruct`` of each array. Orbax counts the stored parts that a device's part overlaps, which are never
+      more than the array.
+  """
+  return max(_RESTORE_GB, *(x.size * x.dtype.itemsize // 10**9 + 1 for x in arrays.values()), 1)
 
 
 def for_orbax(path: Path | Place) -> Any:

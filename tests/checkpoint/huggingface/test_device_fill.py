@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_each_device_gets_its_part_and_nothing_else_is_read(kind: Any, tmp_path:
     assert sum(chunk.bytes for chunk in chunks) == 2 * whole[0].nbytes
     assert len(chunks) >= 4
     for chunk in chunks:
-      rows = device_fill.read_rows(shards, chunk.source, chunk.start, chunk.stop, device_fill.Blocks())
+      rows = device_fill.read_rows(shards, chunk.source, chunk.start, chunk.stop, device_fill.Blocks(1 << 20))
       for device in chunk.devices:
         part = rows[chunk.cut(device)].transpose(chunk.source.piece.order)[None]
         into = tuple(slice(o, o + n) for o, n in zip(chunk.offsets(device), part.shape, strict=True))
@@ -173,6 +174,48 @@ def test_it_equals_one_tensor_after_the_other(
   for path, expected in flatten(weights.load()):
     assert (found[path].dtype, found[path].shape) == (expected.dtype, expected.shape)
     assert np.asarray(found[path]).tobytes() == np.asarray(expected).tobytes(), path
+
+
+@pytest.mark.parametrize("files", [1, 20])
+def test_small_tensors_after_large_ones_stay_within_the_memory_of_chunks(files: int, tmp_path: Path, monkeypatch):
+  """On a machine with 16 cores: bytes of all blocks, used and free, against the limit."""
+  rng = np.random.default_rng(0)
+  shapes = {f"w{i}": (512, 100) if i < 6 else (24, 9) for i in range(400)}
+  arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+  size = sum(x.nbytes for x in arrays.values())
+  write(tmp_path, [Source(n, "F32", x.shape, lambda x=x: x) for n, x in arrays.items()], shard_size=size // files + 1)
+  chunk, bases, most, lock = 1 << 14, weakref.WeakValueDictionary[int, np.ndarray](), 0, threading.Lock()
+  monkeypatch.setattr(device_fill, "_CHUNK_BYTES", chunk)
+  monkeypatch.setattr(device_fill, "threads", lambda: 16)
+  take = device_fill.Blocks.take
+
+  def taken(self, shape, dtype):
+    nonlocal most
+    with lock:
+      base = out = take(self, shape, dtype)
+      while base.base is not None:
+        base = base.base
+      bases[id(base)] = base
+      most = max(most, sum(x.nbytes for x in bases.values()))
+    return out
+
+  monkeypatch.setattr(device_fill.Blocks, "take", taken)
+  found: dict[str, jax.Array] = {}
+  shards = Shards(tmp_path)
+  targets = [
+    device_fill.Target(
+      shape[::-1], np.dtype(np.float32), None, [TensorPart(name, Piece((name,), (), shape[::-1], "linear", None), ())],
+      done=functools.partial(found.__setitem__, name),
+    )
+    for name, shape in shapes.items()
+  ]  # fmt: skip
+  device_fill.fill(shards, targets, check=True, refuse=lambda dtype, name: AssertionError(name), convert=lambda x, *rest: x)
+  for name, x in arrays.items():
+    np.testing.assert_array_equal(found[name], x.T)
+  largest = max(file.size for file in shards.files)
+  assert device_fill.budget(shards) == min(4 * 16 * chunk, 2 * largest)
+  assert (2 * largest < 4 * 16 * chunk) == (files == 20)
+  assert most <= device_fill.budget(shards)
 
 
 def test_damage_is_named(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch):
