@@ -18,6 +18,7 @@ from maxtext_like.checkpoint.store.fingerprint import of_files
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from tests.tiers import nightly, slow
 from tests.training.adapters.runs import LORA, WORDS, losses, train
 
 PATTERNS = ["lora_rank_pattern={mlp.down: 2, layers.0.attention: 5}", "lora_alpha_pattern={q_proj: 1}"]
@@ -221,8 +222,7 @@ def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_p
     assert (f"was trained on {named}, but the weights here are {source or 'initialized from seed 0'}" in caplog.text) == warned
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adapter", "whole-dora"])
+@pytest.mark.parametrize("kind", [nightly("adapter"), slow("whole-dora")])
 def test_an_imported_adapter_is_the_run_s(workplace, tmp_path, kind, capsys):
   """peft's file as a run: loaded, trained on, and written again."""
   base = f"init_from={workplace}/base"
