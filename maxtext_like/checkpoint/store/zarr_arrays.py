@@ -5,11 +5,14 @@ devices (of replicated shards, the first replica) and reads the parts that its d
 those of ``tree``.
 """
 
+import contextlib
 import errno
 import functools
+import math
 import os
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from maxtext_like.storage import Place, endpoint
 
 _CHUNK_BYTES = 64 << 20  # small enough for one request (limit 5 GB) and for meshes whose shards are smaller than a chunk
 _AT_ONCE = 8  # arrays written or read at a time; each has a second copy in host memory meanwhile
+_READ_BYTES = 4 << 30  # limit of the parts of arrays that are in host memory while a step is read; one part may be larger
 
 
 def uses_zarr(place: Path | Place) -> bool:
@@ -106,14 +110,35 @@ def read(state: Path | Place, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
     RetryableError: the arrays cannot be read, or a chunk fails its checksum.
   """
 
+  held, room = 0, threading.Condition()
+
+  @contextlib.contextmanager
+  def reserved(size: int) -> Iterator[None]:
+    nonlocal held
+    with room:
+      room.wait_for(lambda: not held or held + size <= _READ_BYTES)
+      held += size
+    try:
+      yield
+    finally:
+      with room:
+        held -= size
+        room.notify_all()
+
   def one(name: str) -> jax.Array:
     like = wanted[name]
     array = opened(state / name)
-    places = like.sharding.addressable_devices_indices_map(like.shape)
-    keys = {device: str(index) for device, index in places.items()}  # tuples of slices are not hashable in Python 3.11
-    parts = {keys[device]: array[index].read() for device, index in places.items()}
-    where = [jax.sharding.SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind) for device in places]
-    arrays = [jax.device_put(np.asarray(parts[keys[device]].result()), to) for device, to in zip(places, where, strict=True)]
+    # The devices with the same part. Tuples of slices are not hashable in Python 3.11.
+    parts: dict[str, tuple[Any, list[Any]]] = {}
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+      parts.setdefault(str(index), (index, []))[1].append(device)
+    arrays, size = [], math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
+    for index, devices in parts.values():
+      with reserved(size):
+        part = np.asarray(array[index].read().result())
+        places = [jax.sharding.SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind) for device in devices]
+        arrays += jax.block_until_ready([jax.device_put(part, place) for place in places])
+        del part
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, arrays)
 
   try:

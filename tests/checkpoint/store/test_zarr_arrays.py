@@ -1,6 +1,8 @@
 """Tests zarr_arrays.py: arrays come back to the bit on another mesh, large ones of several chunks; damage is no value."""
 
 import json
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -74,3 +76,42 @@ def test_chunks_divide_a_part_and_are_no_larger_than_a_request(part):
   found = zarr_arrays._chunk(part, 4)
   assert all(size % piece == 0 for size, piece in zip(part, found, strict=True))
   assert min(2 << 20, int(np.prod(part))) <= 4 * np.prod(found) <= 64 << 20
+
+
+def test_parts_in_host_memory_are_limited(monkeypatch):
+  """Twelve arrays of 40 bytes with a limit of 100 bytes, and one that is larger than the limit."""
+  lock, held, most = threading.Lock(), 0, []
+
+  class Stored:
+    def __init__(self, size):
+      self.size = size
+
+    def __getitem__(self, index):
+      return self
+
+    def read(self):
+      nonlocal held
+      with lock:
+        held += 4 * self.size
+        most.append(held)
+      time.sleep(0.005)
+      return self
+
+    def result(self):
+      nonlocal held
+      with lock:
+        held -= 4 * self.size
+      return np.full(self.size, self.size, np.float32)
+
+  sizes = {f"a{i}": 10 for i in range(12)} | {"large": 70}
+  monkeypatch.setattr(zarr_arrays, "opened", lambda place: Stored(sizes[place.name]))
+  monkeypatch.setattr(zarr_arrays, "_READ_BYTES", 100)
+  sharding = NamedSharding(mesh(1, 1), PartitionSpec())
+  found = zarr_arrays.read(
+    Place(f"s3://{BUCKET}/x"),
+    {name: jax.ShapeDtypeStruct((size,), jnp.float32, sharding=sharding) for name, size in sizes.items()},
+  )
+  assert {name: float(x.sum()) for name, x in found.items()} == {name: float(size**2) for name, size in sizes.items()}
+  assert len(most) == 13
+  assert max(most) == 280, "the large one was read alone"
+  assert sorted(most)[-2] <= 80
