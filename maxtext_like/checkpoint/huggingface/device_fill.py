@@ -74,6 +74,10 @@ class Target:
     """Returns the shape of a device's part."""
     return tuple(len(r) for r in self.ranges[device])
 
+  def buffer_keys(self) -> list[tuple[Any, ...]]:
+    """Returns the arguments of ``_empty`` for each device."""
+    return [(self.buffer_shape(device), self.dtype.name, device) for device in self.ranges]
+
   def array(self) -> jax.Array:
     """Returns the array of all parts."""
     buffers, self.buffers = self.buffers, {}
@@ -213,9 +217,17 @@ def fill(
   held = pending = 0  # cost of all chunks in host memory, and of those in ``written``
   with ThreadPoolExecutor(threads(), "read-weights") as readers, ThreadPoolExecutor(threads(), "compile-writes") as compilers:
     try:
-      wanted = dict.fromkeys(chunk.program(device, how) for chunk in todo for device in chunk.devices)
       others = [compilers.submit(program) for program in programs]  # first, because they take longer
-      writes = {key: compilers.submit(_program, *key, default) for key in wanted}
+      # In the order of use. A program takes a few tenths of a second on a GPU, so none may be compiled by this thread.
+      empty: dict[tuple[Any, ...], Future[Any]] = {}
+      writes: dict[tuple[Any, ...], Future[Any]] = {}
+      for chunk in todo:
+        for key in chunk.target.buffer_keys():
+          if key not in empty:
+            empty[key] = compilers.submit(_empty, *key, default)
+        for key in (chunk.program(device, how) for device in chunk.devices):
+          if key not in writes:
+            writes[key] = compilers.submit(_program, *key, default)
       while todo or waiting or written:
         if todo and (held + todo[0].cost <= limit or not (waiting or written)):
           chunk = todo.popleft()
@@ -236,7 +248,7 @@ def fill(
         chunk, future = waiting.popleft()
         target, oks = chunk.target, []
         if not target.buffers:
-          target.buffers |= {d: jnp.zeros(target.buffer_shape(d), target.dtype, device=d) for d in target.ranges}
+          target.buffers |= {key[-1]: empty[key].result()() for key in target.buffer_keys()}
         placed, used = future.result()
         for device, part in placed.items():
           run = writes[chunk.program(device, how)].result()
@@ -404,3 +416,11 @@ def _program(
   arguments = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in ((shape, dtype), (part, part_dtype))]
   with jax.default_device(default):
     return jax.jit(write, donate_argnums=0).lower(*arguments, jax.ShapeDtypeStruct((len(shape),), jnp.int32)).compile()
+
+
+@functools.lru_cache(maxsize=512)
+def _empty(shape: tuple[int, ...], dtype: str, device: Place, default: Any) -> Any:
+  """Returns a compiled () -> an array of zeros on a device."""
+  sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+  with jax.default_device(default):
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding).lower().compile()
