@@ -13,6 +13,11 @@ from maxtext_like.checkpoint.store import stored_state, zarr_arrays
 from maxtext_like.sharding import host_memory, processes
 from maxtext_like.storage import Place
 
+# TensorStore writes a data file with one thread. Orbax makes files of 2 GB on a disk, with which a state of a few GB would use
+# few cores. Files must not be too small either: the part of an array on one device is split into chunks no larger than a file.
+_FILES = 64  # data files of a save by one process, if their size is within the limits
+_LEAST_BYTES, _MOST_BYTES = 128 << 20, 2 << 30
+
 
 class ArrayWriter:
   """Writes states one after the other. Each save has two phases: a copy that reads the state, and the slow write.
@@ -61,7 +66,9 @@ class ArrayWriter:
       self._inner = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
       logging.getLogger("absl").addFilter(drop_reported)
       hide_calls_into_closed_loops()
-    self._inner.save(stored_state.for_orbax(path), args=ocp.args.PyTreeSave(host_memory.to_numpy(flat)))
+    size = file_bytes(flat) if isinstance(path, Path) else None  # None: orbax knows what suits an object store
+    arguments = ocp.args.PyTreeSave(host_memory.to_numpy(flat), ocdbt_target_data_file_size=size)
+    self._inner.save(stored_state.for_orbax(path), args=arguments)
 
   def wait_until_finished(self) -> None:
     """Waits for the slow phase. Raises the errors of orbax or TensorStore."""
@@ -81,6 +88,12 @@ class ArrayWriter:
     if self._inner is not None:
       self._inner.close()
       self._inner = None
+
+
+def file_bytes(flat: dict[str, Any]) -> int:
+  """Returns the size of data files for a save of these arrays by this process."""
+  own = sum(shard.data.nbytes for x in flat.values() for shard in x.addressable_shards if shard.replica_id == 0)
+  return min(max(own // _FILES, _LEAST_BYTES), _MOST_BYTES)
 
 
 _REPORTED = (

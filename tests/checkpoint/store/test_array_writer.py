@@ -1,12 +1,16 @@
-"""A failed save prints one line, and not the calls of TensorStore into the event loop that orbax has closed."""
+"""Data files of a save have a size that uses all cores, and a failed save does not print the calls of TensorStore into the
+event loop that orbax has closed."""
 
 import asyncio
 import sys
 import threading
 
+import jax
+import numpy as np
 import tensorstore
 
-from maxtext_like.checkpoint.store.array_writer import without_calls_into_closed_loops
+from maxtext_like.checkpoint.store import array_writer, stored_state
+from maxtext_like.checkpoint.store.array_writer import ArrayWriter, without_calls_into_closed_loops
 
 
 def test_calls_of_tensorstore_into_a_closed_loop_are_not_printed(monkeypatch):
@@ -54,3 +58,28 @@ def test_other_exceptions_that_cannot_be_raised_are_passed_on(monkeypatch):
     failing = Fails(error)
     del failing
   assert passed == ["broken", "Event loop is closed"]
+
+
+def test_a_state_is_divided_into_data_files_which_split_large_arrays(tmp_path, monkeypatch):
+  rng = np.random.default_rng(0)
+  flat = {
+    name: jax.device_put(rng.integers(0, 99, shape).astype(np.int32))
+    for name, shape in {"a": (3, 40, 1 << 10), "b": (60 << 10,), "c": (130, 1 << 10)}.items()
+  }
+  whole = sum(x.nbytes for x in flat.values())
+  counts = {}
+  for files in (1, 8):
+    monkeypatch.setattr(array_writer, "_FILES", files)
+    monkeypatch.setattr(array_writer, "_LEAST_BYTES", 1 << 12)
+    assert array_writer.file_bytes(flat) == whole // files
+    writer = ArrayWriter(60.0)
+    writer.save(tmp_path / str(files), flat, files)
+    writer.wait_until_finished()
+    writer.close()
+    sizes = [path.stat().st_size for path in (tmp_path / str(files)).rglob("d/*")]
+    counts[files] = sum(size > whole // 20 for size in sizes)
+    like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in flat.items()}
+    read = stored_state._read_orbax(tmp_path / str(files), like, whole=True)
+    for name, array in flat.items():
+      np.testing.assert_array_equal(read[name], array)
+  assert counts[8] > counts[1]
