@@ -215,7 +215,8 @@ def test_small_tensors_after_large_ones_stay_within_the_memory_of_chunks(files: 
   largest = max(file.size for file in shards.files)
   assert device_fill.budget(shards) == min(4 * 16 * chunk, 2 * largest)
   assert (2 * largest < 4 * 16 * chunk) == (files == 20)
-  assert most <= device_fill.budget(shards)
+  # A thread may still refer to a block that it has just given back and that another thread released.
+  assert most <= device_fill.budget(shards) + 16 * device_fill.block_bytes(chunk)
 
 
 def test_damage_is_named(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch):
