@@ -34,6 +34,7 @@ def evaluate(
   confirm_run_unsafe_code: bool = False,
   adapters: str | Path | Saved | Sequence[str | Path | Saved] = (),
   on_batch: Callable[[str, int, int], None] | None = None,
+  on_note: Callable[[str], None] | None = None,
   **keys: Any,
 ) -> "TaskResults":
   """Evaluate a model on tasks of lm-evaluation-harness, which the extra ``eval`` installs.
@@ -60,11 +61,13 @@ def evaluate(
     confirm_run_unsafe_code: allow tasks that run code that the model writes.
     adapters: as for ``load``.
     on_batch: called before every batch with the kind of request, and the numbers of finished and of all requests.
+    on_note: called with every remark about the loaded model, such as the storage of its weights.
     keys: the same as ``overrides``, as Python values.
 
   Raises:
     UserError: the harness is not installed, a task is unknown, its data cannot be loaded, or an argument is invalid.
     NonFiniteError: the logits are not finite.
+    DoesNotFitError: the weights or the KV caches do not fit the memory of the device.
   """
   require_counts(evaluate, batch_size=batch_size, max_length=max_length, max_gen_toks=max_gen_toks)
   require_counts(evaluate, 0, num_fewshot=num_fewshot, bootstrap_iters=bootstrap_iters, seed=seed)
@@ -85,7 +88,7 @@ def evaluate(
   found = Tasks.load(
     names, include=[str(folder) for folder in folders], num_fewshot=num_fewshot, gen_kwargs=gen_kwargs, seed=seed
   )
-  loaded = as_loaded(evaluate, model, overrides, keys, adapters)
+  loaded = as_loaded(evaluate, model, overrides, keys, adapters, on_note)
   from maxtext_like.evaluation.harness import HarnessModel
 
   harness_model = HarnessModel(

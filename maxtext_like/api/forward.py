@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import Saved, place_of, words
+from maxtext_like.config.load import is_chosen
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,9 +46,12 @@ def forward(
 ) -> Outputs:
   """Run a checkpoint on arrays. With ``dtype=float32``, the default of ``matmul_precision`` is highest.
 
+  With ``base_weights`` the weights are quantized while they are read, as for ``load``.
+
   Args:
     checkpoint: a directory with config.json and safetensors, its name in the local Hugging Face cache, a run, or one of its
-      checkpoints. An adapter is merged into the weights below it.
+      checkpoints. An adapter is merged into the weights below it, unless it was trained on quantized weights: it is then added
+      to them, as in training. With gradients, or ``base_weights=null``, it is merged.
     inputs: an .npz file or a dict of arrays: input_ids [B, T]; optional labels (not shifted, -100 is ignored), attention_mask,
       position_ids, segment_ids; with images pixel_values, token_type_ids or mm_token_type_ids [B, T], and for Gemma 4
       image_position_ids.
@@ -75,7 +79,13 @@ def forward(
         f'{named}: not a dict of arrays: {error}\n  fix: pass {{"input_ids": [[5, 6], [8, 9]]}}, with rows of equal length'
       ) from None
   step = None if (place / "config.json").is_file() else find_step(place)
-  loaded, weights = _open_hugging_face(place, given, arrays) if step is None else _open_step(step, given)
+  opened = _open_hugging_face(place, given, arrays) if step is None else _open_step(step, given, gradients=gradients)
+  loaded, weights = opened
+  if gradients and isinstance(weights, StepWeights) and weights.model.base is not None:
+    raise UserError(
+      f"forward: gradients with base_weights = {weights.model.base.form.name}\n"
+      "  why: quantized weights are not trained and have no gradients\n  fix: leave base_weights or the gradients out"
+    )
   model = loaded.config.model
   lookup = weights.decoder.cfg.lookup
   read = make_batch(arrays, named, vocab_size=model.vocab_size, lookup=lookup, vision=loaded.config.vision)
@@ -89,12 +99,13 @@ def forward(
 
 @dataclass
 class StepWeights:
-  """Weights of a checkpoint of this project, with the interface of ``Weights``, which reads Hugging Face checkpoints.
+  """Weights of a checkpoint of this project, or quantized weights, with the interface of ``Weights``, which reads Hugging Face
+  checkpoints.
 
   Attributes:
     decoder: the model.
     model: the model on its device.
-    step: directory of the checkpoint.
+    step: directory of the checkpoint, or of a Hugging Face checkpoint with quantized weights.
     exact: merge an adapter in float32 for any dtype of the stored weights.
     notes: remarks about the weights, complete after ``load``.
   """
@@ -106,14 +117,17 @@ class StepWeights:
   notes: tuple[str, ...] = ()
 
   def load(self) -> Any:
-    """Return the parameters, with an adapter merged. Raises UserError, NonFiniteError."""
+    """Return the parameters, with an adapter merged, or added to quantized weights. Raises UserError, NonFiniteError."""
     from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
+    from maxtext_like.checkpoint.adapters.inference_weights import read_stored
     from maxtext_like.checkpoint.read_weights import read_merged, read_weights
     from maxtext_like.checkpoint.store import manifest
 
+    if self.model.base is not None:
+      return read_stored(self.step, self.model)
     stored = manifest.read(self.step)
     stored_in = self.model.config.precision.weight_dtype
-    if not (self.exact and stored_in != "float32" and self.model.base is None and holds_adapter_alone(stored)):
+    if not (self.exact and stored_in != "float32" and holds_adapter_alone(stored)):
       return read_weights(self.step, self.model)
     params, _ = read_merged(self.step, stored, self.model, "float32")
     self.notes += (f"the adapter is merged in float32 into {stored_in} weights; weight_dtype={stored_in} would round the sums",)
@@ -127,7 +141,10 @@ class StepWeights:
     return in_transformers(self.decoder, config.model.decoder_block, tree, nested=config.vision.use_multimodal)
 
 
-def _open_hugging_face(place: Path, given: list[str], arrays: "Mapping[str, np.ndarray]") -> "tuple[Loaded, Weights]":
+def _open_hugging_face(
+  place: Path, given: list[str], arrays: "Mapping[str, np.ndarray]"
+) -> "tuple[Loaded, Weights | StepWeights]":
+  from maxtext_like.checkpoint.adapters.inference_weights import with_storage
   from maxtext_like.checkpoint.huggingface.config import read_config
   from maxtext_like.checkpoint.huggingface.inputs import has_images
   from maxtext_like.checkpoint.huggingface.model_file import load_checkpoint_config
@@ -136,26 +153,41 @@ def _open_hugging_face(place: Path, given: list[str], arrays: "Mapping[str, np.n
   # Read the vision tower only if there are images; an override may change this.
   tower = ["use_multimodal=true"] if has_images(arrays) and read_config(place).has_tower else []
   # The minimum of max_target_length is 2, because training needs a target. A single token is enough here.
-  config, loaded = load_checkpoint_config(place, [*tower, *given], length=max(shape[1], 2) if len(shape) == 2 else None)
-  return loaded, open_weights(place, config, loaded)
+  longest = max(shape[1], 2) if len(shape) == 2 else None
+  config, loaded = load_checkpoint_config(place, [*tower, *given], length=longest, inference=True)
+  weights = open_weights(place, config, loaded)
+  if loaded.config.adapter.base_weights is None:
+    return loaded, weights
+  model, line = with_storage(_model(loaded), place, chosen=True)
+  return loaded, StepWeights(weights.decoder, model, place, notes=(line, *weights.notes))
 
 
-def _open_step(step: Path, given: list[str]) -> "tuple[Loaded, StepWeights]":
-  import jax
-
+def _open_step(step: Path, given: list[str], *, gradients: bool) -> "tuple[Loaded, StepWeights]":
+  """Return the configuration and weights of a step. With gradients, an adapter is merged unless ``base_weights`` is set."""
+  from maxtext_like.checkpoint.adapters.inference_weights import with_storage
   from maxtext_like.checkpoint.store import manifest
   from maxtext_like.checkpoint.store.stored_config import load_stored
+
+  try:
+    loaded = load_stored(manifest.read(step).config, str(step), given, inference=True)
+  except manifest.DamageError as error:
+    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
+  model, line = with_storage(_model(loaded), step, chosen=gradients or is_chosen(loaded, "adapter.base_weights"))
+  exact = loaded.config.precision.dtype == "float32" and not is_chosen(loaded, "precision.weight_dtype")
+  # A merge in another dtype than that of the weights has its own note.
+  widened = exact and model.base is None and loaded.config.precision.weight_dtype != "float32"
+  notes = (line,) if line and not widened else ()
+  return loaded, StepWeights(_decoder(loaded), model, step, exact=exact, notes=notes)
+
+
+def _model(loaded: "Loaded") -> "Model":
+  """Return the model of a configuration on one device."""
+  import jax
+
   from maxtext_like.models.model import make_model
   from maxtext_like.sharding.mesh import make_mesh
 
-  try:
-    loaded = load_stored(manifest.read(step).config, str(step), given)
-  except manifest.DamageError as error:
-    raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
-  model = make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
-  # The stored configuration has every key, so only an override has another origin.
-  chosen = not loaded.origins["precision.weight_dtype"].startswith(("configs/base.yml", str(loaded.path)))
-  return loaded, StepWeights(_decoder(loaded), model, step, exact=loaded.config.precision.dtype == "float32" and not chosen)
+  return make_model(loaded.config, mesh=make_mesh(loaded.config.mesh, jax.local_devices()[:1]), runs_attention=False)
 
 
 def open_weights(checkpoint: Path, config: "HuggingFaceConfig", loaded: "Loaded") -> "Weights":
@@ -175,10 +207,7 @@ def _decoder(loaded: "Loaded") -> "Decoder":
 
   settings, training = loaded.config.precision, loaded.config.training
   precision = precision_of(settings)
-  origin = loaded.origins["precision.matmul_precision"]
-  if precision.dtype == "float32" and origin.startswith(
-    ("configs/base.yml", str(loaded.path))
-  ):  # a stored configuration has every key
+  if precision.dtype == "float32" and not is_chosen(loaded, "precision.matmul_precision"):
     precision = dataclasses.replace(precision, matmul_precision="highest")
   return build_decoder(
     loaded.config.model,
@@ -223,7 +252,8 @@ def evaluator(
 
   Args:
     weights: checkpoint and decoder.
-    config: configuration of the run; ``module_api`` is the Flax API that is called.
+    config: configuration of the run; ``module_api`` is the Flax API that is called. Quantized weights are passed to the layer
+      itself, which gives the same bits, because a Flax module has one array for each weight.
     gradients: also return gradients of the loss; the batch then needs "targets".
     compiler_options: options of XLA.
   """
@@ -234,7 +264,8 @@ def evaluator(
   from maxtext_like.training.step.program import make_apply
 
   layer = ForwardLayer(weights.decoder, padding_idx=config.model.pad_token_id)
-  apply = make_apply(layer, config.training.module_api)
+  quantized = isinstance(weights, StepWeights) and weights.model.base is not None
+  apply = make_apply(layer, "plain" if quantized else config.training.module_api)
   program = jax.jit(jax.value_and_grad(apply, has_aux=True) if gradients else apply, compiler_options=compiler_options)
 
   def evaluate(params: dict, batch: dict[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:

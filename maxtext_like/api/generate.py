@@ -77,7 +77,7 @@ def generate(
   Raises:
     UserError: a prompt, an image or an option is invalid.
     NonFiniteError: the logits are not finite; the message has the prompt and the token.
-    DoesNotFitError: the caches do not fit the memory of the device.
+    DoesNotFitError: the weights or the caches do not fit the memory of the device.
   """
   options: dict[str, Any] = {
     "max_tokens": max_tokens,

@@ -110,6 +110,11 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
       fix=hub.fix(str(base), "name them with init_from=DIR"),
     )
   loaded = load(below, *(word for word in given if not word.startswith("init_from=")))
+  if loaded.model.base is not None:
+    raise UserError(
+      f"import: base_weights = {loaded.model.base.form.name} has no effect: an imported adapter has no weights below it\n"
+      "  fix: leave it out, and write it after train or generate"
+    )
   settings = peft_settings(place, loaded.model)
   read = peft.read_adapter(place, loaded.model.decoder, loaded.model.config.model.decoder_block)
   config = loaded.model.config

@@ -15,19 +15,25 @@ def as_loaded(
   overrides: tuple[str, ...],
   keys: dict[str, Any],
   adapters: str | Path | Saved | Sequence[str | Path | Saved] = (),
+  on_note: Callable[[str], None] | None = None,
 ) -> Pretrained:
   """Return a model: itself if it is loaded, or else the result of ``load``.
 
   Args:
     of: the called function, which errors name.
     model, overrides, keys, adapters: arguments of the caller, as for ``load``.
+    on_note: called with every remark about a model that is loaded here.
 
   Raises:
     UserError: the model is loaded and there are overrides; and as ``load``.
   """
   laid_over = words(overrides, keys, of)
   if not isinstance(model, Pretrained):
-    return load(model, *laid_over, adapters=adapters)
+    loaded = load(model, *laid_over, adapters=adapters)
+    if on_note is not None:
+      for note in loaded.notes:
+        on_note(note)
+    return loaded
   if laid_over or adapters:
     raise UserError(
       f"{of.__name__}: {laid_over[0] if laid_over else 'adapters'}: the model is already loaded\n  fix: pass it to load"

@@ -25,6 +25,7 @@ def perplexity(
   batch_size: int | None = None,
   adapters: str | Path | Saved | Sequence[str | Path | Saved] = (),
   on_batch: Callable[[int, int], None] | None = None,
+  on_note: Callable[[str], None] | None = None,
   **keys: Any,
 ) -> "Perplexity":
   """Compute the perplexity of a text file.
@@ -43,15 +44,17 @@ def perplexity(
     batch_size: windows that are computed together; None: as many as have 8192 tokens together.
     adapters: as for ``load``.
     on_batch: called before every batch with the numbers of finished windows and of all windows.
+    on_note: called with every remark about the loaded model, such as the storage of its weights.
     keys: the same as ``overrides``, as Python values.
 
   Raises:
     UserError: the file cannot be read, is not UTF-8 or too short, or an argument is invalid.
     NonFiniteError: the logits are not finite.
+    DoesNotFitError: the weights do not fit the memory of the device.
   """
   require_counts(perplexity, stride=stride, max_length=max_length, batch_size=batch_size)
   text = _read(Path(file).expanduser())
-  loaded = as_loaded(perplexity, model, overrides, keys, adapters)
+  loaded = as_loaded(perplexity, model, overrides, keys, adapters, on_note)
   from maxtext_like.evaluation.perplexity import measure, windows
   from maxtext_like.evaluation.scoring import Scorer
 

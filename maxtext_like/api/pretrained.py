@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext_like.api.answers import Generation, results, texts_of
 from maxtext_like.api.arguments import Saved, place_of, require_function, words
 from maxtext_like.config import hub
-from maxtext_like.config.load import Loaded
+from maxtext_like.config.load import Loaded, is_chosen
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,22 +71,29 @@ class Pretrained:
 
   @property
   def params(self) -> Any:
-    """The weights, a nested dict of arrays on the model's devices.
+    """The weights, a nested dict of arrays on the model's devices. Quantized weights, and weights with an adapter that is not
+    merged, are a ``maxtext_like.layers.weight.Weight`` each.
 
     Raises:
       UserError: the weights are damaged or belong to another model.
       NonFiniteError: a weight is not finite.
+      DoesNotFitError: the weights do not fit the memory of the device.
     """
     return self._weights.stacked
 
   @functools.cached_property
   def _weights(self) -> "DecodingWeights":
+    from maxtext_like.checkpoint.adapters.inference_weights import read_stored
     from maxtext_like.checkpoint.read_weights import read_weights
+    from maxtext_like.generation.memory import require_room_for_weights
     from maxtext_like.generation.weights import DecodingWeights
 
     def read() -> Any:
       if self._identity_now() != self.weight_identity:  # a run that still trains, or a checkpoint that was written again
         raise UserError(f"{self.directory}: the weights have changed since they were loaded", fix="load the model again")
+      require_room_for_weights(self.model)
+      if self.model.base is not None:
+        return read_stored(self.directory, self.model, self.adapters)
       weights = read_weights(self.directory, self.model)
       if not self.adapters:
         return weights
@@ -134,11 +141,20 @@ class Pretrained:
     return suggested_sampling(self.files)
 
   def nnx(self) -> "nnx.Module":
-    """Return the model as a Flax NNX module with the weights: ``module({"tokens": ...})``."""
+    """Return the model as a Flax NNX module with the weights: ``module({"tokens": ...})``.
+
+    Raises:
+      UserError: the weights are quantized, which Flax modules cannot hold.
+    """
     from flax import nnx
 
     from maxtext_like.layers.nnx import NNX
 
+    if self.model.base is not None:
+      raise UserError(
+        f"nnx: the weights are stored as {self.model.base.form.name}, and a Flax module has one array for each weight",
+        fix="pass base_weights=None to load",
+      )
     graph, state = nnx.split(NNX(self.decoder, rngs=None))
     nnx.replace_by_pure_dict(state, self.params)
     return nnx.merge(graph, state)
@@ -227,7 +243,9 @@ def load(
   Args:
     directory: a run, one of its checkpoints, an imported checkpoint, a Hugging Face checkpoint, or its name in the local
       Hugging Face cache, as ``"google/gemma-3-4b-it"``.
-    overrides: words that override its configuration, as ``"dtype=bfloat16"``; ``tokenizer=`` replaces its tokenizer.
+    overrides: words that override its configuration, as ``"dtype=bfloat16"``; ``tokenizer=`` replaces its tokenizer, and
+      ``base_weights=int8`` or ``nf4`` quantizes the weights while they are read. An adapter that was trained on quantized
+      weights is added to them, as in training; ``base_weights=null`` merges it.
     images: load the vision tower; without it, the tower of a Hugging Face checkpoint is left out.
     adapters: one or several adapters to add to the weights: directories of peft, or runs with ``lora_rank``.
     keys: the same as Python values.
@@ -235,6 +253,7 @@ def load(
   Raises:
     UserError: the directory has no checkpoint or a damaged one, an override is invalid, or there is no vision tower.
   """
+  from maxtext_like.checkpoint.adapters.inference_weights import with_storage
   from maxtext_like.checkpoint.store import manifest, sidecar_files
   from maxtext_like.checkpoint.weight_sources import find_step
   from maxtext_like.data.tokenization.tokenizer import AUTO, load_tokenizer
@@ -279,9 +298,11 @@ def load(
   if tokenizer is not None and trained is not None and trained != tokenizer.fingerprint:
     notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
   use_compilation_cache(loaded.config.logging.compilation_cache_dir)
-  model = make_model(loaded.config, runs_attention=False)  # decoding with a cache does not use attention kernels
   several = [adapters] if isinstance(adapters, str | Path | Saved) else adapters
-  return Pretrained(model, place, tokenizer or unusable, files, notes, tuple(place_of(one, "adapter") for one in several))
+  added = tuple(place_of(one, "adapter") for one in several)
+  model = make_model(loaded.config, runs_attention=False)  # decoding with a cache does not use attention kernels
+  model, line = with_storage(model, place, added, chosen=is_chosen(loaded, "adapter.base_weights"))
+  return Pretrained(model, place, tokenizer or unusable, files, (*notes, line) if line else notes, added)
 
 
 def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded:
@@ -293,8 +314,8 @@ def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded
       f"{directory}: images: the model has no vision tower (its config.json has no vision_config)",
       fix="load it without images, or use a checkpoint with a vision tower",
     )
-  _, loaded = load_checkpoint_config(directory, [*(["use_multimodal=true"] if images else []), *overrides], length=2048)
-  return loaded
+  tower = ["use_multimodal=true"] if images else []
+  return load_checkpoint_config(directory, [*tower, *overrides], length=2048, inference=True)[1]
 
 
 def _ours(step: Path, overrides: list[str]) -> Loaded:
@@ -302,6 +323,6 @@ def _ours(step: Path, overrides: list[str]) -> Loaded:
   from maxtext_like.checkpoint.store.stored_config import load_stored
 
   try:
-    return load_stored(manifest.read(step).config, str(step), overrides)
+    return load_stored(manifest.read(step).config, str(step), overrides, inference=True)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, require_keys, verb_parser
+from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, print_notes, require_keys, verb_parser
 from maxtext_like.cli.counted import Counted
 from maxtext_like.config.paths import existing_path, new_file
 from maxtext_like.errors import UserError
@@ -23,8 +23,9 @@ of its batch. Default values are in parentheses."""
 EPILOG = """examples:
   maxtext-like eval runs/my-run --tasks arc_easy,hellaswag --limit 200
   maxtext-like eval gemma-3-4b-it --tasks gsm8k --apply-chat-template --output gsm8k.json --log-samples dtype=bfloat16
+  maxtext-like eval gemma-4-31B-it --tasks gsm8k --apply-chat-template dtype=bfloat16 weight_dtype=bfloat16 base_weights=int8
 
-exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite"""
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 the weights or the KV caches do not fit"""
 
 
 def run(argv: list[str]) -> int:
@@ -58,6 +59,7 @@ def run(argv: list[str]) -> int:
       confirm_run_unsafe_code=options.confirm_run_unsafe_code,
       adapters=options.adapters,
       on_batch=count,
+      on_note=lambda note: print_notes([note], file=sys.stderr),
     )
   print(found)
   print_clamped(found.clamped)

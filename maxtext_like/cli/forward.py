@@ -23,7 +23,8 @@ EPILOG = """examples:
   maxtext-like forward --checkpoint gemma-3-4b-it --inputs in.npz --output out.npz dtype=float32
   maxtext-like forward --checkpoint DIR --inputs in.npz --output out.npz --gradients module_api=linen scan_layers=false
 
-With dtype=float32, the default of matmul_precision is highest.
+With dtype=float32, the default of matmul_precision is highest. base_weights=nf4 or int8 quantizes the weights. An adapter that
+was trained on quantized weights is added to them; with --gradients or base_weights=null it is merged.
 
 exit codes: 0 done; 2 wrong usage or input"""
 

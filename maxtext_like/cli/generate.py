@@ -32,15 +32,19 @@ a .jsonl file as soon as they end. If the job is killed, the same command contin
 
 DIR is a run directory, one of its checkpoints, an imported checkpoint, or a Hugging Face checkpoint. Its tokenizer is used.
 Special tokens in a prompt, as <start_of_turn>, become those tokens. An answer ends at the tokenizer's end-of-text token, at a
-token that generation_config.json lists, or at --stop. Default values are in parentheses."""
+token that generation_config.json lists, or at --stop. Default values are in parentheses.
+
+base_weights=int8 or nf4 quantizes the weights while they are read, so that a larger model fits. An adapter that was trained on
+quantized weights is added to them, as in training; base_weights=null merges it."""
 EPILOG = """examples:
   maxtext-like generate --checkpoint runs/gemma4-tiny --prompt "def main():" --max-tokens 100
   maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --temperature 0 dtype=bfloat16
   maxtext-like generate --checkpoint gemma-3-4b-it --batch prompts.jsonl --output answers.jsonl --n 4
+  maxtext-like generate --checkpoint gemma-4-31B-it --prompt "The fox" dtype=bfloat16 weight_dtype=bfloat16 base_weights=nf4
   maxtext-like generate --checkpoint gemma-3-4b-it --image cat.jpg --prompt "<image>A photograph of" --stop end_of_turn
 
-exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 the KV caches do not fit; 42 the disk of --output is
-full"""
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 the weights or the KV caches do not fit; 42 the disk
+of --output is full"""
 
 
 def run(argv: list[str]) -> int:

@@ -1,8 +1,9 @@
 """``maxtext-like perplexity``: perplexity of a text file by windows that overlap."""
 
+import sys
 from pathlib import Path
 
-from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, require_keys, verb_parser
+from maxtext_like.cli.arguments import add_adapters, add_model, parse_words, print_notes, require_keys, verb_parser
 from maxtext_like.cli.counted import Counted
 from maxtext_like.config.paths import new_file
 from maxtext_like.errors import UserError
@@ -18,7 +19,7 @@ EPILOG = """examples:
   maxtext-like perplexity runs/gemma4-tiny book.txt --stride 128 --max-length 256
   maxtext-like perplexity gemma-3-4b-it book.txt dtype=bfloat16 --output perplexity.json
 
-exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite"""
+exit codes: 0 done; 2 wrong usage or input; 3 the logits are not finite; 4 the weights or the KV caches do not fit"""
 
 
 def run(argv: list[str]) -> int:
@@ -52,6 +53,7 @@ def run(argv: list[str]) -> int:
       batch_size=options.batch_size,
       adapters=options.adapters,
       on_batch=lambda finished, of: count("windows", finished, of),
+      on_note=lambda note: print_notes([note], file=sys.stderr),
     )
   print(found)
   print_clamped(found.clamped)

@@ -62,9 +62,9 @@ class AdapterConfig(Checked):
         ("base_weights_modules", "base_weights"), "set the storage format, as in base_weights=nf4, or leave it out",
       )  # fmt: skip
     if not self.lora_rank:
-      of_it = ("lora_dropout", "base_weights")  # allowed with lora_from too
+      of_it = () if self.lora_from else ("lora_dropout",)  # allowed with lora_from too, as base_weights (``rules``)
       patterns = ("lora_rank_pattern", "lora_alpha_pattern")
-      for name in ("lora_alpha", "lora_rslora", "lora_dora", "modules_to_save", *patterns, *(() if self.lora_from else of_it)):
+      for name in ("lora_alpha", "lora_rslora", "lora_dora", "modules_to_save", *patterns, *of_it):
         if value := getattr(self, name):
           shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
           said = f"{name} = {shown} has no effect with"

@@ -52,7 +52,7 @@ _METRICS = "metrics go to metrics.jsonl, TensorBoard, report.html, W&B and MLflo
 _LOSS_SCALE = "the dynamic loss scale of float16 has one setting, its first value (loss_scale_init)"
 _EVALUATION = "an evaluation computes eval_loss with the dtypes and batches of training"
 _FLOAT8 = "products in float8 are one key, matmul_dtype=float8, without further settings"
-_QUANTIZATION = "weights are quantized only below an adapter (lora_rank with base_weights), without this setting"
+_QUANTIZATION = "training quantizes weights only below an adapter (lora_rank with base_weights), without this setting"
 _PROFILER = "JAX's profiler traces the steps of profile_steps, without further settings"
 _XLA_DUMP = "XLA can write its programs: put XLA_FLAGS=--xla_dump_to=DIR before the command"
 _FILES_ONLY = (

@@ -32,7 +32,7 @@ _RUN_DIRECTORY = (
 )
 _STORED = "weight_dtype is the dtype of the stored parameters, dtype is the dtype of activations and matrix products"
 _MOMENTS = "mu_dtype and nu_dtype are the dtypes of the two moments: float32, bfloat16 or dynamic8"
-_QUANTIZED = "weights are quantized only below an adapter, and the formats are nf4, int8 and fp8_block"
+_QUANTIZED = "training quantizes weights only below an adapter, and the formats are nf4, int8 and fp8_block"
 _ROPE = "rope_type is default, linear (Gemma 3) or yarn (DeepSeek), and each has its own keys"
 _PACKED = "the key packing applies to both training and evaluation"
 _DECAY = "weight decay is always decoupled and its strength is adam_weight_decay; norms, scalars and biases have none"
@@ -349,7 +349,7 @@ NAMES: tuple[Similar, ...] = (
   Similar("load_in_8bit load_in_4bit int8 quantization_bit quantization_method quantize_base double_quantization "
           "bnb_4bit_quant_type",
           _QUANTIZED,
-          "write lora_rank=RANK base_weights=nf4 (or int8, fp8_block)"),
+          "write base_weights=nf4 (or int8, fp8_block), and in training lora_rank=RANK"),
   Similar("freeze_vision_tower freeze_vision_encoder_params freeze_multi_modal_projector freeze_vit freeze_aligner "
           "freeze_vision_model finetune_vision_layers unfreeze_vision_tower tune_mm_mlp_adapter",
           _VISION,

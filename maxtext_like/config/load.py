@@ -119,7 +119,9 @@ def to_config_dict(config: Config) -> "ConfigDict":
   return ConfigDict(sections, type_safe=False).lock()  # None may become a number; load_config checks the types
 
 
-def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: KindOfFiles | None = None) -> Loaded:
+def load_config(
+  path: str | Path, overrides: Words[str] = (), kind_of_files: KindOfFiles | None = None, *, inference: bool = False
+) -> Loaded:
   """Load, merge and check a configuration.
 
   Args:
@@ -127,6 +129,7 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
     overrides: ``key=value`` and ``section.key=value`` words and paths of overlays, which replace values of the model file.
     kind_of_files: chooses ``dataset`` by the files if ``dataset_path`` is set and ``dataset`` reads no files; None: such a
       configuration is an error.
+    inference: the model is loaded and not trained, so ``base_weights`` needs no adapter.
 
   Returns:
     The configuration with the origin of each value.
@@ -198,7 +201,7 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
   if values["eval_path"]:
     imply("eval_fraction", "eval_path", 0.0)
   # Check all sections together, build them, and add notes on keys without effect and on differences to MaxText.
-  _check(values, merged, explicit)
+  _check(values, merged, explicit, inference=inference)
   config = Config(**{section: make_section(section, values) for section in SECTIONS})
   origins = {f"{LEAVES[leaf][0]}.{leaf}": merged[leaf].origin for leaf in LEAVES}
   set_later = frozenset(leaf for leaf in explicit if merged[leaf] is not before_overrides[leaf])
@@ -209,6 +212,12 @@ def load_config(path: str | Path, overrides: Words[str] = (), kind_of_files: Kin
       notes += maxtext_file.notes(values, label_of(file))
     notes.append(maxtext_file.table(label_of(file), maxtext_file.differences(values, said, decoder=theirs)))
   return Loaded(config, origins, tuple(notes), file)
+
+
+def is_chosen(loaded: Loaded, key: str) -> bool:
+  """Return True if a value is not a default: ``key`` is ``section.key``, set by a word or an overlay and not by the file of the
+  model (a stored configuration has every key)."""
+  return not loaded.origins[key].startswith(("configs/base.yml", str(loaded.path)))
 
 
 @functools.cache
@@ -409,13 +418,13 @@ def _of_section(values: Entries[str, Any], section: str) -> dict[str, Any]:
   return {field.name: values[field.name] for field in dataclasses.fields(kind)}
 
 
-def _check(values: dict[str, Any], merged: dict[str, Entry], explicit: frozenset[str]) -> None:
+def _check(values: dict[str, Any], merged: dict[str, Entry], explicit: frozenset[str], *, inference: bool) -> None:
   """Raise one error with the problems of all sections and between them, each with the places of its values."""
   block = values["decoder_block"]
   sections = {name: _unchecked(section_type(name, block), _of_section(values, name)) for name in SECTIONS}
   config = _unchecked(Config, sections)
   problems = [problem for section in sections.values() for problem in section.problems()]
-  problems += cross_problems(config, values, base_values(), explicit)
+  problems += cross_problems(config, values, base_values(), explicit, inference=inference)
   if problems:
     raise error_of([dataclasses.replace(p, where=_places(p.keys, merged)) for p in problems])
 

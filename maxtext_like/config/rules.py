@@ -16,7 +16,12 @@ from maxtext_like.config.schema import FAMILIES_OF_KEY, Config, profiled
 
 
 def cross_problems(
-  config: Config, values: Mapping[str, object], defaults: Mapping[str, object], explicit: frozenset[str]
+  config: Config,
+  values: Mapping[str, object],
+  defaults: Mapping[str, object],
+  explicit: frozenset[str],
+  *,
+  inference: bool = False,
 ) -> Iterator[Problem]:
   """Yield every problem that involves more than one section.
 
@@ -25,6 +30,7 @@ def cross_problems(
     values: value of every key, including keys of other families.
     defaults: values of ``configs/base.yml`` by key.
     explicit: keys that a file or the command line sets.
+    inference: the model is loaded and not trained, so ``base_weights`` needs no adapter.
   """
   model = config.model
   yield from _foreign_keys(config, values, defaults, explicit)
@@ -56,6 +62,11 @@ def cross_problems(
     yield Problem(
       f"trainable_parameters_mask with {key} = {getattr(config.adapter, key)}", ("trainable_parameters_mask", key),
       f"{which}leave trainable_parameters_mask out: only the adapter is trained",
+    )  # fmt: skip
+  if config.adapter.base_weights and not config.adapter.trained and not inference:
+    yield Problem(
+      f"base_weights = {config.adapter.base_weights} has no effect with lora_rank: 0", ("base_weights", "lora_rank"),
+      "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
     )  # fmt: skip
   yield from _tower_problems(config)
   if config.training.stochastic_rounding and config.adapter.trained:

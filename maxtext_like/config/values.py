@@ -13,7 +13,12 @@ from maxtext_like.errors import UserError
 
 
 def load_values(
-  values: Mapping[str, Any], place: str, overrides: Sequence[str] = (), kind_of_files: KindOfFiles | None = None
+  values: Mapping[str, Any],
+  place: str,
+  overrides: Sequence[str] = (),
+  kind_of_files: KindOfFiles | None = None,
+  *,
+  inference: bool = False,
 ) -> Loaded:
   """Load a configuration from ``values``, treated like those of a model file, and ``overrides``.
 
@@ -21,7 +26,7 @@ def load_values(
     values: values by section, or by key.
     place: name of these values in errors and origins.
     overrides: ``key=value`` words.
-    kind_of_files: as in ``load_config``.
+    kind_of_files, inference: as in ``load_config``.
 
   Raises:
     UserError: as ``load_config``.
@@ -37,7 +42,7 @@ def load_values(
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     said = lambda text: re.sub(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: place, text)
     try:
-      loaded = load_config(path, overrides, kind_of_files)
+      loaded = load_config(path, overrides, kind_of_files, inference=inference)
     except UserError as error:
       raise UserError(said(str(error))) from None
   origins = {key: said(origin) for key, origin in loaded.origins.items()}

@@ -183,6 +183,7 @@ class Schedule:
       int8=self._int8,
       device=self._device,
       mesh=self._mesh or (None if current.empty else current),
+      params=self._params,
     )
     penalties = self._rule.penalties
     with self._on_mesh():

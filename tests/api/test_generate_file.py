@@ -43,7 +43,15 @@ def test_everything_that_decides_the_answers_of_a_model_is_in_the_key(folder: Pa
   template = tmp_path / "template.jinja"
   template.write_text("{{ messages[0]['content'] }}!")
   changes = ["dtype=bfloat16", "weight_dtype=bfloat16", "matmul_precision=highest", "matmul_dtype=float8"]
-  changes += ["float32_logits=false", "residual_dtype=bfloat16", f"chat_template={template}", "special_tokens_in_text=parse"]
+  changes += [
+    "base_weights=int8",
+    "base_weights=nf4",
+    "base_weights=nf4 base_weights_modules=[mlp]",
+    "float32_logits=false",
+    "residual_dtype=bfloat16",
+    f"chat_template={template}",
+    "special_tokens_in_text=parse",
+  ]
   keys = {words: key(*words.split()) for words in changes}
   assert keys.pop("special_tokens_in_text=parse") == first, "it does not change this prompt"
   weights = copy / "model.safetensors"

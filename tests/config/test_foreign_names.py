@@ -129,7 +129,7 @@ SIMILAR = {
   "hidden_dim": "others for the width of the MLP",
   "qk_head_dim": "transformers those with it too",
   "initial_scale_power": "not a power of 2",
-  "load_in_4bit": "weights are quantized only below an adapter",
+  "load_in_4bit": "training quantizes weights only below an adapter",
 }
 
 

@@ -80,7 +80,7 @@ def reach(name):
     if name in ("sft", "look_at_data"):
       (load_for_sft if name == "sft" or given.get("for_sft") else load_config)(given["config"], words)
     elif words:  # over a checkpoint; the configuration of a tiny model replaces its own
-      load_config("gemma3-tiny", words)
+      load_config("gemma3-tiny", words, inference=name in ("load", "evaluate", "perplexity", "forward"))
     raise _ReachedError
 
   return stand_in

@@ -94,6 +94,26 @@ def test_it_is_the_same_model_however_it_is_loaded(workplace):
   assert float(np.abs(whole - run).max()) > 1e-3
 
 
+def test_verbs_use_the_weights_of_training_and_say_so(workplace, tmp_path, capsys):
+  run = str(workplace / "adapter")
+  stored = "note: the weights are stored as nf4, and the adapter is added in every product, as in training"
+  words = ["--max-length", "16", "--stride", "8", "dtype=float32"]
+  assert main(["perplexity", run, str(workplace / "text.txt"), *words]) == 0
+  assert stored in capsys.readouterr().err
+  np.savez(tmp_path / "in.npz", input_ids=TOKENS, labels=TOKENS)
+  files = ["--inputs", str(tmp_path / "in.npz"), "--output", str(tmp_path / "out.npz")]
+  logits = maxtext_like.load(run, dtype="float32").logits(TOKENS)
+  for more, line in (
+    ([], stored),
+    (["--gradients"], ", trained on nf4 weights, is merged into weights in float32"),
+    (["base_weights=int8"], "as int8"),
+  ):
+    assert main(["forward", "--checkpoint", run, *files, "dtype=float32", *more]) == 0
+    assert line in capsys.readouterr().out
+    difference = np.abs(np.load(tmp_path / "out.npz")["logits"] - logits).max()
+    assert (difference < 1e-4) == ("int8" not in line)
+
+
 def test_what_merging_rounds_is_told(workplace, tmp_path):
   written = maxtext_like.export_checkpoint(workplace / "adapter", tmp_path / "hf", dtype="bfloat16")
   share = float(written.notes[0].split("rounding to bfloat16 changes the weights by ")[1].split()[0])

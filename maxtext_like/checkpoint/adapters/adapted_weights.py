@@ -263,7 +263,21 @@ def require_dropout(adapter: Adapter, model: Model) -> None:
 
 
 def with_base(model: Model, settings: AdapterConfig) -> Model:
-  """Returns the model with its weights stored in the format of ``base_weights``.
+  """Returns the model with its weights stored in the format of ``base_weights``, and the kernel that multiplies by them.
+
+  Raises:
+    UserError: as ``stored_as``.
+  """
+  model = stored_as(model, settings)
+  if model.base is None:
+    return model
+  how = {"dtype": model.config.precision.dtype, "cache": model.config.logging.compilation_cache_dir}
+  base = quantized_kernels.settle(model.base, mesh=model.mesh, platform=model.platform, **how)
+  return dataclasses.replace(model, base=base)
+
+
+def stored_as(model: Model, settings: AdapterConfig) -> Model:
+  """Returns the model with its weights stored in the format of ``base_weights``. No kernel is tested.
 
   Raises:
     UserError: ``base_weights_modules`` matches nothing or a weight that cannot be quantized, or the mesh would split a block.
@@ -281,6 +295,4 @@ def with_base(model: Model, settings: AdapterConfig) -> Model:
   except ValueError as error:
     raise UserError(f"base_weights_modules: {error}\n  fix: leave it out, or name linear weights of all layers") from None
   require_unsplit_blocks(base.weights, base.form, decoder.cfg.rules, model.mesh)
-  how = {"dtype": model.config.precision.dtype, "cache": model.config.logging.compilation_cache_dir}
-  base = quantized_kernels.settle(base, mesh=model.mesh, platform=model.platform, **how)
   return dataclasses.replace(model, base=base)

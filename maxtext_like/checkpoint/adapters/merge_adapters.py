@@ -18,6 +18,7 @@ from maxtext_like.checkpoint.store.fingerprint import of_files
 from maxtext_like.checkpoint.store.stored_config import section
 from maxtext_like.checkpoint.store.stored_state import flatten
 from maxtext_like.checkpoint.weight_sources import find_step
+from maxtext_like.config.adapter_keys import AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import path_keys
 from maxtext_like.layers.quantization.low_rank import Layout, factors, with_magnitude
@@ -39,11 +40,32 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path], weight
     weights: directory from which the weights were read.
 
   Raises:
-    UserError: a directory contains no adapter, is damaged, or belongs to another model.
+    UserError: a directory contains no adapter, is damaged, or belongs to another model; or as ``in_order``.
+  """
+  directories = in_order(directories, model, weights)
+  params = _rounded(params, model, directories)
+  for directory in directories:
+    if peft.is_adapter(directory):
+      params = _of_peft(params, model, directory)
+    else:
+      params = _of_a_run(params, model, directory)
+  return params
+
+
+def in_order(directories: Sequence[Path], model: Model, weights: Path) -> list[Path]:
+  """Returns adapters in the order in which they are added: complete arrays first, then updates, which are added to them.
+
+  Logs a warning if an adapter of a run was trained on other weights.
+
+  Args:
+    directories, model, weights: as for ``with_adapters``.
+
+  Raises:
+    UserError: the adapters cannot be combined.
   """
   if len(directories) > 1 and (scaled := [str(d) for d in directories if _has_magnitudes(d)]):
     raise UserError(
-      f"{', '.join(scaled)}: a DoRA adapter cannot be merged together with others\n"
+      f"{', '.join(scaled)}: a DoRA adapter cannot be used together with others\n"
       "  why: it sets the norms of the weights that it was trained on, which other adapters would change\n"
       "  fix: name one adapter with DoRA and no other"
     )
@@ -52,14 +74,21 @@ def with_adapters(params: Any, model: Model, directories: Sequence[Path], weight
       f"{', '.join(str(d) for d in apart)}: each replaces arrays, such as a vision tower, projector, embedding or head\n"
       "  why: one would overwrite the other\n  fix: name only one of them; the others must be adapters without such arrays"
     )
+  settings = settings_of_runs(directories)
+  found = {(s.base_weights, s.base_weights_modules): d for d, s in settings.items()}
+  if len(found) > 1:
+    (one, first), (other, second) = [(key[0], place) for key, place in found.items()][:2]
+    raise UserError(
+      f"{first} was trained on base_weights={one or 'null'}, {second} on {other or 'null'}\n"
+      "  why: each corrects the rounding errors of one quantization\n  fix: name only adapters with the same base_weights"
+    )
   _compare(directories, weights)
-  params = _rounded(params, model, directories)
-  for directory in sorted(directories, key=lambda d: d not in apart):  # complete arrays first, then updates are added to them
-    if peft.is_adapter(directory):
-      params = _of_peft(params, model, directory)
-    else:
-      params = _of_a_run(params, model, directory)
-  return params
+  return sorted(directories, key=lambda d: d not in apart)
+
+
+def settings_of_runs(directories: Sequence[Path]) -> dict[Path, AdapterConfig]:
+  """Returns the settings of those adapters that runs have trained. Raises UserError as ``step_of_adapter``."""
+  return {d: section(ADAPTER, step_of_adapter(d)[1].config) for d in directories if not peft.is_adapter(d)}
 
 
 def _compare(directories: Sequence[Path], weights: Path) -> None:
@@ -87,20 +116,8 @@ def _has_whole(directory: Path, model: Model) -> bool:
 
 
 def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
-  """Returns the weights in the quantized values on which the runs' adapters were trained, if they were quantized.
-
-  Raises:
-    UserError: the adapters were trained on different quantizations.
-  """
-  settings = {d: section(ADAPTER, step_of_adapter(d)[1].config) for d in directories if not peft.is_adapter(d)}
-  found = {(s.base_weights, s.base_weights_modules): d for d, s in settings.items()}
-  if len(found) > 1:
-    (one, first), (other, second) = [(key[0], place) for key, place in found.items()][:2]
-    raise UserError(
-      f"{first} was trained on base_weights={one or 'null'}, {second} on {other or 'null'}\n"
-      "  why: each corrects the rounding errors of one quantization\n  fix: merge only adapters with the same base_weights"
-    )
-  base = next((with_base(model, s).base for s in settings.values()), None)
+  """Returns the weights in the quantized values on which the runs' adapters were trained, if they were quantized."""
+  base = next((with_base(model, s).base for s in settings_of_runs(directories).values()), None)
   if base is None:
     return params
   places = jax.tree.map(lambda x: x.sharding, params)

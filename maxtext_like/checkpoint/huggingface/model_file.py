@@ -29,7 +29,7 @@ def model_file(config: HuggingFaceConfig, directory: str | Path) -> str:
 
 
 def load_checkpoint_config(
-  directory: Path, overrides: Sequence[str] = (), *, length: int | None = None
+  directory: Path, overrides: Sequence[str] = (), *, length: int | None = None, inference: bool = False
 ) -> tuple[HuggingFaceConfig, Loaded]:
   """Returns the configuration of a checkpoint directory: configs/base.yml, overridden by config.json, then by ``overrides``.
 
@@ -37,6 +37,7 @@ def load_checkpoint_config(
     directory: directory of the checkpoint.
     overrides: ``key=value`` words.
     length: number of positions that will be run, for ``max_target_length``.
+    inference: as for ``load_config``.
 
   Raises:
     UserError: as ``read_config`` and ``load_config``; values of config.json appear under the file's own names.
@@ -49,7 +50,7 @@ def load_checkpoint_config(
     path = Path(folder) / f"{config.model_type}.yml"
     path.write_text(model_file(config, directory), encoding="utf-8")
     try:
-      return config, load_config(path, [*rows, *overrides])
+      return config, load_config(path, [*rows, *overrides], inference=inference)
     except UserError as error:
       source = printable(directory / "config.json")
       text, count = re.subn(rf"\S*{re.escape(path.name)}(:\d+)?", lambda _: _HERE, str(error))

@@ -19,7 +19,12 @@ def section(name: str, stored: dict[str, Any]) -> Any:
 
 
 def load_stored(
-  stored: dict[str, Any], place: str, overrides: Sequence[str] = (), kind_of_files: KindOfFiles | None = None
+  stored: dict[str, Any],
+  place: str,
+  overrides: Sequence[str] = (),
+  kind_of_files: KindOfFiles | None = None,
+  *,
+  inference: bool = False,
 ) -> Loaded:
   """Returns a configuration with the stored model, vision and precision sections.
 
@@ -29,7 +34,7 @@ def load_stored(
     stored: ``Manifest.config``.
     place: name of the step in errors.
     overrides: ``key=value`` words.
-    kind_of_files: as for ``load_config``.
+    kind_of_files, inference: as for ``load_config``.
 
   Raises:
     UserError: as ``load_config``.
@@ -41,6 +46,5 @@ def load_stored(
     name: {k: v for k, v in stored.get(name, {}).items() if LEAVES.get(k, ("",))[0] == name and k not in useless}
     for name in _SECTIONS
   }
-  return load_values(
-    values, place, [f"max_target_length={min(2048, model.max_position_embeddings)}", *overrides], kind_of_files
-  )
+  words = [f"max_target_length={min(2048, model.max_position_embeddings)}", *overrides]
+  return load_values(values, place, words, kind_of_files, inference=inference)
