@@ -2,17 +2,19 @@
 
 import dataclasses
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from maxtext_like.layers.attention.attention import Attention
 from maxtext_like.layers.block import Block
 from maxtext_like.layers.decoder import Decoder
-from maxtext_like.models.kernel_verdicts import Target
+from maxtext_like.models.kernel_verdicts import Target, numbers_of
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.decode_selfcheck import DecodeShape, self_test
 
-_OLDEST = 8  # major compute capability of the first GPUs with bfloat16 products
+_log = logging.getLogger(__name__)
+_OLDEST = (8, 0)  # compute capability of the first GPUs with bfloat16 products
 _SMALLEST, _LARGEST = 16, 512
 
 
@@ -20,7 +22,7 @@ def first_shapes(decoder: Decoder, target: Target) -> list[DecodeShape]:
   """Return the shapes of the layers that can use the kernel, without duplicates. Arguments: as for ``settle``."""
   if target.platform != "gpu" or target.devices > 1 or importlib.util.find_spec("jax.experimental.pallas.triton") is None:
     return []
-  if target.capability is not None and int(target.capability.split(".")[0]) < _OLDEST:
+  if target.capability is not None and (numbers_of(target.capability) or (0, 0)) < _OLDEST:
     return []
   return list(dict.fromkeys(shape for layer in decoder.layers if (shape := _shape(layer)) is not None))
 
@@ -44,7 +46,9 @@ def settle(
   problems = {shape: known[shape][0] for shape in shapes if known[shape][0]}
   used = _with(decoder, set(shapes) - set(problems))
   if problems:
-    return used, f"xla instead of decode_attention, which failed its self-test: {'; '.join(problems.values())}"
+    note = f"xla instead of decode_attention, which failed its self-test: {'; '.join(problems.values())}"
+    _log.warning("%s", note)
+    return used, note
   return used, f"decode_attention, self-test passed on {target.device.device_kind}"
 
 

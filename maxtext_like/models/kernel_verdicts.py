@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,6 +72,12 @@ class Target:
       return self
     new = [(shape, test) for shape, test in tests if shape not in self.known]
     return dataclasses.replace(self, known={**self.known, **verdict_each(new, self.device, self.cache)})
+
+
+def numbers_of(capability: str | None) -> tuple[int, int] | None:
+  """Return the two numbers of a CUDA compute capability; None if it is not known, or a name as for GPUs of other vendors."""
+  found = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
+  return None if found is None else (int(found[1]), int(found[2]))
 
 
 def verdict_each(tests: Tests, device: Any, cache: str | None) -> Verdicts:

@@ -3,17 +3,19 @@ self-test, otherwise XLA."""
 
 import dataclasses
 import importlib.util
+import logging
 from collections.abc import Callable
 
 import jax
 
 from maxtext_like.layers.kernels.quantized_matmul import supports
 from maxtext_like.layers.partition import Mesh
-from maxtext_like.models.kernel_verdicts import verdict_each
+from maxtext_like.models.kernel_verdicts import numbers_of, verdict_each
 from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.quantized_selfcheck import QuantizedShape, self_test
 
+_log = logging.getLogger(__name__)
 _OLDEST = {"fp8_block": (8, 9)}
 _OLDEST_OF_ALL = (8, 0)
 """Compute capability of the first GPUs with products in bfloat16, and with float8 numbers."""
@@ -45,12 +47,13 @@ def settle(
     return base
   if isinstance(mesh, jax.sharding.AbstractMesh) or (device := mesh.devices.flat[0]) not in jax.local_devices():
     return dataclasses.replace(base, kernel="pallas_triton", note="quantized_matmul, not self-tested: there is no device")
-  capability = tuple(map(int, str(getattr(device, "compute_capability", "0.0")).split(".")))
-  if capability < _OLDEST.get(form, _OLDEST_OF_ALL):
+  if (numbers_of(getattr(device, "compute_capability", None)) or (0, 0)) < _OLDEST.get(form, _OLDEST_OF_ALL):
     return base
   shape = QuantizedShape(form=form, dtype=dtype)
   problem = verdict_each([(shape, test)], device, cache)[shape][0]
   if problem:
-    return dataclasses.replace(base, note=f"xla instead of quantized_matmul, which failed its self-test: {problem}")
+    note = f"xla instead of quantized_matmul, which failed its self-test: {problem}"
+    _log.warning("%s", note)
+    return dataclasses.replace(base, note=note)
   note = f"quantized_matmul, self-test passed on {device.device_kind}"
   return dataclasses.replace(base, kernel="pallas_triton", note=note)

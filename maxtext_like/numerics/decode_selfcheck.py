@@ -14,7 +14,8 @@ from maxtext_like.layers import cache
 from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
 
 _SLOTS, _ROWS = 1100, 5  # several parts of each row, and an incomplete block
-# Largest relative error of the output: scores are exact, and probabilities and the output are rounded to the dtype.
+# Largest relative error of the output of any row and head: scores are exact, and probabilities and the output are rounded to
+# the dtype, which causes about 3e-3 with bfloat16. Norms over all rows hide errors of long rows: their outputs are small.
 _TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3}
 
 
@@ -100,9 +101,10 @@ def _written_out(q: Any, k: Any, v: Any, lengths: np.ndarray, scale: float, cap:
 def _judge(name: str, shape: DecodeShape, got: np.ndarray, want: np.ndarray) -> CaseResult:
   if bad := int(np.sum(~np.isfinite(got))):
     return CaseResult(name=name, problem=f"{bad} of {got.size} numbers are not finite")
-  error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+  size = np.linalg.norm(want, axis=-1)
+  error = float(np.max(np.linalg.norm(got - want, axis=-1)[size > 0] / size[size > 0]))
   most = _TOLERANCE[shape.dtype]
-  problem = f"relative error {error:.2g}; the tolerance is {most:g}" if error > most else ""
+  problem = f"relative error {error:.2g} of a head; the tolerance is {most:g}" if error > most else ""
   if got[want == 0].any():
     problem = "a row without tokens is not zero"
   return CaseResult(name=name, error=error, problem=problem)

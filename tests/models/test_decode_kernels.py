@@ -5,6 +5,7 @@ import functools
 import types
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from maxtext_like.config.load import load_config
@@ -23,21 +24,22 @@ def decoder_of(*words: str, name: str = "gemma3-tiny"):
   return build_decoder(config.model, precision_of(config.precision), platform="gpu", capability="9.0")
 
 
-def decide(decoder, problem="", monkeypatch=None, device: Any = H100, devices=1, platform="gpu"):
+def decide(decoder, problem="", monkeypatch=None, device: Any = H100, devices=1, platform="gpu", capability="9.0"):
   if monkeypatch is not None:
     monkeypatch.setattr("jax.default_device", lambda device: contextlib.nullcontext())
   test = lambda shape: [CaseResult(name="plain", problem=problem)]
-  target = Target(platform=platform, devices=devices, capability="9.0", device=device)
+  target = Target(platform=platform, devices=devices, capability=capability, device=device)
   settled, note = settle(decoder, target, test=test)
   return {getattr(layer.cfg.mixer, "decode", "") for layer in settled.layers}, note
 
 
-def test_a_kernel_that_passes_is_used_and_one_that_fails_is_not(monkeypatch):
+def test_a_kernel_that_passes_is_used_and_one_that_fails_is_not(monkeypatch, caplog):
   decoder = decoder_of("dtype=bfloat16")
   assert decide(decoder, "", monkeypatch) == ({"pallas_triton"}, "decode_attention, self-test passed on NVIDIA H100")
   names, note = decide(decoder, "relative error 0.5", monkeypatch)
   assert names == {"xla"}
   assert "plain: relative error 0.5" in note
+  assert note in caplog.text
   assert decide(decoder, device=None)[0] == {"pallas_triton"}
 
 
@@ -46,14 +48,17 @@ def test_models_and_machines_without_the_kernel():
   assert decide(decoder_of("dtype=bfloat16", "float32_logits=false")) == ({"xla"}, "")
   assert decide(decoder_of("dtype=bfloat16"), devices=2) == ({"xla"}, "")
   assert decide(decoder_of("dtype=bfloat16"), platform="tpu") == ({"xla"}, "")
+  for capability in ("7.5", "gfx942"):  # of AMD GPUs it is a name
+    assert decide(decoder_of("dtype=bfloat16"), capability=capability) == ({"xla"}, "")
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", [False, "scale", "newest token"])
 def test_the_self_test(broken):
-  """The interpreted kernel passes, and one with another scale fails."""
+  """The interpreted kernel passes. One with another scale, or that does not read the newest of several tokens, fails."""
 
   def attention(q, k, v, lengths, **how):
-    how = how | ({"scale": how["scale"] * 1.05} if broken else {})
+    how = how | ({"scale": how["scale"] * 1.05} if broken == "scale" else {})
+    lengths = jnp.where(lengths > 1, lengths - 1, lengths) if broken == "newest token" else lengths
     return functools.partial(decode_attention, interpret=True)(q, k, v, lengths, **how)
 
   shape = DecodeShape(dtype="bfloat16", query_heads=4, kv_heads=2, head_dim=16)

@@ -38,17 +38,19 @@ def decide(monkeypatch, of=None, problem="", gpu=None, **how: Any) -> QuantizedB
   return settle(of or base(), mesh=cast(Any, mesh), **given)
 
 
-def test_a_kernel_that_passes_is_used_and_one_that_fails_is_not(monkeypatch):
+def test_a_kernel_that_passes_is_used_and_one_that_fails_is_not(monkeypatch, caplog):
   good = decide(monkeypatch)
   assert (good.kernel, good.note) == ("pallas_triton", "quantized_matmul, self-test passed on NVIDIA H100")
   bad = decide(monkeypatch, problem="relative error 0.5")
   assert bad.kernel == "xla"
   assert "3 rows: relative error 0.5" in bad.note
+  assert bad.note in caplog.text
 
 
 def test_models_and_machines_without_the_kernel(monkeypatch):
   others: list[dict[str, Any]]
-  others = [{"dtype": "float32"}, {"platform": "tpu"}, {"devices": 2}, {"gpu": device("7.5")}, {"of": base("bfloat16")}]
+  others = [{"dtype": "float32"}, {"platform": "tpu"}, {"devices": 2}, {"of": base("bfloat16")}]
+  others += [{"gpu": device("7.5")}, {"gpu": device("gfx942")}]  # of AMD GPUs it is a name
   for how in others:
     assert decide(monkeypatch, **how).kernel == "xla"
   assert decide(monkeypatch, base("fp8_block"), gpu=device("8.0")).kernel == "xla"

@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext_like.layers.attention.masks import Tokens, zeroed
 from maxtext_like.layers.attention.rope import RopeConfig, rope_table, rotate
-from maxtext_like.layers.cache import SCALE, cache_slots
+from maxtext_like.layers.cache import SCALE, Step, cache_slots
 from maxtext_like.layers.context import Context, KeysValues
-from maxtext_like.layers.kernels.attention.decode import DecodeName, decode_attention
+from maxtext_like.layers.kernels.attention.decode import DecodeName, decode_attention, reads
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Case, Choice, Name, attend, choose
 from maxtext_like.layers.norms import NormConfig, RMSNorm, named
@@ -254,8 +254,11 @@ class Attention:
     # Attend. Generation uses the mask of its cache and the unfused kernel; other passes use the kernel that fits the case.
     if ctx.step is not None:
       images = ctx.tokens.images if c.bidirectional_images else None
-      if c.decode == "pallas_triton" and ctx.step.decodes(x_BTD.shape[1]):
-        return self._output(p, self._decode(q_BTNH, kv, ctx)), kv
+      # The kernel reads a cache as it is stored, so the rows of the batch must be those of the cache in order.
+      if c.decode == "pallas_triton" and ctx.step.decodes(x_BTD.shape[1]) and ctx.step.rows is None:
+        arrays: dict[str, jax.Array] = {"k": kv[0], "v": kv[1]} if c.reuses_kv_of else ctx.aux["cache"]
+        if reads(q_BTNH.dtype, arrays["k"]):
+          return self._output(p, self._decode(q_BTNH, arrays, ctx.step)), kv
       mask = ctx.step.mask(x_BTD.shape[1], kv[0].shape[2], window=c.window, images=images)
       how = {"scale": c.scale, "precision": self.precision, "soft_cap": c.soft_cap}
       out_BTNH, _ = dot_product_attention(q_BTNH, *kv, mask, cached=True, **how)
@@ -281,12 +284,10 @@ class Attention:
         out_BTNH = checkpoint_name(out_BTNH, "attention")
     return self._output(p, out_BTNH), kv
 
-  def _decode(self, q_BTNH: jax.Array, kv: KeysValues, ctx: Context) -> jax.Array:
-    """Attend with the kernel for a single new token. It reads an 8-bit cache as it is stored."""
-    assert ctx.step is not None
-    arrays: dict[str, jax.Array] = {"k": kv[0], "v": kv[1]} if self.cfg.reuses_kv_of else ctx.aux["cache"]
+  def _decode(self, q_BTNH: jax.Array, arrays: dict[str, jax.Array], step: Step) -> jax.Array:
+    """Attend with the kernel for a single new token. ``arrays`` are those of the cache, which may be an 8-bit one."""
     scales = {f"{name}_scale": arrays.get(name + SCALE) for name in ("k", "v")}
-    lengths = ctx.step.lengths(arrays["k"].shape[2])
+    lengths = step.lengths(arrays["k"].shape[2])
     how = {"scale": self.cfg.scale, "soft_cap": self.cfg.soft_cap, **scales}
     return decode_attention(q_BTNH[:, 0], arrays["k"], arrays["v"], lengths, **how)[:, None]
 

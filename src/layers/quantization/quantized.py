@@ -464,7 +464,7 @@ class Quantized(Weight):
     p, e, plan = how.precision, Equation.of(how.equation), Plan.of(self.param)
     if not self.by_output or x.size > MOST_ROWS * plan.K:
       return None
-    if (self.dtype or p.dtype) != "bfloat16" or (how.large and p.matmul_dtype == "float8"):
+    if {self.dtype or p.dtype, p.dtype} != {"bfloat16"} or (how.large and p.matmul_dtype == "float8"):
       return None
     # The product must be one of matrices: sums over the last axes of x, and the other axes in their order.
     n = len(plan.inputs)

@@ -121,5 +121,6 @@ def test_other_products_dequantize_the_weight(counted):
   product(BFLOAT16, "BTD,DNH->BTNH", many, weight)  # more rows
   product(BFLOAT16, "BTD,DNH->BNHT", few, weight)  # another order of axes
   product(Precision(dtype="float32"), "BTD,DNH->BTNH", few, weight)
+  product(Precision(dtype="float32"), "BTD,DNH->BTNH", few, weight.cast(BFLOAT16))
   product(dataclasses.replace(BFLOAT16, matmul_dtype="float8"), "BTD,DNH->BTNH", few, weight, large=True)
   assert not counted

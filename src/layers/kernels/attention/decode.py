@@ -37,6 +37,16 @@ def _triton() -> Any:
   return triton
 
 
+def reads(dtype: Any, cache: jax.Array | jax.ShapeDtypeStruct) -> bool:
+  """Return True if the kernel can read an array of a cache for queries of a dtype.
+
+  Pallas computes offsets in 32 bits up to arrays of 4 GiB. Those of an 8-bit array of more than 2 GiB would be negative.
+  """
+  if cache.dtype == jnp.int8:
+    return not 1 << 31 < cache.size <= 1 << 32
+  return cache.dtype == dtype
+
+
 def decode_attention(
   q_BNH: jax.Array,
   k_BKSH: jax.Array,
@@ -53,7 +63,7 @@ def decode_attention(
 
   Args:
     q_BNH: queries, bfloat16 or float16. H and V are powers of two from 16.
-    k_BKSH, v_BKSV: the cache, in the dtype of the queries or int8.
+    k_BKSH, v_BKSV: the cache, in the dtype of the queries or int8, see ``reads``.
     lengths_B: int32, number of slots that each row uses: the first ones. A row with 0 gives zeros.
     scale: factor on the scores.
     soft_cap: soft cap of the scaled scores; None: no cap.

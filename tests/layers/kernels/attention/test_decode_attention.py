@@ -13,7 +13,7 @@ from maxtext_like.layers.attention.attention import Attention, AttentionConfig
 from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.cache import Step, cache_arrays, in_8_bits
 from maxtext_like.layers.context import Context
-from maxtext_like.layers.kernels.attention.decode import decode_attention
+from maxtext_like.layers.kernels.attention.decode import decode_attention, reads
 from maxtext_like.layers.precision import Precision
 
 interpreted = functools.partial(decode_attention, interpret=True)
@@ -87,3 +87,29 @@ def test_a_layer_with_the_kernel(window, int8, random_params, monkeypatch):
 
   one, other = (np.asarray(run(layer), np.float32) for layer in layers)
   np.testing.assert_allclose(other, one, atol=0.02 * np.abs(one).max())
+
+
+def test_caches_that_the_kernel_cannot_read():
+  """Pallas computes offsets in 32 bits up to 4 GiB, so those of an 8-bit array of more than 2 GiB would be negative."""
+  cache = lambda slots, dtype="int8": jax.ShapeDtypeStruct((256, 4, slots, 256), dtype)
+  assert reads("bfloat16", cache(8192))
+  assert not reads("bfloat16", cache(8320))
+  assert not reads("bfloat16", cache(16384))
+  assert reads("bfloat16", cache(16512))
+  assert reads("bfloat16", cache(8192, "bfloat16"))
+  assert reads("bfloat16", cache(8320, "bfloat16"))
+  assert not reads("bfloat16", cache(128, "float32"))
+
+
+def test_a_single_token_of_some_rows_of_the_cache(random_params, monkeypatch):
+  """The kernel reads the rows of a cache in order, so it must not run for a batch with other rows."""
+  monkeypatch.setattr(attention, "decode_attention", interpreted)
+  rope = RopeConfig(dim=16, theta=100.0)
+  cfg = AttentionConfig(emb_dim=12, num_query_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, rope=rope)
+  layers = [Attention(dataclasses.replace(cfg, decode=name), Precision(dtype="bfloat16")) for name in ("xla", "pallas_triton")]
+  p, draw = random_params(layers[0].params()), np.random.default_rng(1).normal
+  cache = {name: jnp.asarray(draw(size=(5, 1, 16, 16)), jnp.bfloat16) for name in ("k", "v")}
+  x, step = jnp.asarray(draw(size=(2, 1, 12)), jnp.bfloat16), Step(jnp.array([7, 3]), jnp.ones(2, int), jnp.array([3, 1]))
+  run = lambda layer: layer(p, x, Context(step.start[:, None], step=step).collecting(cache=cache))
+  one, other = (np.asarray(run(layer), np.float32) for layer in layers)
+  np.testing.assert_array_equal(other, one)
