@@ -118,18 +118,19 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   """A recipe has bfloat16 and the run float32. A reader of the adapter must read the weights as the training read them."""
   words = (f"init_from={workplace}/base", *LORA, "weight_dtype=bfloat16", "allow_dtype_change=true", "base_weights=nf4")
   assert train(workplace, "cast", *words, "steps=2", "learning_rate=1e-3") == 0
-  merged = maxtext_like.load(workplace / "cast", dtype="float32").logits([[5, 6, 7]])
+  merge: dict[str, Any] = {"dtype": "float32", "base_weights": None}
+  merged = maxtext_like.load(workplace / "cast", **merge).logits([[5, 6, 7]])
   (warning,) = [line for line in caplog.text.splitlines() if "cast/checkpoints/2: the adapter" in line]
   assert re.search(r"bfloat16; rounding changes 0\.\d+ .*weight_dtype=float32", warning)
   inputs = {"input_ids": [[5, 6, 7]]}
-  forward = maxtext_like.forward(workplace / "cast", inputs, dtype="float32")
+  forward = maxtext_like.forward(workplace / "cast", inputs, **merge)
   assert "merged in float32 into bfloat16 weights" in "".join(forward.notes)
-  rounded = maxtext_like.forward(workplace / "cast", inputs, dtype="float32", weight_dtype="bfloat16")
+  rounded = maxtext_like.forward(workplace / "cast", inputs, **merge, weight_dtype="bfloat16")
   assert "merged in float32" not in "".join(rounded.notes)
   np.testing.assert_allclose(rounded.arrays["logits"], merged, atol=1e-6)
   assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # the change due to rounding of the sums
   caplog.clear()
-  maxtext_like.load(workplace / "cast", dtype="float32", weight_dtype="float32").logits([[5, 6, 7]])
+  maxtext_like.load(workplace / "cast", **merge, weight_dtype="float32").logits([[5, 6, 7]])
   assert "rounding" not in caplog.text
   maxtext_like.export_checkpoint(workplace / "cast", tmp_path / "hf", dtype="bfloat16")
   exported = maxtext_like.load(tmp_path / "hf", dtype="float32", weight_dtype="bfloat16", tokenizer="bytes").logits([[5, 6, 7]])
