@@ -129,11 +129,11 @@ def open_checkpoint(directory: Path, overrides: list[str]) -> tuple["ModelConfig
     weights = open_weights(directory, config, loaded)
     read_part, notes = weights.part, [*loaded.notes, *weights.notes]
     if loaded.config.adapter.base_weights:
-      from maxtext_like.checkpoint.adapters.adapted_weights import with_base
+      from maxtext_like.checkpoint.adapters.adapted_weights import stored_as
       from maxtext_like.checkpoint.effective_weights import EffectiveWeights
       from maxtext_like.models.model import make_model
 
-      model = with_base(make_model(loaded.config, runs_attention=False), loaded.config.adapter)
+      model = stored_as(make_model(loaded.config, runs_attention=False), loaded.config.adapter)
       read_part = EffectiveWeights(read_part, model.base)
     return loaded.config.model, weights.decoder, read_part, notes
   from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
@@ -167,7 +167,7 @@ def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
   """Return a function that reads the weights below an adapter as they are stored, with the adapter added."""
   import numpy as np
 
-  from maxtext_like.checkpoint.adapters.adapted_weights import with_base
+  from maxtext_like.checkpoint.adapters.adapted_weights import stored_as
   from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base, read_adapter
   from maxtext_like.checkpoint.effective_weights import EffectiveWeights
   from maxtext_like.checkpoint.huggingface.tensors import flatten
@@ -182,7 +182,7 @@ def _adapted(step: Path, stored: "Manifest", config: "Config") -> "Reader":
   else:
     *_, read, _ = open_checkpoint(local_directory(below.source), [])
   adapter, factors = read_adapter(step, stored, model)
-  return EffectiveWeights(read, with_base(model, config.adapter).base, adapter, factors)
+  return EffectiveWeights(read, stored_as(model, config.adapter).base, adapter, factors)
 
 
 @dataclass(frozen=True)

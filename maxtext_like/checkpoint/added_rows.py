@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.checkpoint.adapters.adapted_weights import with_base
+from maxtext_like.checkpoint.adapters.adapted_weights import stored_as
 from maxtext_like.checkpoint.huggingface import tensors
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.store import manifest
@@ -50,7 +50,7 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
   fewer = {key: min(was, now) for key, (was, now) in sizes.items() if was and now}
   config = dataclasses.replace(model.config, model=dataclasses.replace(own, **fewer))
   made = make_model(config, mesh=model.mesh, platform=model.platform, runs_attention=False)
-  return with_base(made, config.adapter) if model.base is not None else made
+  return stored_as(made, config.adapter) if model.base is not None else made
 
 
 def _stored_model(directory: Path | Place) -> dict[str, Any]:

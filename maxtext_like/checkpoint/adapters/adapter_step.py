@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter, with_base
+from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter, stored_as
 from maxtext_like.checkpoint.model_changes import Change
 from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.fingerprint import fingerprint, of_files
@@ -182,7 +182,7 @@ def read_merged(
   """
   # Repeat the casts that the run made when it read the base weights. The fingerprint shows whether the result is the same.
   config = dataclasses.replace(model.config, checkpoint=dataclasses.replace(model.config.checkpoint, allow_dtype_change=True))
-  below = with_base(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
+  below = stored_as(dataclasses.replace(model, config=config), section(ADAPTER, stored.config))
   base = Base.from_json(stored.extra[EXTRA])
   params, found = read_base(below, base.source, base.seed, stored_init_scheme(stored.config), read_weights)
   same_form = model.config.precision.weight_dtype == stored.config.get("precision", {}).get("weight_dtype")

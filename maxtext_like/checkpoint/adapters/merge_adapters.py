@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.checkpoint.adapters import adapter_step
-from maxtext_like.checkpoint.adapters.adapted_weights import with_base
+from maxtext_like.checkpoint.adapters.adapted_weights import stored_as
 from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.checkpoint.store import manifest
@@ -117,7 +117,7 @@ def _has_whole(directory: Path, model: Model) -> bool:
 
 def _rounded(params: Any, model: Model, directories: Sequence[Path]) -> Any:
   """Returns the weights in the quantized values on which the runs' adapters were trained, if they were quantized."""
-  base = next((with_base(model, s).base for s in settings_of_runs(directories).values()), None)
+  base = next((stored_as(model, s).base for s in settings_of_runs(directories).values()), None)
   if base is None:
     return params
   places = jax.tree.map(lambda x: x.sharding, params)

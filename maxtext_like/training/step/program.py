@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter, require_dropout, with_base
+from maxtext_like.checkpoint.adapters.adapted_weights import configured_adapter, require_dropout, stored_as
 from maxtext_like.checkpoint.adapters.init_adapter import with_init_adapter
 from maxtext_like.checkpoint.compatibility import LOSS_SCALE
 from maxtext_like.config.idle_keys import fixed_router_bias
@@ -366,7 +366,7 @@ def make_program(
   model = with_init_adapter(make_model(config, mesh=mesh, platform=platform, capability=capability, one_document=one_document))
   config = model.config
   t = config.training
-  model = with_base(model, config.adapter)
+  model = stored_as(model, config.adapter)
   decoder = model.decoder
   # The objective. An adapter wraps it, so that the step sees one parameter tree.
   objective: Objective = make_objective(t.objective, model)

@@ -12,6 +12,7 @@ import maxtext_like
 from maxtext_like import load, load_config
 from maxtext_like.api.pretrained import Pretrained
 from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base
+from maxtext_like.checkpoint.adapters.inference_weights import with_storage
 from maxtext_like.checkpoint.adapters.merge_adapters import with_adapters
 from maxtext_like.checkpoint.huggingface import peft
 from maxtext_like.checkpoint.read_weights import read_weights
@@ -20,6 +21,7 @@ from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.errors import UserError
 from maxtext_like.generation.engine import Prompts, generate
 from maxtext_like.generation.sampling import Sampling
+from maxtext_like.models import quantized_kernels
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.training.step.initial_state import trained_params
 from maxtext_like.training.step.program import TrainProgram, make_program
@@ -175,6 +177,17 @@ def test_gradients_need_plain_weights(run: Path):
   inputs = {"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]}
   with pytest.raises(UserError, match=r"forward: gradients with base_weights = int8\n"):
     maxtext_like.forward(run, inputs, *WORDS, base_weights="int8", gradients=True)
+
+
+def test_the_kernel_for_quantized_weights_is_tested_only_for_inference(monkeypatch: pytest.MonkeyPatch):
+  tested = []
+  monkeypatch.setattr(quantized_kernels, "settle", lambda base, **how: tested.append(how["dtype"]) or base)
+  words = ["dtype=bfloat16", "lora_rank=2", "base_weights=nf4", "num_decoder_layers=2", "dataset=synthetic"]
+  program = make_program(load_config("gemma3-tiny", *words).config)
+  assert program.model.base is not None
+  assert not tested
+  with_storage(program.model, checkpoint("gemma3_text"), chosen=True)
+  assert tested == ["bfloat16"]
 
 
 def test_training_still_needs_an_adapter():
