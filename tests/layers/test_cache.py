@@ -75,3 +75,9 @@ def test_an_8_bit_cache_returns_rounded_entries():
   half = np.abs(want).max(-1, keepdims=True) / 127 / 2
   assert (np.abs(held[:, :, :6] - want) <= 1.001 * half + 1e-12).all()
   assert not np.asarray(held)[:, :, 6:].any()
+
+
+def test_slots_that_a_row_uses():
+  """The new token counts. A ring buffer is full from then on, and a row without a new token uses none."""
+  step = Step(jnp.array([0, 5, 7, 20, 5]), jnp.array([1, 1, 1, 1, 0]))
+  assert step.lengths(8).tolist() == [1, 6, 8, 8, 0]
