@@ -6,7 +6,7 @@ python benchmarks/generation.py --decode xla                          without th
 python benchmarks/generation.py --torch PYTHON                        also transformers, by a Python that has torch
 python benchmarks/generation.py --cases tiny                          a CPU, for a look
 
-Each case runs in a process of its own: it compiles in a first pass, then generates twice and reports the faster pass. All
+Each case runs in a new process. The first pass compiles; the faster of two further passes is reported. All
 answers have the same length. "step" is the time of one token of all rows: the difference from a pass with shorter answers,
 divided by the missing tokens. "bound" is the number of
 tokens/s if a step took only the time to read the weights and the entries of the caches once (of a mixture of experts, those

@@ -139,7 +139,7 @@ def require_options(of: Callable[..., Any], options: Mapping[str, Any]) -> None:
 def translated_options(of: Callable[..., Any], options: Mapping[str, Any], keys: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
   """Return the options together with options of transformers among the other keywords, and the remaining keywords.
 
-  None stands for the default of an option, except for ``eos_token_id``.
+  None selects the default of an option, except for ``eos_token_id``.
 
   Raises:
     UserError: an option of transformers is not supported, or the same option is set twice.

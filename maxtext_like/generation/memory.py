@@ -81,7 +81,7 @@ def _free(device: Any) -> int | None:
 
 
 def saved_bytes(decoder: Decoder, params: Any, form: str) -> float:
-  """Return the bytes on one device that ``base_weights`` would save: of the plain weights of all linear maps of the layers."""
+  """Return the bytes that quantizing the plain linear weights of all layers to ``form`` would save on one device."""
   declared = {path_keys(path): p for path, p in jax.tree_util.tree_leaves_with_path(decoder.params())}
   stacks, saved = {s.name for s in decoder.stacks}, 0.0
   for path, x in jax.tree_util.tree_leaves_with_path(params):

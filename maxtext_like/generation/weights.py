@@ -33,14 +33,14 @@ class DecodingWeights:
     self._decoder, self._read = decoder, read
     self._stacks = [stack.name for stack in decoder.stacks]
     self._params: Any = read()
-    self._splits, self._rounded = platform != "cpu", False
+    self._splits, self._changed = platform != "cpu", False
 
   @property
   def stacked(self) -> Any:
-    """The parameters as layers declare them. They are read again if they have been rounded."""
-    if self._rounded or self._params is None:
+    """The parameters as layers declare them. They are read again if decoding rounded them or ordered their codes."""
+    if self._changed or self._params is None:
       self._params = None
-      self._params, self._rounded = self._read(), False
+      self._params, self._changed = self._read(), False
     self._convert(apart=False)
     return self._params
 
@@ -48,14 +48,14 @@ class DecodingWeights:
   def for_decoding(self) -> Any:
     """The parameters for ``Schedule``: rows apart and rounded, except on a CPU."""
     if self._params is None:  # reading them again has failed
-      self._params, self._rounded = self._read(), False
+      self._params, self._changed = self._read(), False
     if self._splits:
       if all(isinstance(self._params[name], dict) for name in self._stacks):
-        self._round()
+        self._prepare()
       self._convert(apart=True)
     return self._params
 
-  def _round(self) -> None:
+  def _prepare(self) -> None:
     """Round the parameters of ``roundable``, and order codes as the kernel for few rows reads them."""
     # New dicts, because the caller may hold those of ``stacked``.
     self._params = jax.tree.map(lambda x: x, self._params)
@@ -66,7 +66,7 @@ class DecodingWeights:
       weight = node[keys[-1]]
       if isinstance(weight, jax.Array) and jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize > 2:
         rounded = jax.block_until_ready(weight.astype(jnp.bfloat16))
-        self._rounded = True  # an error at the next one leaves those before it rounded
+        self._changed = True  # an error at the next one leaves those before it rounded
         node[keys[-1]] = rounded
     self._order_codes(self._params)
 
@@ -79,7 +79,7 @@ class DecodingWeights:
         continue
       ordered = jax.tree.map(lambda x: x.for_few_rows() if quantized(x) else x, child, is_leaf=quantized)
       if jax.tree.structure(ordered) != jax.tree.structure(child):
-        node[name], self._rounded = jax.block_until_ready(ordered), True
+        node[name], self._changed = jax.block_until_ready(ordered), True
 
   def _convert(self, *, apart: bool) -> None:
     """Convert the stacks that have the other form, one array at a time, so that the weights are never in memory twice.

@@ -28,6 +28,7 @@ from maxtext_like import atomic
 from maxtext_like.errors import is_out_of_memory
 from maxtext_like.layers.attention import masks
 from maxtext_like.layers.kernels.attention import registry
+from maxtext_like.layers.quantization import codebooks
 from maxtext_like.numerics import attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck, quantized_selfcheck
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 
@@ -165,7 +166,7 @@ def versions(device: Any) -> dict[str, Any]:
       continue
   driver = Path("/proc/driver/nvidia/version")
   tests = (attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck, quantized_selfcheck)
-  beside = [Path(inspect.getfile(module)) for module in (masks, *tests)]
+  beside = [Path(inspect.getfile(module)) for module in (masks, codebooks, *tests)]
   sources = b"".join(path.read_bytes() for path in (*sorted(_KERNELS.rglob("*.py")), *beside))
   return {
     "packages": found,

@@ -37,10 +37,10 @@ _LONGEST = 3 * 512  # three of the largest tiles, so that one of them is complet
 # Largest relative error of a complete array and of its worst head vector. Rounding alone causes about 3e-3 (values) and 4e-3
 # (gradients) of an array with bfloat16, and an eighth of that with float16. One extra key in a window of 400 causes 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
-# For each of its own matrix products, XLA compiles and times dozens of kernels; one for float32 operands takes a second of a
-# core. A test of correctness does not need the fastest. The tested kernel runs as in training: the tiles of Pallas kernels are
-# chosen in Python by the shapes, and JAX names cuDNN's algorithm. The products around it and in references are cuBLAS's, which
-# has nothing to compile. CUDA graphs are for programs that run often, see ``run_alone``.
+# XLA compiles and times dozens of kernels for each matrix product that it implements. For a float32 product, each kernel takes
+# about one second of a core. A test of correctness does not need the fastest kernel. The tested kernel runs as in training: the
+# tiles of Pallas kernels are chosen in Python by the shapes, and JAX names cuDNN's algorithm. The products around it and in
+# references are cuBLAS's, which has nothing to compile. CUDA graphs are for programs that run often, see ``run_alone``.
 _WITHOUT_TUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 1 << 30}
 _CAP = 2.0  # soft cap of the test: its scores are 1 on average, and a model's own cap would not change them
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 represents a score of -20000 * sqrt(head_dim), before scaling, to within 0.03

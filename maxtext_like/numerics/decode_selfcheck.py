@@ -64,7 +64,7 @@ def self_test(shape: DecodeShape, attention: Any = None) -> list[CaseResult]:
   in_8_bits = compile_together({"all": (jax.jit(lambda k, v: (cache.in_8_bits(k), cache.in_8_bits(v))), abstract((k, v)))})
   (k8, k_scale), (v8, v_scale) = jax.device_get(run_alone(in_8_bits["all"], k, v))
   hidden = lambda x: np.where(unused, np.nan, x.astype(np.float32)).astype(x.dtype)
-  # The arrays of the cache, and the keys and values that they stand for.
+  # The arrays of the cache, and the keys and values that they encode.
   given: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "plain": ({"k": hidden(k), "v": hidden(v)}, k, v),
     "8 bits": ({"k": k8, "v": v8, "k_scale": hidden(k_scale), "v_scale": hidden(v_scale)}, k8 * k_scale, v8 * v_scale),

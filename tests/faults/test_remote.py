@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def protocol(request):
-  """Of the store, which each test names."""
+  """The kind of store, which each test names."""
   return request.param
 
 

@@ -90,7 +90,7 @@ def test_it_advises_quantized_weights_if_they_make_room():
     check(needed - 0.49 * maps, params)
   with pytest.raises(DoesNotFitError, match=r"or base_weights=nf4 \(weights in fewer bits\), or a smaller"):
     check(needed - 0.51 * maps, params)
-  # Parameters for decoding have rows of their own. Quantized weights save nothing.
+  # Parameters for decoding have separate arrays for each row. Quantized weights save nothing.
   apart = params | {name: tuple(jax.tree.map(lambda x: x, params[name]) for _ in range(1)) for name in stacks}
   assert saved_bytes(model, apart, "int8") == saved_bytes(model, params, "int8") == maps / 2
   quantized = dict.fromkeys(stacks)

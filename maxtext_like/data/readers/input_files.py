@@ -329,7 +329,7 @@ class FileDocuments(abc.ABC):
   groups: Sequence[int] | None = None
   _files: list[str]
   _state: list[Unchanged[Any]]
-  """What was found in each file, for readers that keep no other digest."""
+  """The scanned state of each file, for readers that keep no other digest."""
   _stops: list[int]
   """Number of documents up to the end of each part: a file, or a group of records in it."""
 
@@ -368,7 +368,7 @@ def no_records(key: str, files: Sequence[str], found: str, wanted: str) -> UserE
   Args:
     key: key of the ``data:`` section that names the files.
     files: the files.
-    found: what the files are and what was counted in them, as "parquet file(s), 0 rows".
-    wanted: what the files should contain.
+    found: the kind of files and the number of their records, as "parquet file(s), 0 rows".
+    wanted: the content that the files should have.
   """
   return UserError(f"data.{key}: no records: {len(files)} {found} (first: {files[0]})\n  fix: {key}=FILES with {wanted}")

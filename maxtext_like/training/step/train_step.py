@@ -220,7 +220,7 @@ class TrainStep:
     applied = finite["loss"] & jnp.all(finite["gradients"])
     decided = jnp.ones((), bool) if self.watch else ~jnp.any(jnp.isnan(magnitude_bound))
     applied = applied & decided
-    # Rows that no check has looked at count as finite.
+    # Rows that no check has read count as finite.
     unchecked = jnp.ones(squares.finite.shape, bool), jnp.ones(state_rows(state["opt_state"], params), bool)
     if self.watch:
       params, opt_state, survival = update()

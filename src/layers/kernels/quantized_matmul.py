@@ -23,12 +23,14 @@ import ml_dtypes
 import numpy as np
 from jax.experimental import pallas as pl
 
+from maxtext_like.layers.quantization.codebooks import dynamic_number
+
 Name = Literal["xla", "pallas_triton"]
 """Names of the kernels for products of few rows. "xla" dequantizes the weight."""
 
 MOST_ROWS = 64
 """Largest number of rows that the kernel multiplies."""
-KERNEL = "quantized_matmul"
+_KERNEL = "quantized_matmul"
 """Name of the kernel in a program."""
 
 _FEWEST_ROWS = 16
@@ -114,13 +116,13 @@ def _parts(x: jax.Array, arrays: dict[str, jax.Array], *, form: str, M: int, tab
     grid=(tiles, S),
     compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
     interpret=interpret,
-    name=KERNEL,
+    name=_KERNEL,
   )(x, *arrays.values())
 
 
 @dataclass(frozen=True)
 class _Tile:
-  """What a program knows of its outputs.
+  """The arrays that a program reads and the outputs that it computes.
 
   Attributes:
     arrays: the stored arrays of the weight.
@@ -194,23 +196,12 @@ def _nf4(tile: _Tile, read_x: Callable[..., Any]) -> tuple[Callable[..., Any], C
     codes = tile.codes(i * half, half, blocks * half)
     # The maximum of a block: 8 bits times the scale of 256 maxima, which are ordered by output, then by block.
     most = tile.load("scale_scales", jax.lax.div(tile.number * blocks + i, 256))
-    largest = _dynamic_number(tile.load("scales", i, tile.outputs).astype(jnp.int32)) * most + mean
+    largest = dynamic_number(tile.load("scales", i, tile.outputs)) * most + mean
     high, low = (_looked_up(codes, tile, high=high) for high in (True, False))
     sums = _dot(read_x(i * _INPUTS, half), high) + _dot(read_x(i * _INPUTS + half, half), low)
     return total + sums * largest[None, :]
 
   return add, lambda total: total
-
-
-def _dynamic_number(code: Any) -> Any:
-  """As ``quantized.dynamic_number``, with constants that the kernel can hold."""
-  number, low, step = jnp.abs(code - 127), jnp.zeros(code.shape, jnp.float32), jnp.zeros(code.shape, jnp.float32)
-  for exponent in range(7):
-    here, unit = number >= 2**exponent, 10.0 ** (exponent - 6)
-    low = jnp.where(here, unit * (0.1 + 0.45 * 2.0**-exponent) - unit * 0.9, low)
-    step = jnp.where(here, unit * 0.9 * 2.0**-exponent, step)
-  value = jnp.where(number == 128, 1.0, low + step * number.astype(jnp.float32))
-  return jnp.where(code < 127, -value, value)
 
 
 def _looked_up(codes: Any, tile: _Tile, *, high: bool) -> Any:

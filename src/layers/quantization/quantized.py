@@ -23,6 +23,7 @@ from maxtext_like.layers.kernels.quantized_matmul import MOST_ROWS, Name, quanti
 from maxtext_like.layers.param import Param, constant, stack
 from maxtext_like.layers.partition import as_stored
 from maxtext_like.layers.precision import PRODUCT, Precision
+from maxtext_like.layers.quantization.codebooks import NF4, dynamic_map, dynamic_number
 from maxtext_like.layers.quantization.low_rank import Layout, one_layer
 from maxtext_like.layers.sharding_rules import RULES, Rules
 from maxtext_like.layers.weight import Equation, Groups, Product, Weight
@@ -33,48 +34,6 @@ Arrays = dict[str, jax.Array]
 CODES = "codes"
 """Name of the array that every form has, in the axes of the weight. The other arrays are needed to decode it."""
 SCALES = "scales"
-
-NF4 = np.array(
-  [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-  ],
-  np.float32,
-)  # fmt: skip
-"""The 16 values of NormalFloat (Dettmers et al. 2023, appendix E)."""
-
-
-def dynamic_map() -> np.ndarray:
-  """Return float32 [256]: the values that block maxima are rounded to (the signed dynamic type of Dettmers 2016, as in QLoRA).
-
-  For each power of ten down to 1e-6, [0.1, 1] is divided into 2^n equal parts, where n bits remain. The values are the centers
-  of these parts with both signs, and 0 and 1.
-  """
-  low, high, positive = np.float32(0.1), np.float32(1), []
-  for exponent in range(7):
-    parts = 2**exponent
-    step, number = np.float64((high - low) / np.float32(parts)), np.arange(parts + 1)
-    # Computed from the nearer end and rounded once, as torch does, so that all bits are equal.
-    bounds = np.where(number < (parts + 1) // 2, low + step * number, high - step * (parts - number)).astype(np.float32)
-    positive.append(np.float32(10.0 ** (exponent - 6)) * ((bounds[:-1] + bounds[1:]) / np.float32(2)))
-  values = np.concatenate(positive)
-  return np.sort(np.concatenate([-values, np.array([0, 1], np.float32), values])).astype(np.float32)
-
-
-def dynamic_number(code: jax.Array) -> jax.Array:
-  """Compute the float32 entries of ``dynamic_map`` with a relative error up to 4e-7, without a gather, which is slow on
-  TPUs."""
-  code = code.astype(jnp.int32)
-  number = jnp.abs(code - 127)  # 0, and 1 to 127 for both signs; 128 encodes 1
-  zero = _zero(code)
-  low, step, exponent = zero, zero, 0
-  for exponent in range(7):
-    here, unit = number >= 2**exponent, 10.0 ** (exponent - 6)
-    low = jnp.where(here, zero + (unit * (0.1 + 0.45 * 2.0**-exponent) - unit * 0.9), low)
-    step = jnp.where(here, zero + unit * 0.9 * 2.0**-exponent, step)
-  value = jnp.where(number == 128, zero + 1.0, low + step * number)
-  return jnp.where(code < 127, -value, value)
 
 
 @dataclass(frozen=True)
@@ -284,7 +243,10 @@ class NF4Form(Form):
     axis, B = plan.input, _blocks(plan.K, self.input_block)
     codes, lead = stored[CODES], stored[CODES].shape[: plan.input]
     most = _spread(stored["scale_scales"], axis, self.maxima, B * plan.M).reshape(*lead, plan.M, B)
-    largest = dynamic_number(stored[SCALES]) * jnp.swapaxes(most, axis, axis + 1) + stored["scale_mean"][..., None, None]
+    largest = (
+      dynamic_number(stored[SCALES], _zero(stored[SCALES].astype(jnp.int32))) * jnp.swapaxes(most, axis, axis + 1)
+      + stored["scale_mean"][..., None, None]
+    )
     codes = codes.reshape(*lead, B, 1, self.input_block // 2, plan.M)
     each = (codes >> jnp.array([4, 0], jnp.uint8).reshape(2, 1, 1) & 15).reshape(*lead, B, self.input_block, plan.M)
     x = (_chosen(each, NF4) * jnp.expand_dims(largest, axis + 1)).astype(dtype).reshape(*lead, -1, plan.M)

@@ -263,7 +263,7 @@ def _refuses(case: Case) -> list[str]:
     reasons.append(f"dtype {case.dtype} is neither bfloat16 nor float16")
   if case.length % _LANES:
     reasons.append(f"the row length {case.length} is not a multiple of {_LANES}")
-  # What the layer asks of scores and probabilities.
+  # How the layer computes scores and probabilities.
   if case.soft_cap is not None and case.soft_cap > _LARGEST_CAP:
     reasons.append(f"the soft cap {case.soft_cap:g} is above {_LARGEST_CAP:g}, so its tanh would have too few digits")
   if case.probabilities:

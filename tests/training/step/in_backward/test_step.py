@@ -18,7 +18,7 @@ from maxtext_like.training.step.train_step import NO_UPDATE, UNKNOWN
 from tests.layers.equations import equations
 from tests.tiers import tiers
 from tests.training.meshes import batch_of
-from tests.training.test_parallelism import FEWER, MODELS, run
+from tests.training.test_parallelism import FEWER, MODELS
 
 SMALL = (
   "dtype=float32", "weight_dtype=float32", "max_target_length=16", "vocab_size=304", "remat_policy=full",
@@ -483,37 +483,3 @@ def test_float16_takes_all_of_an_update_or_nothing():
   assert after["loss_scale"]["scale"] < 2.0**40
   after, metrics = descend(*words)
   assert metrics[1]["loss"] < metrics[0]["loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("model", "clip", "meshes"),
-  [
-    ("qwen3-tiny", "running", ("data-fsdp-tensor",)),
-    ("qwen3-moe-tiny", "exact", ("data-fsdp-tensor",)),
-  ],
-)
-def test_meshes_give_the_losses_of_one_device(model, clip, meshes):
-  """With moments in the host's memory, of which tests/training/optimizers/test_on_host.py has the bits on one device."""
-  words = ("num_decoder_layers=3", f"clip={clip}", "gradient_clipping_threshold=0.5", "optimizer_memory_host_offload=true")
-  found = run("tests.training.meshes_in_backward", model, *words, *meshes)
-  one = found.pop("one")
-  for name, losses in found.items():
-    np.testing.assert_allclose(losses, one, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(
-  ("words", "said"),
-  [
-    (["gradient_accumulation_steps=2"], "gradient_accumulation_steps = 2 with optimizer_in_backward"),
-    (["lora_rank=4"], "lora_rank = 4"),
-    (["numerics_every=10"], "numerics_every = 10"),
-    (["optimizer_in_backward=false", "clip=layer"], "clip = layer without optimizer_in_backward"),
-    (["optimizer_in_backward=false", "clip=running"], "(?s)clip = running without .*fix: set clip=exact"),
-  ],
-)
-def test_what_it_cannot_be_had_with_is_refused(words, said):
-  from maxtext_like.errors import UserError
-
-  with pytest.raises(UserError, match=said):
-    load_config("gemma4-tiny", ["remat_policy=full", LAYERED, *words])
