@@ -1,10 +1,11 @@
 """Draws a token from logits: penalties, temperature, top-k, top-p and min-p, in float32.
 
-``jax.random.categorical`` over NaN returns an ordinary index, so ``draw`` also reports whether the logits are finite.
+``categorical`` over NaN returns an ordinary index, so ``draw`` also reports whether the logits are finite.
 
 B rows, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -236,10 +237,30 @@ def draw(
     top = jnp.max(logits, axis=-1, keepdims=True)
     logits = jnp.where(logits == top, 0.0, (logits - top) / values["temperature"])
     logits = jnp.where(allowed_tokens(logits, rule, values), logits, -jnp.inf)
-    token = jax.vmap(jax.random.categorical)(keys_B, logits).astype(jnp.int32)
+    token = categorical(keys_B, logits)
     own = _logprob(logits, token) if rule.logprobs else None
   found = {"token": token, "finite": finite}
   return found | {"logprob": own, "model_logprob": _logprob(model, token)} if rule.logprobs else found
+
+
+def categorical(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+  """Draw an index of each row with probabilities in proportion to exp(logits), int32 [B].
+
+  First a block of neighboring indices is drawn, then an index in this block, with about 2 sqrt(V) random numbers together.
+  ``jax.random.categorical`` takes one for each of the V logits (0.12 of 4.4 ms of a decode step of gemma3-4b with 64 rows).
+
+  Args:
+    keys_B: a PRNG key for each row.
+    logits_BV: float32, at most 0, and 0 at the most likely index; -inf for indices that are never drawn.
+  """
+  B, V = logits_BV.shape
+  size = 2 ** math.ceil(math.log2(V) / 2)
+  padded = jnp.pad(logits_BV, ((0, 0), (0, -V % size)), constant_values=-jnp.inf)
+  blocks = padded.reshape(B, -1, size)
+  own = jax.vmap(jax.random.split)(keys_B)
+  block = jax.vmap(jax.random.categorical)(own[:, 0], jnp.log(jnp.sum(jnp.exp(blocks), axis=-1)))
+  within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+  return (block * size + jax.vmap(jax.random.categorical)(own[:, 1], within)).astype(jnp.int32)
 
 
 def _logprob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ PROMPTS = [
   [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29],
 ]
 LENGTH = 9
-SAMPLED = Sampling(temperature=2.0)
+SAMPLED = Sampling(temperature=20.0)
 
 
 @pytest.fixture(scope="module")

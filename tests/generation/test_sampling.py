@@ -7,7 +7,7 @@ import pytest
 
 from maxtext_like.errors import UserError
 from maxtext_like.generation import sampling
-from maxtext_like.generation.sampling import Rule, Sampling, allowed_tokens
+from maxtext_like.generation.sampling import Rule, Sampling, allowed_tokens, categorical
 
 PROBS = np.array([0.05, 0.4, 0.15, 0.3, 0.1])
 LOGITS = jnp.log(jnp.asarray([PROBS, PROBS[::-1]], jnp.float32))
@@ -199,3 +199,21 @@ def test_impossible_biases_are_refused():
   for how, stop in ((Sampling(logit_bias=never, vocabulary=4), ()), (Sampling(logit_bias=never, min_tokens=1), (4, 9))):
     with pytest.raises(UserError, match="leave no token"):
       how.values(5, stop)
+
+
+@pytest.mark.parametrize("size", [1, 2, 37])
+def test_indices_are_drawn_in_proportion_to_their_probabilities(size):
+  """Of 37 indices, in five blocks of eight, a third have no probability; among them are all of one block."""
+  generator = np.random.default_rng(size)
+  logits = generator.normal(size=size) * 2
+  logits[generator.random(size) < 1 / 3] = -np.inf
+  logits[8:16] = -np.inf
+  logits[0] = logits[1:].max(initial=0)
+  logits -= logits.max()
+  draws = 20_000
+  keys = jax.random.split(jax.random.key(7), draws)
+  drawn = np.asarray(categorical(keys, jnp.broadcast_to(logits.astype(np.float32), (draws, size))))
+  expected = np.exp(logits) / np.exp(logits).sum()
+  found = np.bincount(drawn, minlength=size) / draws
+  assert found.shape == (size,)
+  np.testing.assert_array_less(np.abs(found - expected), 5 * np.sqrt(expected * (1 - expected) / draws) + 1e-12)
