@@ -1,7 +1,7 @@
 """The memory layout of arrays on TPUs: the two minor axes are stored in tiles of 8 x 128 elements, padded at the edges.
 
 The arguments of a program use the order of axes that needs least padding, which may differ from the declared order. Kernels and
-loops that gather need specific orders. docs/results/tpu.md describes the consequences.
+loops that gather need specific orders. docs/results/history.md has the effect on memory.
 """
 
 import math

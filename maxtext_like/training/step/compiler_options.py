@@ -22,7 +22,7 @@ def of_step(step: TrainStep) -> dict[str, bool]:
 
   A step that updates layers in its backward pass multiplies by weights that are in stacks, and sums gradients of the head in
   float32 over chunks. With cuBLAS, XLA lets a product read its weight in place and accumulate into a sum. It tries its own
-  Triton kernels first, which need a copy of the weight (docs/results/gpu-training.md).
+  Triton kernels first, which need a copy of the weight (docs/results/history.md).
   """
   if isinstance(step, StepInBackward) and on_one_gpu() and not re.search(rf"--{_TRITON}(=|\s|$)", flags_given()):
     return {_TRITON: False}
