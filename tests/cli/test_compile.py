@@ -160,7 +160,7 @@ def test_a_share_of_the_memory_that_is_none(value, monkeypatch, capsys):
 
 
 def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
-  """XLA's own compiler says 69.01 GB of this step: docs/results/memory.md."""
+  """XLA lays out 69.48 GB for this step with packed rows (docs/results/memory.md)."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setattr(aot_gpu, "installed", lambda: None)
