@@ -100,20 +100,22 @@ NAMES: tuple[tuple[str, str], ...] = (
   (
     _OPTIMIZERS,
     "optim_args optimizer_kwargs optim_target_modules adam_beta3 adam_epsilon2 amsgrad nesterov fused foreach "
-    "implementation use_adam_mini optimizer.implementation betas3 use_precision_aware_optimizer",
+    "implementation use_adam_mini optimizer.implementation betas3 use_precision_aware_optimizer sophia shampoo sam lookahead "
+    "schedule_free kahan paged_adamw",
   ),
   (
     _ONE_RATE,
     "embedding_lr embedding_learning_rate embedding_lr_scale loraplus_lr_ratio loraplus_lr_embedding lr_groups "
     "head_lr_mult decoupled_lr decoupled_min_lr layerwise_lr_decay vision_lr vision_tower_lr mm_projector_lr router_lr "
-    "lr_mult param_groups new_param_groups",
+    "lr_mult param_groups new_param_groups head_learning_rate embedding_lr_multiplier",
   ),
   (
     _SCHEDULE,
     "num_cycles num_restarts lr_decay_rate lr_power power lr_quadratic_warmup lr_warmup_init cosine_constant_lr_ratio "
     "constant_steps decay_lr jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps lr_div_factor "
     "override_opt_param_scheduler use_checkpoint_opt_param_scheduler relora relora_steps start_weight_decay "
-    "end_weight_decay weight_decay_incr_style wd_incr_steps lr_cycle_steps",
+    "end_weight_decay weight_decay_incr_style wd_incr_steps lr_cycle_steps learning_rate_decay restarts "
+    "cosine_decay_steps init_lr",
   ),
   (
     _ADAPTERS,
@@ -137,7 +139,8 @@ NAMES: tuple[tuple[str, str], ...] = (
   (
     _DEVICES,
     "num_gpus n_gpus nproc_per_node devices num_nodes nnodes device device_map accelerator master_addr master_port "
-    "local_rank distributed_backend backend use_cpu no_cuda world_size num_slices slices ddp_backend",
+    "local_rank distributed_backend backend use_cpu no_cuda world_size num_slices slices ddp_backend gpus nodes num_hosts "
+    "num_processes mesh_shape",
   ),
   (
     _TP_SEQUENCE,
@@ -172,6 +175,14 @@ NAMES: tuple[tuple[str, str], ...] = (
     "cache_dir",
   ),
   (
+    "it is a field of a record, not a key of the run (docs/reference/chat-formats.md)",
+    "chat_template_kwargs",
+  ),
+  (
+    "gradients are clipped by their global norm (gradient_clipping_threshold), not one value at a time",
+    "max_grad_value clip_grad_value gradient_clip_value grad_clip_value",
+  ),
+  (
     _RAMP,
     "auto_find_batch_size",
   ),
@@ -198,7 +209,7 @@ NAMES: tuple[tuple[str, str], ...] = (
   (
     _BIASES,
     "bias qkv_bias add_qkv_bias add_bias_linear mlp_bias qk_layernorm use_qk_norm_hf gated_linear_unit swiglu "
-    "normalization norm_type use_bias attention_output_gate ffn_bias activation",
+    "normalization norm_type use_bias attention_output_gate ffn_bias activation qk_norm",
   ),
   (
     _INIT,
@@ -219,13 +230,15 @@ NAMES: tuple[tuple[str, str], ...] = (
   (
     _METRICS,
     "logging_first_step logging_strategy log_level log_level_replica log_on_each_node logging_nan_inf_filter "
-    "disable_tqdm plot_loss include_num_input_tokens_seen include_tokens_per_second tensorboard skip_memory_metrics "
+    "disable_tqdm plot_loss include_num_input_tokens_seen include_tokens_per_second skip_memory_metrics "
     "log_l2_norm_grad_to_tensorboard log_throughput log_params_norm log_memory_to_tensorboard",
   ),
   (
     _STRUCTURE,
     "attention_chunk_size index_topk_freq dsa_indexer_topk_freq dual_chunk_attention_config use_sliding_window "
-    "max_window_layers pretraining_tp position_embedding_type is_encoder_decoder architectures model_type spec_name",
+    "max_window_layers pretraining_tp position_embedding_type is_encoder_decoder architectures model_type spec_name alibi "
+    "use_alibi use_rope pos_emb altup_num_inputs laurel_rank logit_scale logits_scaling embedding_multiplier "
+    "residual_multiplier attention_multiplier attn_type",
   ),
   (
     _SPARE,
@@ -250,7 +263,7 @@ NAMES: tuple[tuple[str, str], ...] = (
   (
     _HOST,
     "enable_cpu_offload offload_param offload_params offload_folder parameter_memory_host_offload "
-    "cpu_offloading_weights use_cpu_initialization init_model_with_meta_device",
+    "cpu_offloading_weights use_cpu_initialization init_model_with_meta_device cpu_offload offload",
   ),
   (
     _PROFILER,
@@ -315,7 +328,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     "deterministic deterministic_mode full_determinism group_by_length length_column_name remove_unused_columns "
     "use_unsloth use_unsloth_gc low_cpu_mem_usage torch_empty_cache_steps gc_steps gc_freq manual_gc "
     "cross_entropy_loss_fusion chunked_cross_entropy transformer_impl ring_attn_func heads_k_stride benchmark "
-    "distributed_timeout_minutes ddp_timeout",
+    "distributed_timeout_minutes ddp_timeout liger unsloth cut_cross_entropy fused_cross_entropy ring_attention ulysses",
   ),
 )
 """Pairs: the rule that applies instead, and complete names."""
@@ -354,8 +367,8 @@ FAMILIES: tuple[tuple[str, str], ...] = (
   ),
   (
     _ADAPTERS,
-    "*qlora* *loftq* *pissa* *corda* *mora* *velora* arrow_config eva_config *oft_* *_lora *lora_* peft_* *_adapter "
-    "*_adapters adapter_* ia3_* *dora* relora_*",
+    "*qlora* *loftq* *pissa* *corda* mora mora_* *velora* arrow_config eva_config oft_* *_oft_* *_lora *lora_* peft_* "
+    "*_adapter *_adapters adapter_* ia3_* *dora* relora_*",
   ),
   (
     _NOISE,
@@ -363,7 +376,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
   ),
   (
     _DROPOUT,
-    "*dropout* *pdrop",
+    "*dropout* *pdrop layerdrop stochastic_depth drop_path*",
   ),
   (
     _PART,
@@ -384,7 +397,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
   ),
   (
     _QUANTIZATION,
-    "*quant* bnb_* llm_int8_* gptq* awq* load_in_*bit *_qwix_* constant_bound_config qat*",
+    "*quantiz* *quant quant_* *_quant_* bnb_* llm_int8_* gptq* awq* load_in_*bit *_qwix_* constant_bound_config qat*",
   ),
   (
     _HUB,

@@ -31,7 +31,7 @@ RENAMED: dict[str, str] = {
   "adam_eps": "adam_epsilon optimizer.eps optim.eps",
   "sgd_momentum": "momentum",
   "gradient_clipping_threshold": "max_grad_norm grad_clip clip_grad clip_grad_norm grad_clip_norm max_gradient_norm clip_norm "
-  "gradient_clip_val gradient_clip_norm gradient_clipping max_norm",
+  "gradient_clip_val gradient_clip_norm gradient_clipping max_norm gradient_clip",
   "loss_scale_init": "initial_loss_scale native_amp_init_scale",
   "optimizer_in_backward": "optimizer_in_bwd early_step_in_backward",
   "dtype": "compute_dtype",
@@ -46,13 +46,13 @@ RENAMED: dict[str, str] = {
   "data_shuffle_seed": "data_seed shuffle_seed dataset_seed",
   "tokenizer": "tokenizer_file",
   # Evaluation, checkpoints and output. Intervals are in steps.
-  "eval_interval": "eval_every eval_freq evaluation_steps eval_every_n_steps val_interval",
+  "eval_interval": "eval_every eval_freq evaluation_steps eval_every_n_steps val_interval eval_interval_steps",
   "eval_steps": "eval_iters",
   "checkpoint_interval": "save_steps save_interval save_every save_freq checkpoint_every checkpoint_every_n_steps "
   "checkpoint_freq checkpoint_frequency checkpoint_steps ckpt_interval checkpoint.interval",
   "max_to_keep": "save_total_limit keep_last_n max_checkpoints keep_latest_k",
   "run_name": "exp_name experiment_name job_name",
-  "log_interval": "logging_steps log_every log_every_n_steps log_freq print_every steps_per_print",
+  "log_interval": "logging_steps log_every log_every_n_steps log_freq print_every steps_per_print logging_interval",
   "enable_tensorboard": "use_tensorboard",
   "wandb_project": "wandb_project_name",
   # Sizes of a model: config.json, Megatron-LM, and the reference code of DeepSeek and Llama.
@@ -76,7 +76,8 @@ RENAMED: dict[str, str] = {
   "beta_slow": "yarn_beta_slow",
   "original_max_position_embeddings": "yarn_original_max_position_embeddings",
   "num_experts": "n_routed_experts num_local_experts num_moe_experts",
-  "num_experts_per_tok": "moe_router_topk n_activated_experts top_k_experts moe_top_k moe_topk router_topk",
+  "num_experts_per_tok": "moe_router_topk n_activated_experts top_k_experts moe_top_k moe_topk router_topk "
+  "num_experts_per_token k_experts",
   "moe_mlp_dim": "moe_intermediate_size moe_ffn_hidden_size moe_inter_dim",
   "shared_experts": "n_shared_experts num_shared_experts",
   "first_num_dense_layers": "first_k_dense_replace n_dense_layers",

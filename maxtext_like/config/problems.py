@@ -102,7 +102,10 @@ def _edits(given: _Spelling, meant: _Spelling) -> int | None:
   edits = 0
   for a, b in zip(given.words, meant.words, strict=True):
     if a != b:
-      if len(b) < 4 or a[:1] != b[:1] or (len(b) == 4 and sorted(a) != sorted(b)) or not _one_edit(a, b):
+      if len(b) < 4 or a[:1] != b[:1] or not _one_edit(a, b):
+        return None
+      # A word of four letters is too short to have a wrong letter (size, side), but not for a swapped or a missing one.
+      if len(b) == 4 and sorted(a) != sorted(b) and not (len(a) == 3 and len(meant.words) > 1):
         return None
       edits += 1
   return edits if edits <= 2 else None

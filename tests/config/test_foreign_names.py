@@ -125,6 +125,10 @@ SIMILAR = {
   "decoupled_weight_decay": "its strength is adam_weight_decay",
   "torch_dtype": "weight_dtype is the dtype of the stored parameters",
   "out_dir": "it is the directory of one run",
+  "logits_soft_cap": "attn_logits_soft_cap caps the scores of attention",
+  "tensorboard": "enable_tensorboard writes",
+  "rope_local_theta": "the base of layers with a sliding window",
+  "aux_loss_coef": "the weight of the loss that load_balance_loss defines",
   "data_path": "another trainer has prepared",
   "hidden_dim": "others for the width of the MLP",
   "qk_head_dim": "transformers those with it too",
@@ -173,6 +177,10 @@ ABSENT = {
   "resid_pdrop": "only an adapter has dropout",
   "ns_steps": "optimizers are adamw, adafactor, lion and sgd",
   "muon_momentum": "optimizers are adamw, adafactor, lion and sgd",
+  "chat_template_kwargs": "a field of a record",
+  "max_grad_value": "clipped by their global norm",
+  "qk_norm": "which layers have biases, gates and norms",
+  "alibi": "other models does not exist here",
 }
 
 
@@ -273,6 +281,10 @@ def test_the_tables_are_sound():
     ("lora_rank_patern", "lora_rank_pattern"),
     ("mask_trainable_parameters", "trainable_parameters_mask"),
     ("Max-Target-Length", "max_target_length"),
+    ("learning_rat", "learning_rate"),
+    ("lora_rnk", "lora_rank"),
+    ("data_shuffle_sed", "data_shuffle_seed"),
+    ("dataset_pth", "dataset_path"),
     ("training.stepz", "training.steps"),
     ("trainer.learning_rate", "training.learning_rate"),
   ],

@@ -23,11 +23,13 @@ UNCLEAR = ("train_detail", "mask", "masked")
 _ALSO_MEASURED = frozenset({"loss", "training", "trained", "learn"})
 """Names that on a record are often a measurement or a comment. Only a clear value counts as a mark there."""
 _OF_RECORD = frozenset({*MARKS, *LABELS})
-_WORDS = re.compile(r"(?:^|_|\b)(?:train|loss|learn|mask|ignor|skip|exclud|supervis|reject)", re.IGNORECASE)
 _WORDS_OF_RECORD = re.compile(
-  r"(?:^|_|\b)(?:train|loss|learn|mask|ignor|exclud|supervis|reject|kto|chosen|accept|prefer|desirable|thumbs)", re.IGNORECASE
+  r"(?:^|_)(?:(?:train|loss|learn|mask|ignor|exclud|supervis|reject|kto|chosen|accept|prefer|desirable|thumbs)|label$)"
 )
+_WORDS = re.compile(_WORDS_OF_RECORD.pattern + r"|(?:^|_)skip")
 """Words in the name of a field that suggest, if its value is true or false, that the field says what is learned."""
+_JUDGEMENTS = re.compile(r"(?:^|_)(?:correct|good|approved)$")
+"""Words in the name of a field that suggest, if its value is false, that the answer is bad."""
 
 
 def shown(value: object) -> str:
@@ -86,11 +88,20 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str], words: re.Pattern[str], where: str) -> None:
   """Raises ValueError for a field that looks like a mark but has an unknown name, so that a mark is never ignored."""
   for name, value in fields.items():
-    if name not in known and isinstance(value, bool) and isinstance(name, str) and words.search(name):
+    if name in known or not isinstance(name, str) or not (isinstance(value, bool | int | float) and value in (0, 1)):
+      continue
+    plain = _snake_case(name)
+    of_mark = plain in known or plain.removesuffix("s") in known
+    if of_mark or (isinstance(value, bool) and (words.search(plain) or (not value and _JUDGEMENTS.search(plain)))):
       raise ValueError(
         f"{where}{strict_json.printable(name)} is {shown(value)}: the name looks like a mark for training, but is not a known "
         f'one (write "train": false on an answer that must not be learned, or rename the field)'
       )
+
+
+def _snake_case(name: str) -> str:
+  """Returns a name such as lossMask or Loss-Mask as loss_mask."""
+  return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
 
 
 def _clear(value: object, where: str) -> bool:

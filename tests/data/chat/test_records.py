@@ -76,7 +76,9 @@ def test_a_label_of_kto(form, name):
 
 
 @pytest.mark.parametrize("value", [True, False])
-@pytest.mark.parametrize("name", ["do_train", "ignore_loss", "has_loss", "is_masked", "train_on_turn", "Train", "rejected"])
+@pytest.mark.parametrize(
+  "name", ["do_train", "ignoreLoss", "has_loss", "isMasked", "train_on_turn", "Train", "rejected", "label"]
+)
 def test_a_mark_under_an_unknown_name_is_refused(name, value):
   with pytest.raises(BadRecordError, match=rf"messages\[1\].{name} is {str(value).lower()}: the name looks like a mark"):
     read({"messages": [BOTH[0], BOTH[1] | {name: value}]})
@@ -85,12 +87,23 @@ def test_a_mark_under_an_unknown_name_is_refused(name, value):
     read({"conversations": turns})
 
 
-@pytest.mark.parametrize("name", ["kto_label", "is_desirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up"])
+@pytest.mark.parametrize(
+  "name", ["Label", "binaryLabel", "is_desirable", "chosen", "rejected", "accepted", "preferred", "thumbs_up", "is_correct"]
+)
 def test_a_label_under_an_unknown_name_is_refused(name):
   with pytest.raises(BadRecordError, match=f"{name} is false: the name looks like a mark"):
     read({"messages": BOTH, name: False})
   assert read({"messages": BOTH, name: "text"}).unread == (name,)
   assert read({"messages": BOTH, "is_english": False, "pretrained": False}).unread == ("is_english", "pretrained")
+
+
+@pytest.mark.parametrize("name", ["weights", "loss_weights", "loss-mask", "lossMask", "Weight"])
+def test_a_known_mark_in_another_spelling_is_refused(name):
+  for record in ({"messages": [BOTH[0], BOTH[1] | {name: 0}]}, {"messages": BOTH, name: 0}):
+    with pytest.raises(BadRecordError, match=f"{name} is 0: the name looks like a mark"):
+      read(record)
+  assert read({"messages": BOTH, name: [0.5]}).unread == (name,)
+  assert read({"messages": BOTH, "is_correct": True}).unread == ("is_correct",)
 
 
 def test_pairs_of_preferences_are_answered_with_what_to_train_on():
