@@ -1,12 +1,13 @@
 """The self-tests of fused kernels on this machine's device in the shapes of the models: a table of attention, or all timed.
 
-python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...]
-python benchmarks/kernel_self_test.py --together [--model gemma4-26b]
+python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...] [--dtype bfloat16 ...]
+python benchmarks/kernel_self_test.py --together [--model gemma4-26b] [--dtype bfloat16]
 
 `--any-length` adds rows of 64 positions more, which a run never gives to cuDNN (its bfloat16 backward gave NaN gradients at
 length % 128 == 64: pytorch issue 196678), to see whether this machine's libraries still do. Exit code 3 when a kernel
 failed in a shape that a run would use. `--together` prints no table. It tests the kernels of attention, experts and norms at
-the same time, as a run does at its first start, and prints the seconds of each shape and the number of compiled programs.
+the same time, as a run does at its first start, in bfloat16 unless `--dtype` names another dtype. A run tests only some of the
+shapes: those with or without documents, with or without images. It prints the seconds of each shape and of each stage.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from maxtext_like.models.build import build_decoder
 from maxtext_like.models.kernel_verdicts import Target, verdict_each, versions
 from maxtext_like.numerics import grouped_selfcheck, norm_selfcheck
 from maxtext_like.numerics.attention_selfcheck import ShapeClass, self_test
+from maxtext_like.numerics.selfcheck_programs import EVENT, STAGES
 
 MODELS = ("gemma3-4b", "gemma3-27b", "gemma4-31b", "gemma4-e2b")
 
@@ -79,29 +81,49 @@ def other_shapes(models: list[str], dtype: Any, length: int, device: Any) -> lis
   return list(found)
 
 
-def time_together(models: list[str], length: int, device: Any) -> int:
+def time_together(models: list[str], dtypes: list[str], length: int, device: Any) -> int:
   """Tests all shapes at the same time and prints the seconds. Returns the exit code."""
-  tests = []
-  for name, dtypes in KERNELS[device.platform].items():
-    tests += [(shape, self_test) for dtype in dtypes for shape in classes(models, name, dtype, length, device)]
   # Experts first, as in a run: their kernels take longest to compile.
-  tests = [test for dtype in ("bfloat16", "float16") for test in other_shapes(models, dtype, length, device)] + tests
-  durations = collections.defaultdict(list)
-  jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **_: durations[event].append(duration_secs))
+  tests = [test for dtype in dtypes for test in other_shapes(models, dtype, length, device)]
+  for name, supported in KERNELS[device.platform].items():
+    used = [dtype for dtype in dtypes if dtype in supported]
+    tests += [(shape, self_test) for dtype in used for shape in classes(models, name, dtype, length, device)]
+  spans = collections.defaultdict(list)  # (begin, end) of every event
+
+  def listen(event: str, duration_secs: float, **_: Any) -> None:
+    spans[event].append((time.monotonic() - duration_secs, time.monotonic()))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
   begin, cpu = time.monotonic(), cpu_seconds()
   found = verdict_each(tests, device, None)
+  total, cpu = time.monotonic() - begin, cpu_seconds() - cpu
   for shape, (problem, seconds) in found.items():
     print(f"{seconds:6.1f} s  {shape}: {f'FAILED: {problem}' if problem else 'passed'}")
-  lowered, compiled = (durations[f"/jax/core/compile/{name}"] for name in (LOWERED, COMPILED))
-  print(
-    f"{len(found)} shapes tested at the same time: {time.monotonic() - begin:.1f} s, {cpu_seconds() - cpu:.0f} CPU s; "
-    f"{len(compiled)} programs: {sum(lowered):.1f} s of lowering, {sum(compiled):.1f} s of compilation added up, "
-    f"the longest {max(compiled, default=0):.1f} s"
-  )
+  programs = len(spans[COMPILED])
+  print(f"{len(found)} shapes tested at the same time: {total:.1f} s, {cpu:.0f} CPU s; JAX compiled {programs} programs")
+  for stage in STAGES:
+    times = spans[EVENT + stage]
+    if not times:
+      continue
+    took = sorted(end - start for start, end in times)
+    first, last = min(start for start, _ in times) - begin, max(end for _, end in times) - begin
+    print(
+      f"  {stage:11} {len(times):3} times, {sum(took):6.1f} s added up, the longest {took[-1]:5.1f} s; "
+      f"from second {first:.1f} to {last:.1f}, {covered(times):.1f} s with at least one"
+    )
   return 3 if any(problem for problem, _ in found.values()) else 0
 
 
-LOWERED, COMPILED = "jaxpr_to_mlir_module_duration", "backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def covered(times: list[tuple[float, float]]) -> float:
+  """Length of the union of intervals, each a (begin, end)."""
+  total, until = 0.0, float("-inf")
+  for start, end in sorted(times):
+    total += max(0.0, end - max(start, until))
+    until = max(until, end)
+  return total
 
 
 def cpu_seconds() -> float:
@@ -114,6 +136,7 @@ def main() -> int:
   parser.add_argument("--length", type=int, default=4096, help="positions of a row")
   parser.add_argument("--any-length", action="store_true", help="also try rows of 64 positions more")
   parser.add_argument("--together", action="store_true", help="time all shapes at once")
+  parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16"), help="only these; --together: bfloat16")
   parser.add_argument("--model", nargs="+", default=list(MODELS), help="models whose shapes are tried")
   options = parser.parse_args()
   device = jax.devices()[0]
@@ -125,14 +148,15 @@ def main() -> int:
   print(f"{known['driver'] or known['platform'].splitlines()[0]}; python {sys.version.split()[0]}")
   print(f"flax {importlib.metadata.version('flax')}; rows of {options.length}")
   if options.together:
-    return time_together(options.model, options.length, device)
+    return time_together(options.model, options.dtype or ["bfloat16"], options.length, device)
   heads = f"{'kernel':12} {'dtype':9} {'heads':5} {'group':5} {'window':6} {'docs':4} {'images':6}"
   print(f"{heads} {'case':26} {'error':>8} {'gradient':>8} result")
   lengths = [options.length] + ([options.length + 64] if options.any_length else [])
   failed = False
   for length in lengths:
     for name, dtypes in KERNELS[device.platform].items():
-      for shape in (s for dtype in dtypes for s in classes(options.model, name, dtype, length, device)):
+      tried = [dtype for dtype in dtypes if dtype in (options.dtype or dtypes)]
+      for shape in (s for dtype in tried for s in classes(options.model, name, dtype, length, device)):
         begin = time.monotonic()
         for r in self_test(shape):
           errors = [f"{'-' if e is None else format(e, '.1e'):>8}" for e in (r.error, r.gradient_error)]

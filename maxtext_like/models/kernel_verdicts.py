@@ -29,7 +29,15 @@ from maxtext_like.errors import is_out_of_memory
 from maxtext_like.layers.attention import masks
 from maxtext_like.layers.kernels.attention import registry
 from maxtext_like.layers.quantization import codebooks
-from maxtext_like.numerics import attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck, quantized_selfcheck
+from maxtext_like.numerics import (
+  attention_selfcheck,
+  decode_selfcheck,
+  grouped_selfcheck,
+  lowering_process,
+  norm_selfcheck,
+  quantized_selfcheck,
+  selfcheck_programs,
+)
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 _log = logging.getLogger(__name__)
@@ -40,7 +48,7 @@ Tests = Sequence[tuple[Any, Callable[..., list[CaseResult]]]]
 FOLDER = "kernel-self-test"
 SHIPPED = Path(sys.prefix, "share", "maxtext-like", FOLDER)
 """Folder of verdicts that come with a Python environment or a container image. It is only read."""
-_AT_ONCE = 8  # kernels tested at a time: nearly all of the time is compilation, of which one takes one or two cores
+_AT_ONCE = 16  # kernels tested at a time: nearly all of the time is compilation, and their programs run in turns
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _KERNELS = Path(inspect.getfile(registry)).parents[1]
@@ -166,7 +174,8 @@ def versions(device: Any) -> dict[str, Any]:
       continue
   driver = Path("/proc/driver/nvidia/version")
   tests = (attention_selfcheck, decode_selfcheck, grouped_selfcheck, norm_selfcheck, quantized_selfcheck)
-  beside = [Path(inspect.getfile(module)) for module in (masks, codebooks, *tests)]
+  shared = (masks, codebooks, lowering_process, selfcheck_programs)
+  beside = [Path(inspect.getfile(module)) for module in (*shared, *tests)]
   sources = b"".join(path.read_bytes() for path in (*sorted(_KERNELS.rglob("*.py")), *beside))
   return {
     "packages": found,

@@ -11,10 +11,7 @@ B batch, T position, N query heads, K key-value heads, H head.
 
 import functools
 import math
-import threading
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +25,7 @@ from maxtext_like.layers.kernels.attention.dot_product import dot_product_attent
 from maxtext_like.layers.kernels.attention.registry import Name, attend, kernel
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.sharding_rules import RULES
+from maxtext_like.numerics.selfcheck_programs import Programs, compile_together, run_alone
 
 Attention = Callable[..., Any]
 """(q, k, v, tokens, *, window, scale) -> [B, T, N, H], like ``splash_attention``. Tokens of one image attend to each other."""
@@ -37,11 +35,7 @@ _LONGEST = 3 * 512  # three of the largest tiles, so that one of them is complet
 # Largest relative error of a complete array and of its worst head vector. Rounding alone causes about 3e-3 (values) and 4e-3
 # (gradients) of an array with bfloat16, and an eighth of that with float16. One extra key in a window of 400 causes 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
-# XLA compiles and times dozens of kernels for each matrix product that it implements. For a float32 product, each kernel takes
-# about one second of a core. A test of correctness does not need the fastest kernel. The tested kernel runs as in training: the
-# tiles of Pallas kernels are chosen in Python by the shapes, and JAX names cuDNN's algorithm. The products around it and in
-# references are cuBLAS's, which has nothing to compile. CUDA graphs are for programs that run often, see ``run_alone``.
-_WITHOUT_TUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, "xla_gpu_graph_min_graph_size": 1 << 30}
+_LOWERED_WITHOUT_GPU: tuple[Name, ...] = ("mosaic_flash",)  # seconds of Python, which ask for no device
 _CAP = 2.0  # soft cap of the test: its scores are 1 on average, and a model's own cap would not change them
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 represents a score of -20000 * sqrt(head_dim), before scaling, to within 0.03
 
@@ -194,88 +188,56 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
   Returns:
     A result for each of ``cases``, in order. A kernel that raises has failed; its message is the problem.
   """
-  functions = {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}
   by_length: dict[int, list[Case]] = {}
   for case in cases(shape):
     by_length.setdefault(case.length, []).append(case)
   # Compile everything at the same time. Cases of the same length share two programs: one with all tested functions, because
   # variants of a kernel have parts in common, and the reference.
-  programs: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-  variants = {length: list(dict.fromkeys(case.in_parts for case in found)) for length, found in by_length.items()}
+  if attention is None and in_parts is None:
+    elsewhere = (programs, shape) if shape.kernel in _LOWERED_WITHOUT_GPU else None
+    tried = compile_together(programs(shape), elsewhere)
+  else:
+    tried = compile_together(_programs(shape, {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}))
+  references = {}
   for length in by_length:
-    tried = both_ways([functions[x] for x in variants[length]], shape.dtype, _window(shape, length), _scale(shape))
     given = _shapes_of_arguments(shape, length)
-    programs[length, "tried"] = jax.jit(tried), given
     outputs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (given[3], *given[:3])]
-    exact = reference(_scale(shape), shape.causal, _cap(shape))
-    programs[length, "reference"] = exact, for_reference(shape, given, outputs)
-  compiled = compile_together(programs)
+    references[length] = reference(_scale(shape), shape.causal, _cap(shape)), for_reference(shape, given, outputs)
+  exact = compile_together(references)
   results = {}
   for length, found in by_length.items():
     numbers = _random_numbers(shape, length)
     for case in found:
       arguments = arguments_of(shape, case, numbers)
       try:
-        got = run_alone(compiled[length, "tried"], *arguments)[variants[length].index(case.in_parts)]
+        got = run_alone(tried[length], *arguments)[_variants(found).index(case.in_parts)]
       except Exception as error:
         # Any exception means that the kernel did not run, which is the result of the test.
         results[case] = CaseResult.of_error(case.name, error)
         continue
-      errors = run_alone(compiled[length, "reference"], *for_reference(shape, arguments, got, negative=case.negative))
+      errors = run_alone(exact[length], *for_reference(shape, arguments, got, negative=case.negative))
       results[case] = judge(case, shape.dtype, jax.device_get(errors))
   return [results[case] for case in cases(shape)]
 
 
-_compiling: weakref.WeakValueDictionary[Any, Future[Any]] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-_lowering = threading.Lock()
-_running = threading.Lock()
+def programs(shape: ShapeClass) -> Programs:
+  """Return the programs with the kernel of a class, by the length of the rows."""
+  return _programs(shape, {False: _kernel(shape), True: _kernel_in_parts(shape)})
 
 
-def compile_together(programs: Mapping[Any, tuple[Any, tuple[Any, ...]]]) -> dict[Any, Future[Any]]:
-  """Compile jitted functions at the same time, for JAX's default device. Tests that run at the same time share equal programs.
-
-  Args:
-    programs: (function, shapes of its arguments) by any key.
-
-  Returns:
-    The compiled functions by the same keys. The result of a future raises what its compilation raised.
-  """
-  device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]  (it belongs to a thread)
-  platform = jax.default_backend() if device is None else getattr(device, "platform", device)
-  options = _WITHOUT_TUNING if platform in ("gpu", "cuda") else None
-
-  def compiled(run: Any, arguments: tuple[Any, ...]) -> Any:
-    with jax.default_device(device):
-      # Tracing and lowering are Python, of which one thread runs at a time. Taking turns, the first program is compiled while
-      # the next one is lowered; without turns all would be lowered at about the same time, after the sum of their times.
-      with _lowering:
-        lowered = run.lower(*arguments)
-      return lowered.compile(compiler_options=options)
-
-  pool = ThreadPoolExecutor(max(1, len(programs)), "compile")
-  futures = {}
-  for key, (run, arguments) in programs.items():
-    leaves, tree = jax.tree.flatten(arguments)
-    program = run, device, tree, tuple((x.shape, str(x.dtype)) for x in leaves)
-    with _lock:
-      known = _compiling.get(program)
-      if known is None or (known.done() and known.exception() is not None):
-        known = _compiling[program] = pool.submit(compiled, run, arguments)
-    futures[key] = known
-  pool.shutdown(wait=False)
-  return futures
+def _programs(shape: ShapeClass, functions: Mapping[bool, Any]) -> Programs:
+  """Return the programs with the tested functions by ``Case.in_parts``."""
+  found = {}
+  for length in dict.fromkeys(case.length for case in cases(shape)):
+    used = [functions[x] for x in _variants(case for case in cases(shape) if case.length == length)]
+    tried = both_ways(used, shape.dtype, _window(shape, length), _scale(shape))
+    found[length] = jax.jit(tried), _shapes_of_arguments(shape, length)
+  return found
 
 
-def run_alone(program: Future[Any], *arguments: Any) -> Any:
-  """Run a program of ``compile_together`` and wait for its results. Tests that run at the same time take turns.
-
-  While XLA records a CUDA graph for one program, another thread must not launch a graph: on an H200, tests without turns failed
-  with CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.
-  """
-  compiled = program.result()
-  with _running:
-    return jax.block_until_ready(compiled(*arguments))
+def _variants(found: Iterable[Case]) -> list[bool]:
+  """Return the different values of ``Case.in_parts``, in the order of the results of a program."""
+  return list(dict.fromkeys(case.in_parts for case in found))
 
 
 def _cap(shape: ShapeClass) -> float | None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers import cache
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.selfcheck_programs import compile_together, run_alone
 
 _SLOTS, _ROWS = 1100, 5  # several parts of each row, and an incomplete block
 # Largest relative error of the output of any row and head: scores are exact, and probabilities and the output are rounded to

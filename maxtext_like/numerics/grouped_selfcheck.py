@@ -7,6 +7,7 @@ rows that belong to no group.
 M rows, D summed, F columns, G groups.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.kernels.grouped_matmul.registry import Name, kernel
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.selfcheck_programs import Programs, compile_together, run_alone
 
 _GROUPS, _SUMMED, _ROWS = 6, 512, 700
+_LOWERED_WITHOUT_GPU: tuple[Name, ...] = ("pallas_gpu",)  # seconds of Python, which ask for no device
 # Largest relative error of a complete array and of its worst row. float32 products with precision "default" round like bfloat16
 # products.
 _TOLERANCE = {"bfloat16": (1e-2, 0.1), "float16": (2e-3, 2e-2), "rounded": (1e-2, 0.1), "float32": (1e-4, 1e-3)}
@@ -89,12 +92,6 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   Returns:
     A result for each of ``cases``, in order. A kernel that raises has failed; its message is the problem.
   """
-  if product is None:
-    product = kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run
-  of_rows, how = (shape.dtype, ()) if not shape.sums else ("float32", (shape.dtype,))
-  function = lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, *how, shape.precision)
-  # A program for each of the three kernels, because they take seconds to compile. The reference takes less.
-  programs = {"tried": [_values(function), _gradient(function, 0), _gradient(function, 1)], "exact": [_both_ways(_written_out)]}
   rounded = shape.dtype == "float32" and shape.precision == "default"
   tolerances = [_TOLERANCE["rounded" if rounded else shape.dtype]] * 3
   if shape.sums:  # the operands are exact, and only the gradient of the matrices is rounded
@@ -102,24 +99,47 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   powers = _powers(shape).astype(np.float64)
   units = 1 / powers, powers, 1.0  # undo the powers, so that every row counts equally
   given = {name: _arguments(shape, sizes) for name, sizes in cases(shape).items()}
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), next(iter(given.values())))
-  compiled = compile_together({(what, i): (run, shapes) for what, runs in programs.items() for i, run in enumerate(runs)})
+  if product is None:
+    tried = compile_together(programs(shape), (programs, shape) if shape.kernel in _LOWERED_WITHOUT_GPU else None)
+  else:
+    tried = compile_together(_programs(shape, product))
+  exact = compile_together({"exact": (_both_ways(_written_out), _shapes(shape))})
 
-  def computed(what: str, arguments: tuple[Any, ...]) -> list[np.ndarray]:
-    found = [run_alone(compiled[what, i], *arguments) for i in range(len(programs[what]))]
+  def computed(compiled: Mapping[Any, Any], arguments: tuple[Any, ...]) -> list[np.ndarray]:
+    found = [run_alone(program, *arguments) for program in compiled.values()]
     arrays = jax.device_get([x for results in found for x in results])
     return [np.asarray(x, np.float64) * unit for x, unit in zip(arrays, units, strict=True)]
 
   results = []
   for name, arguments in given.items():
     try:
-      got = computed("tried", arguments)
+      got = computed(tried, arguments)
     except Exception as error:
       # Any exception means that the kernel did not run, which is the result of the test.
       results.append(CaseResult.of_error(name, error))
       continue
-    results.append(_judge(name, int(arguments[2].sum()), got, computed("exact", arguments), tolerances))
+    results.append(_judge(name, int(arguments[2].sum()), got, computed(exact, arguments), tolerances))
   return results
+
+
+def programs(shape: GroupedShape) -> Programs:
+  """Return the programs with the kernel of a shape: values, and the gradients of rows and matrices."""
+  return _programs(shape, kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run)
+
+
+def _programs(shape: GroupedShape, product: Any) -> Programs:
+  """Return a program for each of the three kernels, because they take seconds to compile. product: as for ``self_test``."""
+  of_rows, how = (shape.dtype, ()) if not shape.sums else ("float32", (shape.dtype,))
+  function = lambda x, w, sizes: product(x.astype(of_rows), w.astype(shape.dtype), sizes, *how, shape.precision)
+  runs = {"values": _values(function), "dx": _gradient(function, 0), "dw": _gradient(function, 1)}
+  return {name: (run, _shapes(shape)) for name, run in runs.items()}
+
+
+def _shapes(shape: GroupedShape) -> tuple[Any, ...]:
+  """Return the shapes of ``_arguments``."""
+  M, G, D, F = shape.rows, shape.groups, shape.summed, shape.columns
+  of = lambda *size: jax.ShapeDtypeStruct(size, jnp.float32)
+  return of(M, D), of(G, D, F), jax.ShapeDtypeStruct((G,), jnp.int32), of(M, F)
 
 
 def _values(function: Any) -> Any:

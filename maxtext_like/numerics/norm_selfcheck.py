@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.selfcheck_programs import compile_together, run_alone
 
 _ROWS = 1003  # several rows for each program, and one more for some of them
 # Largest relative error of dx, which is rounded to the dtype, and of its worst row. Sums over rows are float32.

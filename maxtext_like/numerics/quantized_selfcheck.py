@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.layers.quantization.quantized import CODES, FORMS, FormName, Plan
-from maxtext_like.numerics.attention_selfcheck import CaseResult, compile_together, run_alone
+from maxtext_like.numerics.attention_selfcheck import CaseResult
+from maxtext_like.numerics.selfcheck_programs import compile_together, run_alone
 
 # Rows, inputs, outputs: incomplete blocks of each; and a sum in several parts.
 _SIZES = ((3, 200, 150), (64, 1600, 256))

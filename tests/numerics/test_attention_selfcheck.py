@@ -2,9 +2,6 @@
 
 import functools
 import re
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,7 @@ from maxtext_like.layers.attention.masks import Tokens, attention_mask, masked_s
 from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.precision import Precision
-from maxtext_like.numerics.attention_selfcheck import _CAP, arguments_of, cases, run_alone, self_test, shape_class
+from maxtext_like.numerics.attention_selfcheck import _CAP, arguments_of, cases, self_test, shape_class
 
 
 def shape(
@@ -191,20 +188,3 @@ def test_long_rows_share_a_class_by_remainder():
   assert shape(4096 + 64).length == 1600
   assert shape(4096 + 64) != shape(4096 + 128)
   assert "2 query heads a key-value head, a window, documents, 1536 positions" in str(shape(4096))
-
-
-def test_programs_of_tests_run_in_turns():
-  running, most = [0], [0]
-
-  def program(x):
-    running[0] += 1
-    most[0] = max(most[0], running[0])
-    time.sleep(0.02)
-    running[0] -= 1
-    return x + 1
-
-  done: Future[Any] = Future()
-  done.set_result(program)
-  with ThreadPoolExecutor(4) as pool:
-    assert sorted(pool.map(lambda i: run_alone(done, i), range(8))) == list(range(1, 9))
-  assert most == [1]
