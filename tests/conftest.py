@@ -46,10 +46,11 @@ HERE = Path(__file__).parent
 LONGEST = [
   HERE / f"{name}.py"
   for name in (
-    "training/test_parallelism", "training/step/in_backward/test_step", "faults/test_processes", "faults/test_remote",
-    "docs/test_printed_commands", "analysis/test_failed_step", "analysis/test_step_xray", "training/optimizers/test_on_host",
-    "training/test_vision_training", "training/adapters/test_adapters", "benchmarks/test_fine_tuning",
-    "faults/test_train_command", "faults/test_output", "docs/test_python_page", "examples/test_notebooks",
+    "training/test_parallelism", "layers/kernels/attention/test_mosaic_flash", "training/step/in_backward/test_step",
+    "faults/test_processes", "faults/test_remote", "docs/test_printed_commands", "analysis/test_failed_step",
+    "analysis/test_step_xray", "training/optimizers/test_on_host", "training/test_vision_training",
+    "training/adapters/test_adapters", "benchmarks/test_fine_tuning", "faults/test_train_command", "faults/test_output",
+    "docs/test_python_page", "examples/test_notebooks",
   )
 ]  # fmt: skip
 """Files with minutes of slow tests. They come first: one that began last would keep one worker, and the other idle."""

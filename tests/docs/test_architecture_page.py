@@ -56,7 +56,8 @@ def test_no_journey_is_long():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring; runs in CI with the tests that skip before JAX 0.11")
+@pytest.mark.newest
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is new in 3.12")
 def test_a_trace_counts_no_more_files_than_the_page_says():
   run = subprocess.run([sys.executable, "benchmarks/journeys.py"], cwd=ROOT, capture_output=True, text=True, check=True)
   counted = re.findall(r"^ *(\d+) files: (.+)$", run.stdout, flags=re.MULTILINE)

@@ -131,6 +131,7 @@ def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 @needs_interpreter
 @pytest.mark.parametrize(
   ("name", "window", "images", "cap"), [("in parts", False, False, 2.0), ("in parts, masked rows", True, True, None)]
@@ -175,6 +176,7 @@ def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 @needs_interpreter
 @pytest.mark.parametrize(
   ("sizes", "dtype", "window", "documents", "images", "budget", "soft_cap"),
@@ -231,6 +233,7 @@ def test_values_and_gradients_are_those_of_attention_written_out(
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 @needs_interpreter
 def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounded():
   """Each query adds to the gradient of one key a value that float16 represents. The sum of all queries is a thousand times
@@ -251,8 +254,9 @@ def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounde
     np.testing.assert_allclose(np.asarray(mine, np.float64), theirs, rtol=0, atol=2e-3 * max(np.abs(theirs).max(), 1e-3))
 
 
-@needs_interpreter
 @pytest.mark.slow
+@pytest.mark.newest
+@needs_interpreter
 def test_scores_far_beyond_their_soft_cap_are_at_it():
   """At such scores the exponential in tanh is 0 or infinite. A score that is NaN stays NaN."""
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
