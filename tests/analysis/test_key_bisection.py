@@ -203,13 +203,18 @@ PLANTS = [
 ]  # fmt: skip
 
 
+IN_CI = (large_scores, head_of_near_equals, router_of_near_equals)
+"""The other keys are searched at night. tests/layers/test_precision_keys.py has the effect of every key."""
+
+
 @pytest.mark.parametrize(
   ("plant", "model", "settings", "tolerance", "expected", "mends"),
   [
-    pytest.param(*p, marks=() if p[0] is large_scores and p[4] != BOTH else pytest.mark.slow, id=f"{p[0].__name__}: {p[4]}")
+    pytest.param(*p, marks=[] if p[0] in IN_CI and p[4] != BOTH else pytest.mark.nightly, id=f"{p[0].__name__}: {p[4]}")
     for p in PLANTS
   ],
 )
+@pytest.mark.slow
 def test_a_planted_fault_is_mended_by_exactly_its_keys(plant, model, settings, tolerance, expected, mends):
   bisection = search(config_of(model, *settings.split()), plant, tolerance)
   result = bisection.run()
@@ -302,6 +307,7 @@ def test_of_a_model_with_an_adapter():
   assert "nothing to repair" in str(found)
 
 
+@pytest.mark.slow
 def test_the_tolerance_is_chosen_from_what_the_dtype_makes_at_best():
   bisection = search(config_of("gemma4", "dtype=bfloat16"), fresh, None)
   usual = bisection.distance(())

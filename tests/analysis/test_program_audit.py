@@ -61,9 +61,8 @@ def every_model() -> list[Any]:
 
   Models of one family differ only in sizes, so one or two of each run in CI, and the others at night.
   """
-  quick = {("gemma4-tiny", "cuda"), ("deepseek3.2-tiny", "tpu")}
-  slow = {("gemma3-4b", "tpu"), ("gemma4-26b", "cuda"), ("gemma4-e2b", "cuda"), ("deepseek3.2-671b", "cuda"),
-          ("qwen3-30b-a3b", "tpu")}  # fmt: skip
+  quick = {("gemma4-tiny", "cuda")}
+  slow = {("gemma3-4b", "tpu"), ("deepseek3.2-671b", "cuda"), ("deepseek3.2-tiny", "tpu"), ("qwen3-30b-a3b", "tpu")}
   cuda = {"gemma3-4b", "gemma4-tiny", "gemma4-26b", "gemma4-31b", "gemma4-e2b", "deepseek3.2-671b", "qwen3-30b-a3b"}
   assert cuda < {*model_names()}
   cases = [(model, platform) for model in model_names() for platform in (("tpu", "cuda") if model in cuda else ("tpu",))]
@@ -219,7 +218,10 @@ PLANTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", tiers(PLANTED, slow=["no clamp"], quick=PLANTED.keys() - {"no clamp"}))
+SLOW_TO_AUDIT = {"no clamp", "router in bfloat16", "indexer rounds its products"}
+
+
+@pytest.mark.parametrize("name", tiers(PLANTED, quick=PLANTED.keys() - SLOW_TO_AUDIT, rest="slow"))
 def test_a_planted_dishonest_layer_is_found_by_its_key(name, monkeypatch):
   plant, model, words, expected = PLANTED[name]
   plant(monkeypatch)

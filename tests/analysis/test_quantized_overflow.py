@@ -66,7 +66,7 @@ def test_xray_names_the_place_and_the_key(model):
   assert "float32_gate_product" in found.cause
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bisect_finds_the_key():
   found = maxtext_like.bisect(None, *ALONE, "max_target_length=12", checkpoint=CHECKPOINT)
   assert {r.key for r in found.result.remedies} == {"float32_gate_product"}

@@ -106,6 +106,7 @@ def test_the_tensors_of_a_finite_step():
   assert "layer 0 to 2" in report.html("toy")
 
 
+@pytest.mark.slow
 def test_a_product_that_overflows_in_layer_1():
   config = toy_config("dtype=float16", "opt_type=sgd")
   program, state = toy_program(config, Scanned("float16"))
@@ -254,7 +255,7 @@ def test_a_float16_product_without_clamp(form):
   assert remedies(config, cause) == ["float32_gate_product=auto", "float16_clamp=true"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_float16_product_in_a_stack_that_is_scanned_in_parts():
   """And rematerialized."""
   three = ["num_decoder_layers=3", "inhomogeneous_layer_cycle_interval=1", "layer_precision=[0 float32_logits=false]"]

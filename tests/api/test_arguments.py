@@ -24,6 +24,7 @@ def run(run_and_lines):
   return run_and_lines[0]
 
 
+@pytest.mark.slow
 def test_progress_is_told_line_by_line(run_and_lines):
   lines = run_and_lines[1]
   assert lines
@@ -96,6 +97,7 @@ def test_a_configuration_is_no_checkpoint():
       call("qwen3-tiny")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_tokens(run, tmp_path, caplog):
   more = maxtext_like.load_config(run.directory).config.model.vocab_size + 3
   keys = {"vocab_size": more, "dataset": "synthetic", "output_dir": tmp_path, **TINY}

@@ -11,7 +11,6 @@ import pytest
 from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.registry import attend
 from maxtext_like.layers.precision import Precision
-from tests.tiers import slow
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +24,7 @@ def attention():
 
 
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (9, None), (9, 0.7)])
+@pytest.mark.slow
 def test_written_out_is_the_reference_and_its_gradients(attention, window, cap):
   q, k, v, g = (
     jax.random.normal(key, (1, 24, *of))
@@ -42,7 +42,8 @@ def test_written_out_is_the_reference_and_its_gradients(attention, window, cap):
     assert attention.relative(jnp.reshape(x, e.shape), e) < 1e-6
 
 
-@pytest.mark.parametrize("cap", [slow(None), 1.5])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.slow
 def test_its_rows(attention, cap, monkeypatch, capsys):
   monkeypatch.setattr(attention, "seconds", lambda function, *args: 0.5)
   attention.table("tiny", attention.Shape(2, 4, 2, 16, 8, None), "bfloat16", 40, cap)

@@ -25,7 +25,7 @@ def test_a_row_says_what_the_other_side_did_not_do():
   assert cells(ours, {"failed": "no module"}).split() == ["-", "-", "-", "no", "module"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_of_both_sides(tmp_path):
   command = [sys.executable, str(ROOT / "benchmarks" / "lora.py"), "gemma3-tiny:nf4,fp8_block", "--steps=1", "--against=peft"]
   command += [f"--out={tmp_path}/rows.json", "--words", *TINY]

@@ -21,6 +21,7 @@ def test_its_table():
     assert abs(tbs - arrays * moved / us * 1e6) < 0.006
 
 
+@pytest.mark.slow
 def test_a_kernel_that_cannot_work_here_is_refused():
   words = ["benchmarks/norm_gradients.py", "--sizes", "6", "1000"]
   done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

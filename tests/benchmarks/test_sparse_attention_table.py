@@ -11,7 +11,7 @@ from tests.tiers import nightly, slow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("forms", [nightly(("whole", "gathered")), slow(("whole", "masked", "gathered"))], ids=len)
+@pytest.mark.parametrize("forms", [slow(("whole", "gathered")), nightly(("whole", "masked", "gathered"))], ids=len)
 def test_its_table(forms):
   words = ["benchmarks/sparse_attention.py", "--model", "deepseek3.2-tiny", "--length", "512", "--seconds", "0.3"]
   done = subprocess.run([sys.executable, *words, "--forms", *forms], cwd=ROOT, capture_output=True, text=True, check=True)

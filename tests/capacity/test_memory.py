@@ -32,6 +32,7 @@ def test_state_is_counted_exactly():
   assert need.optimizer == 8 * trained + 4 + 4  # two moments and two counters
 
 
+@pytest.mark.slow
 def test_a_gpu_holds_a_loss_in_chunks_beside_gradients_where_a_loop_has_several_layers():
   """gemma4-tiny is a row of three layers twice; unrolled it is no loop. A loss in one piece has one gradient of the head."""
 
@@ -61,6 +62,7 @@ def on_gpus(model: str, *words: str, topology: str = "h200") -> memory.MemoryEst
   return memory.for_gpus(load_config(model, ["max_target_length=64", "per_device_batch_size=1", *words]).config, host)[1]
 
 
+@pytest.mark.slow
 def test_a_loop_of_single_layers_has_the_loss_or_the_gradients():
   """deepseek3-tiny's loops: with a large head the loss needs more, with none in chunks what is kept stands beside gradients."""
   words = ("remat_policy=none", "weight_dtype=float32", "dtype=bfloat16")
@@ -141,6 +143,7 @@ def test_weights_that_are_rounded_while_unstacked_are_there_in_the_loss():
   assert need.total - need.parameters - need.optimizer == kept + 64 * 4001 * (4 + 2)
 
 
+@pytest.mark.slow
 def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():
   wide = ("emb_dim=512", "mlp_dim=2048", "max_target_length=8")
   words = ("gemma4-tiny", *wide, "weight_dtype=bfloat16", "grad_dtype=bfloat16", "opt_type=adafactor")
@@ -173,6 +176,7 @@ def test_beside_an_adapter_a_row_of_layers_has_its_weights_apart_from_their_stac
   assert on_gpus("gemma3-tiny", *words, "num_decoder_layers=3").copies == 0  # one row is no loop
 
 
+@pytest.mark.slow
 def test_slices_of_weights_are_not_counted_as_kept():
   """Layers in no loop read them where they are: of each but its input is kept, in a loop, unrolled or alone."""
 
@@ -215,6 +219,7 @@ def test_so_is_that_of_a_table_that_is_trained_whole_beside_an_adapter(monkeypat
 
 
 @pytest.mark.parametrize("axis", ["context", "tensor"])
+@pytest.mark.slow
 def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
   """What is kept is shared out among them, and it was not among that."""
   words = ["num_vocab_tiling=4", "remat_policy=full", f"ici_{axis}_parallelism=2", "ici_fsdp_parallelism=1"]

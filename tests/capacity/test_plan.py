@@ -13,7 +13,7 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
-from tests.tiers import nightly, slow
+from tests.tiers import nightly
 
 TPU = configs_folder().parent / "tpu"
 
@@ -33,16 +33,16 @@ def planned(model: str, topology: str, *words: str) -> Plan:
     # tiles; experts that travel to tokens, and tokens to experts; a loss in one piece.
     ("gemma4-31b", "v6e-32", ["max_target_length=2048"], 17.58, 518.9),
     nightly("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
-    slow("gemma3-27b", "v6e-32", [], 17.48, 898.2),
+    ("gemma3-27b", "v6e-32", [], 17.48, 898.2),
     nightly("gemma3-27b", "v6e-256", [], 9.74, 898.2),
     nightly("gemma4-26b", "v6e-32", [], 17.26, 137.9),
-    slow("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
+    ("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
     # 2026-11-25: a table of inputs by layer, of which the gradient is there in two orders.
-    slow("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
+    ("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
     nightly("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
     nightly("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 4.55, 79.06),
     # Positions that are split: the gradient of the logits' table is whole.
-    slow(
+    (
       "gemma3-4b",
       "v6e-16",
       ["ici_context_parallelism=4", "max_target_length=16384", "per_device_batch_size=0.25", "weight_dtype=bfloat16"],
@@ -50,8 +50,8 @@ def planned(model: str, topology: str, *words: str) -> Plan:
       140.2,
     ),
     # 2026-11-27: a rule that needs arrays whole. Where nothing proves its update finite, the steps of all are there at once.
-    slow("gemma3-4b", "v6e-8", [*ADAFACTOR, "weight_dtype=bfloat16", "gradient_clipping_threshold=0"], 4.96, 63.35),
-    slow(
+    ("gemma3-4b", "v6e-8", [*ADAFACTOR, "weight_dtype=bfloat16", "gradient_clipping_threshold=0"], 4.96, 63.35),
+    (
       "deepseek3-671b",
       "v6e-128",
       [f"{TPU}/v6e-256-deepseek.yml", "ici_fsdp_parallelism=4", "ici_expert_parallelism=32", *ADAFACTOR],
@@ -59,9 +59,10 @@ def planned(model: str, topology: str, *words: str) -> Plan:
       659,
     ),
     ("deepseek3-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml"], 29.57, 659),
-    slow("deepseek3.2-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml", "max_target_length=1024"], 28.65, 335.1),
+    ("deepseek3.2-671b", "v6e-256", [f"{TPU}/v6e-256-deepseek.yml", "max_target_length=1024"], 28.65, 335.1),
   ],
 )
+@pytest.mark.slow
 def test_what_libtpu_laid_out(model, topology, words, gib, tflop):
   p = planned(model, topology, *words)
   assert p.bytes / GIB == pytest.approx(gib, rel=0.1)
@@ -112,6 +113,7 @@ def test_a_backward_pass_that_measures_first_counts_as_one_more():
   assert sent(one, "reduce-scatter") < sent(two, "reduce-scatter") < 2 * sent(one, "reduce-scatter")
 
 
+@pytest.mark.slow
 def test_remat_takes_no_table_twice():
   lora = ("remat_policy=full", "lora_rank=2", "lora_modules=[q_proj]")
   without, beside = (planned("gemma4-tiny", "h200-8", *lora, *words) for words in ((), ("modules_to_save=[embed_tokens]",)))
@@ -137,6 +139,7 @@ def test_every_kind_of_machine():
   assert host.classes["parameters"] == cards.classes["parameters"]
 
 
+@pytest.mark.slow
 def test_a_card_that_is_not_in_the_table(monkeypatch, capsys):
   """Of its memory JAX takes a share; its speed is not known."""
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -153,6 +156,7 @@ def test_a_card_that_is_not_in_the_table(monkeypatch, capsys):
   assert "MFU" in shown
 
 
+@pytest.mark.slow
 def test_what_is_kept_makes_way_for_gradients_where_a_gpu_unrolls():
   """The parts are those of the estimate, and none is less than nothing."""
   words = ("remat_policy=none", "scan_layers=false", "ici_fsdp_parallelism=1", "num_vocab_tiling=4")

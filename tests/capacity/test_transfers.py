@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_plan import planned, slow
+from test_plan import planned
 
 from maxtext_like.capacity.plan import plan
 from maxtext_like.capacity.topologies import find_topology
@@ -20,12 +20,13 @@ EXPERTS = ("gemma4-26b", "v6e-32", "ici_fsdp_parallelism=4", "ici_expert_paralle
   [
     # GB through a chip, by `maxtext-like compile ... machine_code=false` on 2026-11-23 (docs/results/memory.md). What experts'
     # and dense weights gather and scatter differs by how often the compiler gathers; together they are the same.
-    slow(EXPERTS, {"all-to-all": 36.43, "all-gather reduce-scatter": 47.09}),
-    slow((*GROUPS, "ici_context_parallelism=4", "weight_dtype=bfloat16"), {"all-reduce": 13.66, "reduce-scatter": 10.81}),
-    slow((*GROUPS, "ici_tensor_parallelism=4"), {"all-reduce": 38.76, "reduce-scatter": 2.622}),
+    (EXPERTS, {"all-to-all": 36.43, "all-gather reduce-scatter": 47.09}),
+    ((*GROUPS, "ici_context_parallelism=4", "weight_dtype=bfloat16"), {"all-reduce": 13.66, "reduce-scatter": 10.81}),
+    ((*GROUPS, "ici_tensor_parallelism=4"), {"all-reduce": 38.76, "reduce-scatter": 2.622}),
     ((*LONG, "ici_fsdp_parallelism=4", "ici_data_parallelism=2"), {"all-reduce": 9.924, "reduce-scatter": 27.75}),
   ],
 )
+@pytest.mark.slow
 def test_what_libtpus_programs_move(words, gb):
   moved = planned(*words).transfers
   for kinds, wanted in gb.items():
@@ -62,6 +63,7 @@ def test_a_table_that_is_trained_whole_is_added_up_like_the_models_own(axis):
   assert added > 0
 
 
+@pytest.mark.slow
 def test_layers_that_borrow_keys_fetch_them_again():
   own, borrowed = (
     planned("gemma4-e2b-tiny", "cpu-2", "ici_context_parallelism=2", "per_device_batch_size=0.5", *words)

@@ -129,6 +129,7 @@ def _adds(saved: Any, current: Any) -> bool:
 
 
 @pytest.mark.parametrize(("model", "key", "old", "new"), cases(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.slow
 def test_a_changed_key_works_or_its_fix_does(model, key, old, new):
   pair = loaded(model, old), loaded(model, new)
   for saved, current, words in ((*pair, new), (*reversed(pair), old)):

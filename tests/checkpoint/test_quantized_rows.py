@@ -74,6 +74,7 @@ def test_it_is_what_quantizing_the_whole_gives(case: str, form: Any):
   assert not any("router" in path or "norm" in path[-1] for path in model.base.weights)
 
 
+@pytest.mark.slow
 def test_float8_is_taken_over_as_the_file_has_it(tmp_path: Path):
   """No number is rounded again: codes and scales are the file's, and the numbers those of a file that is read whole."""
   directory = in_float8(tmp_path)

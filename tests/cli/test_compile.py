@@ -159,6 +159,7 @@ def test_a_share_of_the_memory_that_is_none(value, monkeypatch, capsys):
   assert f"XLA_PYTHON_CLIENT_MEM_FRACTION={value}: not a fraction" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
   """XLA lays out 69.48 GB for this step with packed rows (docs/results/memory.md)."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)

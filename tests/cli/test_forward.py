@@ -10,7 +10,6 @@ import pytest
 from maxtext_like.cli.main import main
 from tests.checkpoint.huggingface.test_tied import rewritten
 from tests.generation.letters import write_letters
-from tests.tiers import slow
 
 CASE = Path(__file__).parents[1] / "golden" / "deepseek3_plain"
 
@@ -94,7 +93,8 @@ def extreme(tmp_path: Path) -> Path:
   return write_letters(rewritten(tmp_path / "model", "gemma3_text", enlarge))
 
 
-@pytest.mark.parametrize("dtypes", [("float32", "float16"), slow(("float32", "float16", "bfloat16"))])
+@pytest.mark.parametrize("dtypes", [("float32", "float16"), ("float32", "float16", "bfloat16")])
+@pytest.mark.slow
 def test_float16_tells_which_values_left_its_range(tmp_path: Path, capsys: pytest.CaptureFixture, extreme: Path, dtypes):
   np.savez(tmp_path / "in.npz", input_ids=np.array([[3, 95, 7, 12]]))
   logits = {}

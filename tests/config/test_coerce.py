@@ -121,6 +121,7 @@ def test_every_int_is_read(number):
 
 
 @given(st.text(), st.sampled_from([int, float, bool, int | None, tuple[int, ...], Literal["a", "b"]]))
+@pytest.mark.slow
 def test_no_text_escapes_its_type(text, kind):
   for node in (Scalar(text, True, 1), Sequence((Scalar(text, True, 1),), 1), Mapping({}, {}, 1)):
     try:

@@ -40,6 +40,7 @@ NO_VALUES = (
 MISSPELLED = {"decoder_num_layers": "num_decoder_layers", "step": "steps"}
 
 
+@pytest.mark.slow
 def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
   found, offered = dict.fromkeys(TRAINER_KEYS, ""), {}
   for name in TRAINER_KEYS:

@@ -128,6 +128,7 @@ def test_no_word_is_ignored(words):
 
 
 @given(st.lists(st.text(max_size=12), max_size=4))
+@pytest.mark.slow
 def test_any_words_are_understood_or_refused(words):
   with contextlib.suppress(UserError):  # anything else is a fault of the parser
     assert load_config("gemma4-tiny", words).config.model.emb_dim >= 1

@@ -74,6 +74,7 @@ def test_the_order_of_stored_checkpoints_is_kept(position, size, seed, expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 255, 257, 65536, 65537, 65538, 70000])
+@pytest.mark.slow
 def test_a_shuffled_index_is_a_permutation(size):
   assert sorted(shuffled_index(i, size, seed=5) for i in range(size)) == list(range(size))
 

@@ -159,6 +159,7 @@ def test_the_program_ends_without_waiting_for_its_worker():
   ],
   ids=["string", "nested", "expression", "prepend"],
 )
+@pytest.mark.slow
 def test_normalizers_that_expand_a_text_without_bound_are_refused(parts, tmp_path, low_limits):
   path = written(tmp_path, **parts)
   assert not is_bounded(path.read_bytes())

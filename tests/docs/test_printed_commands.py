@@ -94,6 +94,7 @@ def test_the_pages_have_commands():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow
 def test_a_printed_command_is_understood(command: Printed, workplace, monkeypatch, capsys):
   assert command.words[0] in VERBS
   if command.mentioned:

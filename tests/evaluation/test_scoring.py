@@ -38,6 +38,7 @@ def test_shapes_of_rows_are_few_and_padding_is_less_than_half_of_the_row():
   assert padded_length(33, 7) == 49
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_single_rows(model: Pretrained):
   """Contexts that share a row, more last tokens than a row takes, inputs that are too long, and a greedy answer."""
   random = np.random.default_rng(5)

@@ -65,6 +65,7 @@ def can_mount():
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
+@pytest.mark.slow
 def test_f05_full_disk(runs: Runs, tmp_path):
   """The disk fills up while step 4 is written: told, tried again, 42 in the end; with room again the run goes on."""
   disk = tmp_path / "disk"

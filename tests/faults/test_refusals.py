@@ -29,6 +29,7 @@ def test_absurd_values(train, keys, said):
   assert not (train.output_dir / "a").exists()
 
 
+@pytest.mark.slow
 def test_bombs_in_a_file(train, tmp_path):
   bomb = tmp_path / "bomb.yml"
   for text, said in (

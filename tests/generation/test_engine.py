@@ -31,7 +31,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=["gemma4-e2b-tiny", slow("deepseek3.2-tiny")])
+@pytest.fixture(scope="module", params=[slow("gemma4-e2b-tiny"), "deepseek3.2-tiny"])
 def model(request):
   config = load_config(request.param, ["dtype=float32", *MODELS[request.param]]).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)

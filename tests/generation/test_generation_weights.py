@@ -124,6 +124,7 @@ def test_an_error_while_weights_are_rounded_or_read_again_loses_none(monkeypatch
   jax.tree.map(np.testing.assert_array_equal, made.stacked, params)
 
 
+@pytest.mark.slow
 def test_codes_are_ordered_for_the_kernel_and_give_the_same_logits(monkeypatch: pytest.MonkeyPatch):
   # No weight is rounded, so only the order of the codes makes it necessary to read the weights again.
   words = ["dtype=bfloat16", "weight_dtype=bfloat16", "num_decoder_layers=2", "vocab_size=37"]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from maxtext_like.layers.cache import Step, cache_arrays, cache_slots, extended, grown
+from tests.tiers import slow
 
 ROWS, HEADS, WIDTH = 4, 2, 3
 
@@ -20,7 +21,7 @@ def seen(held: np.ndarray, mask: np.ndarray) -> list[float]:
 
 
 @pytest.mark.parametrize(
-  ("window", "chunks"), [(None, [2, 4, 1, 3, 1]), (3, [5, 1, 1, 1, 1]), (3, [2, 4, 1, 3, 1]), (5, [1, 7, 1, 1])]
+  ("window", "chunks"), [slow(None, [2, 4, 1, 3, 1]), slow(3, [5, 1, 1, 1, 1]), (3, [2, 4, 1, 3, 1]), (5, [1, 7, 1, 1])]
 )
 def test_every_token_sees_the_tokens_before_it(window, chunks):
   capacity, rows = 12, np.array([2, 0, 9])  # the last row of the batch has no row in the cache

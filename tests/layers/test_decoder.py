@@ -72,7 +72,7 @@ def close(a, b, tolerance=1e-4):
 EVERY = ("gemma4-moe", "gemma4-e2b", "gemma3", "gemma4", "deepseek3", "deepseek3.2")
 
 
-@pytest.mark.parametrize("family", tiers(EVERY, slow=("gemma4-e2b", "deepseek3.2")))
+@pytest.mark.parametrize("family", tiers(EVERY, slow=("deepseek3.2",)))
 def test_scan_is_the_loop(family, compiled, batch):
   decoder, p, scanned = compiled(family)
   _, _, looped = compiled(family, scan_layers=False)
@@ -119,7 +119,7 @@ WAITS = (
 )
 
 
-@pytest.mark.parametrize("case", tiers(WAITS, quick=WAITS[:1], slow=(WAITS[2],)))
+@pytest.mark.parametrize("case", tiers(WAITS, slow=(WAITS[0], WAITS[2])))
 def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, batch):
   """A CPU has one memory for both, so the program runs there. E2B's layers also read keys and values of other layers."""
   family, policy, offload = case.split()
@@ -280,6 +280,7 @@ def test_an_unknown_capture_is_refused(tiny_decoder):
     tiny_decoder("gemma3").hidden({}, {}, frozenset({"hiden"}))
 
 
+@pytest.mark.slow
 def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
   """Loads are in the order of the layers, 0, 1, 2, 3, and not in the order 0, 2, 1, 3 of a stack of blocks with two layers."""
   decoder = tiny_decoder("gemma4-moe", changes={"num_decoder_layers": 4, "inhomogeneous_layer_cycle_interval": 2})
@@ -355,7 +356,7 @@ def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_pa
 PASSES = ("gemma4-e2b", "gemma4-moe", "deepseek3.2")
 
 
-@pytest.mark.parametrize("family", tiers(PASSES, quick=PASSES[:1], slow=PASSES[2:]))
+@pytest.mark.parametrize("family", tiers(PASSES, slow=(PASSES[0], *PASSES[2:])))
 def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_params, batch):
   """Run enter, every row and leave, and go back one row at a time, as an update inside the backward pass does."""
   layers = {"num_decoder_layers": 4, "num_kv_shared_layers": 2} if family == "gemma4-e2b" else {}

@@ -43,6 +43,7 @@ def model(tiny_decoder, random_params):
   return decoder, p, lambda tokens: step(p, jnp.asarray(tokens))
 
 
+@pytest.mark.slow
 def test_a_placeholder_is_padding_in_every_table(model):
   _, _, step = model
   loss, _ = step([[2, IMAGE, 5, SOUND, BEYOND, 7]])

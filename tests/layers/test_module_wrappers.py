@@ -148,6 +148,7 @@ def test_both_faces_hold_the_same_tree_and_are_the_same_program(name, case, rand
     assert isinstance(variable, nnx.Frozen) != q.trainable
 
 
+@pytest.mark.slow
 def test_bitwise_the_same_output_from_the_same_parameters(random_params):
   layer = linen.MoE(MOE, FLOAT32)
   p = random_params(layer.layer.params())
@@ -160,6 +161,7 @@ def test_bitwise_the_same_output_from_the_same_parameters(random_params):
   np.testing.assert_array_equal(fnnx.jit(lambda m, x: m(x))(wrapped, X)[0], plain)
 
 
+@pytest.mark.slow
 def test_initialized_parameters_are_of_use():
   variables = linen.MLP(MLP, FLOAT32).init(jax.random.key(0), X)
   again = linen.MLP(MLP, FLOAT32).init(jax.random.key(0), X)
@@ -307,6 +309,7 @@ def test_nnx_refuses_a_tree_that_does_not_fit(fault, random_params):
     wrapped(X)
 
 
+@pytest.mark.slow
 def test_a_face_without_parameters():
   cfg = NormConfig(dim=D, with_scale=False)
   module = linen.RMSNorm(cfg, FLOAT32)

@@ -102,6 +102,7 @@ def test_the_configuration_tells_the_same_of_keys_that_do_nothing(family, tiny_m
 
 
 @pytest.mark.parametrize(("flag", "expected"), [("auto", True), (True, True), (False, False)])
+@pytest.mark.slow
 def test_float32_gate_product_in_float16(flag, expected, family, program):
   """ "auto" switches the key on in float16 and off in bfloat16."""
   automatic = program(family, dtype="float16", float32_gate_product="auto")

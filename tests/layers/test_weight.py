@@ -120,6 +120,7 @@ def test_a_low_rank_addition_trains_through_every_weight(family, tiny_decoder, r
 
 
 @pytest.mark.parametrize("family", QUICK)
+@pytest.mark.slow
 def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, random_params, batch):
   decoder = tiny_decoder(family, changes=dict(TWO_LAYERS) if family == "gemma4-moe" else {})
   spec = decoder.params()
@@ -185,6 +186,7 @@ def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decode
 
 
 @pytest.mark.parametrize("stored", ["arrays", "rounded", "one of each"])
+@pytest.mark.slow
 def test_products_on_one_gpu_are_one(stored, monkeypatch):
   """Values equal those of separate products, and the gradient of x is rounded once. Adapters, float8 and other machines
   multiply by each weight separately."""
@@ -246,6 +248,7 @@ TOWERS = {
 
 
 @pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.slow
 def test_a_tower_multiplies_through_the_seam_too(name, random_params):
   cfg, shape, positions = TOWERS[name]
   tower = cfg.layer(Precision(dtype="float32"))
@@ -321,6 +324,7 @@ def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}])
+@pytest.mark.slow
 def test_the_gradient_of_a_row_that_many_places_read_adds_up_in_float32(mesh):
   """A sum in bfloat16 would stop at 256, where one more is half of the next spacing or less."""
   table, index = jnp.ones((3, 2), jnp.bfloat16), jnp.asarray([[1] * 512] * 2)

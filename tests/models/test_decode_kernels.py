@@ -15,6 +15,7 @@ from maxtext_like.models.decode_kernels import settle
 from maxtext_like.models.kernel_verdicts import Target
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.decode_selfcheck import DecodeShape, self_test
+from tests.tiers import slow
 
 H100 = types.SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", client=types.SimpleNamespace(platform_version="test"))
 
@@ -52,7 +53,7 @@ def test_models_and_machines_without_the_kernel():
     assert decide(decoder_of("dtype=bfloat16"), capability=capability) == ({"xla"}, "")
 
 
-@pytest.mark.parametrize("broken", [False, "scale", "newest token"])
+@pytest.mark.parametrize("broken", [False, slow("scale"), slow("newest token")])
 def test_the_self_test(broken):
   """The interpreted kernel passes. One with another scale, or that does not read the newest of several tokens, fails."""
 

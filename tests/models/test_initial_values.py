@@ -15,7 +15,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.layers.param import Constant, init
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.initial_values import saturation
-from tests.tiers import tiers
+from tests.tiers import slow, tiers
 
 MODELS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs/models").glob("*.yml"))
 # A narrow model of 12 layers with heads as wide as those of Gemma 4 31B.
@@ -44,7 +44,7 @@ def test_scores_of_every_model_file_start_with_standard_deviation_1(name: str):
 
 
 @pytest.mark.parametrize("name", ["gemma4-31b", "gemma3-27b", "qwen3-0.6b"])
-@pytest.mark.parametrize("layer", [0, 5])
+@pytest.mark.parametrize("layer", [slow(0), 5])
 def test_measured_scores_of_normed_heads(name: str, layer: int):
   """Compute normalized queries and keys of random inputs in float64. The rotation is left out, because it keeps lengths."""
   sizes = ("emb_dim=96", "num_query_heads=3", "num_kv_heads=1") + (("global_num_kv_heads=1",) if "gemma4" in name else ())
@@ -59,6 +59,7 @@ def test_measured_scores_of_normed_heads(name: str, layer: int):
   assert 0.8 < off_diagonal.std() < 1.25
 
 
+@pytest.mark.slow
 def test_measured_scores_of_latent_attention():
   """Compute the scores in float64 for DeepSeek's YaRN. Its temperature alone would make the standard deviation 1.87."""
   sizes = ("emb_dim=96", "num_query_heads=2", "num_kv_heads=2", "q_lora_rank=48", "kv_lora_rank=40")
@@ -127,7 +128,7 @@ def test_gradients_of_a_deep_gemma4_start_small_and_with_maxtexts_values_large()
 EVERY = ("gemma3-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")
 
 
-@pytest.mark.parametrize("name", tiers(EVERY, slow=("gemma4-e2b-tiny", "deepseek3.2-tiny")))
+@pytest.mark.parametrize("name", tiers(EVERY, slow=("deepseek3.2-tiny",)))
 def test_gradients_of_every_family_start_small(name: str):
   assert gradient_norm(decoder_of(name, "dtype=float32")) < 50
 

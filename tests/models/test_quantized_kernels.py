@@ -15,6 +15,7 @@ from maxtext_like.models.quantized_base import QuantizedBase
 from maxtext_like.models.quantized_kernels import settle
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.quantized_selfcheck import QuantizedShape, self_test
+from tests.tiers import slow
 
 WEIGHTS = {("stack_0", "layer_0", "mlp", "up"): Param((96, 40), ("embed", "mlp"), "float32", normal(1.0), contracts=(0,))}
 
@@ -57,7 +58,7 @@ def test_models_and_machines_without_the_kernel(monkeypatch):
   assert decide(monkeypatch, base("fp8_block")).kernel == "pallas_triton"
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4", "fp8_block"])
+@pytest.mark.parametrize("form", [slow("int8"), "nf4", slow("fp8_block")])
 def test_the_self_test(form):
   """The interpreted kernel passes, and one with other inputs fails."""
   interpreted = functools.partial(quantized_matmul, interpret=True)

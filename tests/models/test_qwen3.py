@@ -22,7 +22,7 @@ from maxtext_like.generation.sampling import Sampling
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
 from tests.models.test_golden import GOLDEN, Case
-from tests.tiers import slow, tiers
+from tests.tiers import tiers
 
 ROOT = Path(__file__).parents[2]
 MODELS = ("qwen3-tiny", "qwen3-moe-tiny")
@@ -63,7 +63,8 @@ def test_released_models(name: str, tied: bool, parameters: int):
     )
 
 
-@pytest.mark.parametrize("name", [slow("qwen3"), "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+@pytest.mark.slow
 def test_greedy_answers_are_transformers(name: str):
   case, checkpoint = Case(name), GOLDEN / name / "checkpoint"
   prompt = json.loads((GOLDEN / name / "meta.json").read_text())["prompt"]
@@ -148,6 +149,7 @@ def test_the_coefficient_of_the_load_balancing_loss_is_kept():
   assert export_config(of_maxtext, "bfloat16")["router_aux_loss_coef"] == 0.0  # the weight belongs to another definition
 
 
+@pytest.mark.slow
 def test_a_model_file_of_maxtext(tmp_path: Path):
   ours = load_config("qwen3-30b-a3b").config.model
   text = f"""decoder_block: "qwen3_moe"

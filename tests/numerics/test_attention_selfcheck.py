@@ -13,6 +13,7 @@ from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.precision import Precision
 from maxtext_like.numerics.attention_selfcheck import _CAP, arguments_of, cases, self_test, shape_class
+from tests.tiers import slow
 
 
 def shape(
@@ -94,8 +95,8 @@ def test_each_planted_fault_is_caught_by_name(fault, length, names, words):
   assert re.search(words, problems[names[0]])
 
 
-@pytest.mark.parametrize("window", [True, False])
-@pytest.mark.parametrize("segments", [True, False])
+@pytest.mark.parametrize("window", [True, slow(False)])
+@pytest.mark.parametrize("segments", [True, slow(False)])
 @pytest.mark.parametrize("fault", ["", "images see only what is before them", "joins images side by side"])
 def test_what_is_wrong_with_images_alone_fails_the_case_of_images(fault, segments, window):
   of = shape(256, window=window, segments=segments, images=True)
@@ -139,6 +140,7 @@ def test_rounding_alone_passes(dtype, length):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_a_kernel_that_does_not_cap_scores_fails_every_case_of_a_class_with_a_soft_cap(dtype):
   of = shape(256, dtype, soft_cap=True)
   assert "a soft cap" in str(of)
@@ -159,6 +161,7 @@ def test_splash_in_the_interpreter_passes():
 
 
 @pytest.mark.parametrize("length", [128, 200])
+@pytest.mark.slow
 def test_rows_that_are_not_causal(length):
   """As patches of an image: what sees no key behind it fails every case, and the padding of an odd length is no document."""
   of = shape(length, window=False, kv_heads=1, causal=False)

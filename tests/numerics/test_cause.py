@@ -209,6 +209,7 @@ def attention(scores, mask):
   return weights / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_intentional_infinities_are_clean():
   seen = functools.partial(xray, light=True)
   mask = jnp.tril(jnp.ones((4, 4), bool))

@@ -8,6 +8,7 @@ import pytest
 
 from maxtext_like.layers.kernels.grouped_matmul import pallas_tpu, pallas_triton, tiles
 from maxtext_like.numerics.grouped_selfcheck import cases, grouped_shape, self_test
+from tests.tiers import slow
 
 
 def shape(dtype="bfloat16", rows=160, groups=4, sums=False):
@@ -30,7 +31,7 @@ def faulty(x, w, sizes, precision, *, fault):
   return out
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_kernels_pass(dtype):
   for product in (tiles.product, functools.partial(pallas_tpu.product, interpret=True)):
     results = self_test(shape(dtype), product)
@@ -38,7 +39,7 @@ def test_kernels_pass(dtype):
     assert max(r.gradient_error or 0.0 for r in results) < (1e-2 if dtype == "bfloat16" else 1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_sums_of_any_range_pass_and_rows_without_it_fail(dtype):
   asked = shape(dtype, sums=True)
   assert str(asked) == f"pallas_tpu, {dtype}, float32 sums, [165, 24] times 4 of [24, 12]"
@@ -52,6 +53,7 @@ def test_sums_of_any_range_pass_and_rows_without_it_fail(dtype):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.slow
 def test_every_row_of_sums_counts_however_small_it_is(rank):
   """Of rows of three sizes those of one are zeros, and their gradients: a kernel that flushes them."""
 

@@ -9,6 +9,7 @@ from jax import lax
 
 from maxtext_like.numerics import plan
 from maxtext_like.numerics.xray import xray
+from tests.tiers import slow
 
 
 def gated(ws, x):
@@ -41,7 +42,7 @@ def sure_and_unsure(x):
 @pytest.mark.parametrize(
   ("fn", "args"),
   [
-    (jax.value_and_grad(gated), (stack(), jnp.ones((3, 5), jnp.float16))),
+    slow(jax.value_and_grad(gated), (stack(), jnp.ones((3, 5), jnp.float16))),
     (masked, (jnp.asarray([0.0, 1.0]),)),
     (sure_and_unsure, (jnp.asarray([0.0, 2.0]),)),
   ],

@@ -237,6 +237,7 @@ def test_no_host_callback_is_left_in_the_program():
   assert "callback" not in text
 
 
+@pytest.mark.slow
 def test_an_equation_knows_the_inputs_that_it_reads():
   """Through casts, slices, rows of a scan, calls and the backward pass; not what was computed of them."""
 

@@ -36,7 +36,7 @@ KINDS = ("qwen3-moe-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-ti
 """Every kind of layer. tests/layers/quantization/test_float8.py has the gradients of each."""
 
 
-@pytest.mark.parametrize("model", tiers(KINDS, slow=("qwen3-moe-tiny",)))
+@pytest.mark.parametrize("model", tiers(KINDS))
 def test_every_family_trains_beside_bfloat16(model):
   low, plain = (losses(small_config(model, *FEWER[model], *words)) for words in (FLOAT8, FLOAT8[:1]))
   assert np.isfinite(low).all()

@@ -12,7 +12,7 @@ from maxtext_like.config.load import load_config
 from maxtext_like.training.run.run import train
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.train_step import UNKNOWN
-from tests.tiers import slow
+from tests.tiers import nightly
 from tests.training.small import SMALL, batches, small_config
 
 SIZES = ("per_device_batch_size=4", "vocab_size=300", "numerics_every=1")
@@ -39,7 +39,8 @@ def gemma():
   return run("gemma3-tiny")
 
 
-@pytest.mark.parametrize("model", ["gemma3-tiny", slow("deepseek3-tiny")])
+@pytest.mark.parametrize("model", ["gemma3-tiny", nightly("deepseek3-tiny")])
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_each_layer(model, gemma):
   program, params, batch, metrics = gemma if model == "gemma3-tiny" else run(model)
   layers = len(program.model.decoder.layers)
@@ -57,6 +58,7 @@ def test_values_and_gradients_are_those_of_each_layer(model, gemma):
       assert np.all(value == 0) if name.endswith("nonfinite") else np.all(value > 0), name
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_step_are_those_without(gemma):
   metrics = gemma[3]
   _, _, _, plain = run("gemma3-tiny", "numerics_every=0")

@@ -66,6 +66,7 @@ def for_gpus(config):
   return memory.for_gpus(config, host)[1]
 
 
+@pytest.mark.slow
 def test_layers_in_no_loop_keep_theirs_and_a_model_of_such_alone_is_refused():
   """A row of six layers twice, and one that is a row of its own."""
   words = ["num_decoder_layers=13", "remat_policy=full", OFFLOAD, "inhomogeneous_layer_cycle_interval=6"]

@@ -19,7 +19,7 @@ from maxtext_like.training.run.report import render
 from maxtext_like.training.run.resolve_tokenizer import resolve
 from maxtext_like.training.step.program import make_program
 from tests.generation.letters import write_letters
-from tests.tiers import slow
+from tests.tiers import nightly
 
 # 61 rows in the table, 46 in the tokenizer; no size is a power of two.
 WORDS = ["max_target_length=18", "per_device_batch_size=3", "num_decoder_layers=2", "emb_dim=36", "mlp_dim=52", "vocab_size=61"]
@@ -70,7 +70,8 @@ VARIANTS = {"nnx, scan": [], "linen, loop": ["module_api=linen", "scan_layers=fa
 VARIANTS["linen, loop"] += ["dtype=float16"]
 
 
-@pytest.mark.parametrize("variant", ["nnx, scan", slow("linen, loop")])
+@pytest.mark.parametrize("variant", ["nnx, scan", nightly("linen, loop")])
+@pytest.mark.slow
 def test_samples_change_no_bit_of_the_training(variant: str, place: Path, trained: Path, capsys: pytest.CaptureFixture):
   name, words = f"samples {len(VARIANTS[variant])}", [f"tokenizer={place}/tokenizer", "steps=4", *VARIANTS[variant]]
   if VARIANTS[variant]:

@@ -259,7 +259,7 @@ def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, 
   assert in_tower == {"adapted": layers, "adapted over nf4": few}.get(name, set())
 
 
-@pytest.mark.slow  # three processes, three whole programs
+@pytest.mark.nightly  # tests/data/image_text/test_multimodal.py has the rows of each process, test_parallelism.py two processes
 def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
   """Each unpacks the images of its own rows alone."""
   for devices in (1, 2):
@@ -277,7 +277,7 @@ def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
   ("case", "tower"),
   [
     nightly("gemma3_vision", "projector"),
-    slow("gemma4_vision_small", "trained"),
+    nightly("gemma4_vision_small", "trained"),
   ],
 )
 def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, tower: str, pictures: Path, tmp_path: Path):

@@ -66,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "form"), tiers(CASES, quick=CASES[:1], slow=CASES[1:]))
+@pytest.mark.parametrize(("case", "form"), tiers(CASES, slow=CASES[:3]))
 def test_greedy_answers_are_those_of_the_dequantized_weights(case: str, form: str):
   model = load(checkpoint(case), *WORDS, base_weights=form)
   assert model.notes[-1] == f"the weights are stored as {form}"
@@ -97,8 +97,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", tiers(ADAPTERS, slow=("dora", "experts")))
 def test_an_adapter_of_peft_on_quantized_weights(name: str, tmp_path: Path):
   """The same numbers as merged into the dequantized weights, up to the order of float32 sums."""
   case, form, words = ADAPTERS[name]

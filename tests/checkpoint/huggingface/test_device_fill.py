@@ -26,6 +26,7 @@ from maxtext_like.config.load import make_section
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.layers.precision import Precision
 from maxtext_like.models.build import build_decoder
+from tests.tiers import slow
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {  # kind: (half, our shape)
@@ -131,7 +132,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
   ("case", "change", "dtype"),
-  [("gemma4_moe", lambda arrays: None, "float16"), ("deepseek3_plain", in_other_dtypes, "bfloat16")],
+  [("gemma4_moe", lambda arrays: None, "float16"), slow("deepseek3_plain", in_other_dtypes, "bfloat16")],
 )
 def test_it_equals_one_tensor_after_the_other(
   case: str, change: Any, dtype: str, tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +220,7 @@ def test_small_tensors_after_large_ones_stay_within_the_memory_of_chunks(files: 
   assert most <= device_fill.budget(shards) + 16 * device_fill.block_bytes(chunk)
 
 
+@pytest.mark.slow
 def test_damage_is_named(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(weights_module, "SMALL_BYTES", 5000)  # the table and the three matrices of the MLP are large
   name = "model.layers.2.mlp.up_proj.weight"

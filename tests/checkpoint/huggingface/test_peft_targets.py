@@ -63,6 +63,7 @@ def assert_read_alike(program: TrainProgram, adapter: Adapter, factors: dict[str
   assert sum(bool(x.any()) for x in jax.tree.leaves(found)) == len(adapter.weights)
 
 
+@pytest.mark.slow
 def test_what_peft_would_take_for_experts_is_written_as_parameters(tmp_path):
   """DeepSeek: dense layers, shared experts and routers beside experts, with ranks and scales of their own."""
   patterns = ["lora_rank_pattern={shared.up: 2, layers.0.mlp.down: 1}", "lora_alpha_pattern={router: 5, kv_a: 4}"]

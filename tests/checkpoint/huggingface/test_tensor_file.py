@@ -247,6 +247,7 @@ def _valid(tmp_path: Path) -> bytes:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.slow
 def test_damaged_header_never_causes_anything_but_a_user_error(tmp_path: Path, data: st.DataObject):
   whole = bytearray(_valid(tmp_path))
   header = 8 + int.from_bytes(whole[:8], "little")

@@ -21,7 +21,6 @@ from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
 from tests.generation.letters import write_letters
-from tests.tiers import slow
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 # The embedding's name in the file, and the head's.
@@ -119,7 +118,8 @@ def _model_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", [the_same_head, nothing_but_the_head])
-@pytest.mark.parametrize("case", ["gemma3_text", "gemma3_vision", slow("gemma4_e2b")])
+@pytest.mark.parametrize("case", ["gemma3_text", "gemma3_vision", "gemma4_e2b"])
+@pytest.mark.slow
 def test_a_head_that_is_the_embedding(change: Any, case: str, tmp_path: Path):
   folder = rewritten(tmp_path / "model", case, change)
   assert read_config(folder).model["logits_via_embedding"]

@@ -82,7 +82,8 @@ def test_steps_are_saved_kept_and_come_back(steps, monkeypatch, tmp_path):
     manifest.check_hashes(copied, manifest.read(copied))
 
 
-@pytest.mark.parametrize("damage", ["other bytes", slow("gone"), slow("shorter"), slow("manifest")])
+@pytest.mark.parametrize("damage", ["other bytes", "gone", "shorter", "manifest"])
+@pytest.mark.slow
 def test_a_damaged_step_is_set_aside_and_the_one_before_it_used(steps, caplog, damage):
   save(steps, 10, 20)
   store = store_of(steps)
@@ -123,6 +124,7 @@ def test_another_step_under_a_name_is_refused(steps):
     restored(steps)
 
 
+@pytest.mark.slow
 def test_steps_that_the_run_went_back_past_do_not_count(steps):
   with CheckpointManager(steps, config={"model": {"a": 1}}, max_to_keep=1) as manager:
     for number in (10, 20):

@@ -335,6 +335,7 @@ def test_what_cannot_be_told_is_refused(source, reason, tokenizer):
     ("{{ ('a' * 9999 * messages | length).translate({97: 'b' * 99999}) }}", "memory"),
   ],
 )
+@pytest.mark.slow
 def test_a_template_beyond_a_limit_is_refused_as_a_template(source, limit, tokenizer, monkeypatch):
   low = {"spare_seconds": 0.3, "call_bytes": 64 * worker_process.MIB}
   monkeypatch.setattr(sandbox, "LIMITS", dataclasses.replace(sandbox.LIMITS, **low))

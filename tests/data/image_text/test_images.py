@@ -57,6 +57,7 @@ def assert_within_one_gray_level(pixels: np.ndarray, key: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_gemma_3_as_transformers(name: str, tmp_path: Path):
   made = load_image(image_of(name, tmp_path), GEMMA3)
   arrays = tower_arrays([made], GEMMA3)

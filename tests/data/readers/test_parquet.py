@@ -132,6 +132,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_equal_texts_are_in_memory_once(tmp_path):
   """4.8 GB of text in a file of 1 KB: reading does not multiply a text that the file stores once."""
   once = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * 16_000_000]))

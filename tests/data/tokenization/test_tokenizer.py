@@ -150,6 +150,7 @@ def test_damaged_files(hugging_face, sentencepiece_model, tmp_path, caplog):
         load_tokenizer(str(path))
 
 
+@pytest.mark.slow
 def test_too_large_a_file_is_refused_unread(tmp_path, monkeypatch):
   path = tmp_path / "tokenizer.json"
   path.touch()

@@ -18,7 +18,6 @@ from maxtext_like.layers.attention.mla import MLA, MLAConfig
 from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
 from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.layers.precision import Precision
-from tests.tiers import slow
 
 B, T, D, N, R, C, Q, P, V = 2, 7, 11, 3, 6, 5, 5, 4, 2
 X_HEADS, X_DIM, TOPK = 3, 7, 3
@@ -166,10 +165,11 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_p
   ("sparse", "dtype", "tolerance"),
   [
     (True, "float32", 2e-6),
-    slow(True, "bfloat16", 2e-2),
-    slow(False, "float32", 2e-6),
+    (True, "bfloat16", 2e-2),
+    (False, "float32", 2e-6),
   ],
 )
+@pytest.mark.slow
 def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, tolerance, random_params, monkeypatch):
   """The scores of the indexer are float32, so that both forms select the same keys in bfloat16."""
   cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse, platform="tpu")
@@ -192,6 +192,7 @@ def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, 
       np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.slow
 def test_scores_of_all_heads_are_those_of_a_tile(monkeypatch):
   """With rows of 40 positions, find the largest array that has an axis of positions twice, in the forward and the backward
   pass."""
@@ -221,6 +222,7 @@ def test_as_many_keys_as_there_are_is_dense(random_params):
   assert aux["indexer.topk_idx"].shape == (B, T, T)
 
 
+@pytest.mark.slow
 def test_the_two_losses_train_disjoint_parameters(random_params):
   p = random_params(MLA(SPARSE, FLOAT32).params(), seed=1)
   layer = MLA(SPARSE, FLOAT32)

@@ -14,6 +14,7 @@ from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization import quantized
 from maxtext_like.layers.quantization.quantized import CODES, FORMS, NF4, FormName, Plan, Quantized, quantize
 from maxtext_like.layers.weight import product
+from tests.tiers import slow
 
 interpreted = functools.partial(quantized_matmul, interpret=True)
 BFLOAT16 = Precision(dtype="bfloat16", weight_dtype="bfloat16")
@@ -32,7 +33,7 @@ def rounded_nf4(plan, stored):
 
 
 @pytest.mark.parametrize("form", ["int8", "nf4", "fp8_block"])
-@pytest.mark.parametrize("sizes", [(3, 200, 150), (40, 640, 256), (1, 1100, 130)])
+@pytest.mark.parametrize("sizes", [(3, 200, 150), slow((40, 640, 256)), slow((1, 1100, 130))])
 def test_products_of_dequantized_weights(form: FormName, sizes):
   """Also with incomplete blocks of inputs and outputs, and sums in several parts."""
   (R, K, M), of = sizes, FORMS[form]
@@ -85,7 +86,7 @@ def declared(weight):
   ("equation", "x_shape", "shape", "contracts"),
   [("BTD,DNH->BTNH", (3, 1, 96), (96, 4, 8), (0,)), ("BTNH,NHD->BTD", (2, 1, 4, 24), (4, 24, 40), (0, 1))],
 )
-@pytest.mark.parametrize("row", [None, 1])
+@pytest.mark.parametrize("row", [slow(None), 1])
 def test_a_product_of_few_rows_uses_the_kernel(counted, equation, x_shape, shape, contracts, row):
   weight = weight_of(shape, contracts, row=row)
   x = drawn(*x_shape, seed=3).astype(jnp.bfloat16)
@@ -105,6 +106,7 @@ def test_the_gradient_is_that_of_the_dequantized_weight(counted):
   assert counted
 
 
+@pytest.mark.slow
 def test_the_values_do_not_depend_on_the_order_of_the_codes():
   for row in (None, 1):
     weight = weight_of((96, 4, 8), (0,), row=row)
@@ -115,6 +117,7 @@ def test_the_values_do_not_depend_on_the_order_of_the_codes():
   assert whole.for_few_rows() is whole
 
 
+@pytest.mark.slow
 def test_other_products_dequantize_the_weight(counted):
   weight = weight_of((96, 4, 8), (0,))
   few, many = (drawn(rows, 1, 96).astype(jnp.bfloat16) for rows in (2, MOST_ROWS + 1))

@@ -16,7 +16,6 @@ from maxtext_like.layers.moe.load_balance import LOAD, NAMES
 from maxtext_like.layers.moe.moe import MoE, MoEConfig
 from maxtext_like.layers.moe.router_losses import LOSS, Z_LOSS, Definition, RouterLosses
 from maxtext_like.layers.precision import Precision
-from tests.tiers import slow
 
 L, B, T, D, E, K = 3, 4, 7, 5, 6, 2
 SOFTMAX = MoEConfig(emb_dim=D, mlp_dim=3, num_experts=E, num_experts_per_tok=K, activation="silu")
@@ -124,7 +123,8 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
   np.testing.assert_allclose(found[Z_LOSS], Z_WEIGHT * squares.mean(1).sum(), rtol=2e-6)
 
 
-@pytest.mark.parametrize("definition", ["maxtext", slow("huggingface")])
+@pytest.mark.parametrize("definition", ["maxtext", "huggingface"])
+@pytest.mark.slow
 def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
   """Two parts of a batch have unequal numbers of tokens. Each gets the load of the complete batch if the definition needs
   it."""

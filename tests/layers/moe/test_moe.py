@@ -260,6 +260,7 @@ def test_a_batch_of_padding_has_no_load_and_a_finite_loss(random_params):
   assert aux["load_balance_loss"] == 0
 
 
+@pytest.mark.slow
 def test_even_routing_costs_one_times_the_weight():
   """The loss has its minimum, 1, if loads and probabilities are even."""
   layer = MoE(MoEConfig(emb_dim=4, mlp_dim=2, num_experts=4, num_experts_per_tok=1, losses=RouterLosses(weight=1.0)), FLOAT32)

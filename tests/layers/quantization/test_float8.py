@@ -20,7 +20,7 @@ from maxtext_like.layers.quantization.low_rank import Layout, LowRank
 from maxtext_like.layers.remat import remat
 from maxtext_like.layers.weight import Groups, product
 from tests.layers.conftest import FAMILIES
-from tests.tiers import tiers
+from tests.tiers import slow, tiers
 
 RNG = np.random.default_rng(0)
 LIMITS = {float8.NUMBERS: 448.0, float8.GRADIENTS: 57344.0}
@@ -85,7 +85,9 @@ def test_the_rounding_of_a_number_does_not_depend_on_the_rest_of_the_tensor():
   np.testing.assert_array_equal(back(alone)[big], back(beside)[big])
 
 
-@pytest.mark.parametrize(("dtype", "jitted"), [("bfloat16", False), ("bfloat16", True), ("float32", True), ("float16", True)])
+@pytest.mark.parametrize(
+  ("dtype", "jitted"), [("bfloat16", False), slow("bfloat16", True), slow("float32", True), ("float16", True)]
+)
 @pytest.mark.parametrize(("spec", "shapes"), SPECS, ids=[s[0] for s in SPECS])
 def test_product_and_gradients_are_those_of_the_rounded_numbers(spec, shapes, dtype, jitted):
   x, y = draw(*shapes[0], dtype=dtype), draw(*shapes[1], dtype=dtype, scale=0.02)

@@ -160,6 +160,7 @@ def test_dora_of_rows_sorted_by_expert():
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", 2.0**24), ("float16", 2.0**-30), ("bfloat16", 2.0**-30)])
+@pytest.mark.slow
 def test_factors_of_experts_whose_sums_are_handed_on_keep_the_range_of_their_gradients(dtype, scale):
   """The loss scale may move gradients above the range of float16, and rare tokens may move them below it."""
   rng = np.random.default_rng(0)
@@ -177,6 +178,7 @@ def test_factors_of_experts_whose_sums_are_handed_on_keep_the_range_of_their_gra
 
 
 @pytest.mark.parametrize("summed", [0, 1])
+@pytest.mark.slow
 def test_dora_of_a_table(summed):
   w = magnitudes(Param((9, 4), ("vocab", "embed"), contracts=(summed,)))
   index = jnp.array([[3, 0], [8, 3]])
@@ -196,6 +198,7 @@ def test_dora_begins_with_the_weight_as_it_is():
   np.testing.assert_array_equal(run(w), run(base))
 
 
+@pytest.mark.slow
 def test_dropout_is_of_the_addition_s_input_alone():
   w = magnitudes(OUTPUT)
   w = dataclasses.replace(w, magnitude=None, dropout=Dropout(row_keys(0, jnp.array(0), 2), 0.25))

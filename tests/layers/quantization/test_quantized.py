@@ -211,6 +211,7 @@ def nf4_loops(tiny_decoder, batch):
   return p, named(jax.grad(loss), p["embedding"], p, name="scan")
 
 
+@pytest.mark.slow
 def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(nf4_loops):
   """No loop over rows gets the codes of one row as an argument, in either pass. They would stay in memory for all layers of the
   row."""
@@ -237,6 +238,7 @@ def test_no_constant_leaves_a_loop(nf4_loops):
   assert not [v.aval for e in loops for v in e.invars if v.aval.dtype == jnp.float32 and v.aval.shape in shapes]
 
 
+@pytest.mark.slow
 def test_drawn_weights_are_those_that_are_drawn_whole():
   """Small leaves are initialized together, large ones row by row. Both get the same values as without quantization."""
   spec = {

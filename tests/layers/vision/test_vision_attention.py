@@ -22,7 +22,7 @@ from maxtext_like.layers.vision.gemma3 import SiglipConfig
 from maxtext_like.models.build import build_decoder
 from tests.layers import eight_devices
 from tests.layers.conftest import _random_params
-from tests.tiers import slow, tiers
+from tests.tiers import tiers
 
 EXACT = Precision(dtype="float32", matmul_precision="highest")
 TOWER = SiglipConfig(
@@ -51,8 +51,9 @@ def plain(q, k, v, real):
 
 @pytest.mark.parametrize(  # 520 patches are two tiles in blockwise and five in splash, and the last tile is not full
   ("P", "padded"),
-  [(100, False), slow(520, True), slow(100, True), slow(520, False)],
+  [(100, False), (520, True), (100, True), (520, False)],
 )
+@pytest.mark.slow
 def test_every_kernel_gives_values_and_gradients_of_attention_written_out(P, padded, monkeypatch):
   def of(name):
     monkeypatch.setattr(vision_attention, "choose", lambda choice, case, without: registry.kernel(name))

@@ -180,6 +180,7 @@ def test_an_adapter_that_is_not_the_run_s_is_refused(workplace, for_peft, tmp_pa
   assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_peft, capsys, caplog):
   drawn = ["learning_rate=0.02", "seed=5", "steps=1"]
   assert train(workplace, "on-others", *drawn, f"lora_from={workplace}/adapter") == 2

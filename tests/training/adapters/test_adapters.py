@@ -41,6 +41,7 @@ def test_it_learns_and_the_weights_stay(workplace, capsys):
   assert {name for name, equal in by_name.items() if equal == {True}} >= {"table", "scale"}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_bit(workplace, capsys):
   words = (f"init_from={workplace}/base", *LORA, "lr_schedule_steps=4")
   assert train(workplace, "parts", *words, "steps=2") == 0
@@ -78,6 +79,7 @@ def test_other_weights_below_are_refused(workplace, other, capsys):
   assert "fix: base_weights=null (the checkpoint's values)" in said
 
 
+@pytest.mark.slow
 def test_random_weights_below_an_adapter_are_drawn_with_the_scheme_of_its_run():
   def drawn(scheme: Any, *words: str) -> dict[str, Any]:
     model = make_model(load_config("gemma3-tiny", [*WORDS, "dataset_path=text.txt", *words]).config, runs_attention=False)
@@ -153,6 +155,7 @@ def dropped(*words: str) -> np.ndarray:
   return np.array(jax.jit(losses)(np.uint32(0)))
 
 
+@pytest.mark.slow
 def test_dropout_is_of_training_alone_and_follows_from_the_step():
   without, *found = dropped()
   assert found[0] == found[2]
@@ -235,6 +238,7 @@ def test_what_cannot_be_is_refused(workplace, capsys, words, said):
   assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
   words = [*WORDS, *LORA, "lora_rank_pattern={layers.0.attention: 5}"]
   program = make_program(load_config("gemma3-tiny", [*words, "dataset=synthetic"]).config)

@@ -73,6 +73,7 @@ def test_the_step_with_the_highest_rate_is_measured_and_the_next_one_if_it_is_sk
   )  # a resumed run: the first of its steps
 
 
+@pytest.mark.slow
 def test_layers_that_a_mask_freezes_do_not_count():
   first = program(r"trainable_parameters_mask=[layers\.0\.]")
   assert said(first, 1.0, layers=slice(0, 1)) == []

@@ -20,7 +20,6 @@ from maxtext_like.training.objectives.language_modeling import (
   token_losses,
 )
 from tests.layers.equations import named
-from tests.tiers import slow
 from tests.training.toy import B, D, T, V, toy_batch, toy_decoder
 
 
@@ -68,7 +67,8 @@ def test_the_log_of_a_sum_in_one_pass_is_that_of_two_where_logits_are_not_finite
   np.testing.assert_allclose(jax.jit(log_sum_exp)(logits), jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunks", [3, slow(2), slow(7)])
+@pytest.mark.parametrize("chunks", [3, 2, 7])
+@pytest.mark.slow
 def test_chunks_equal_the_whole_with_gradients(chunks):
   decoder = toy_decoder()
   params = init(decoder.params(), jax.random.key(1))

@@ -14,7 +14,7 @@ from maxtext_like.layers.param import Param, constant, fan_in, stack
 from maxtext_like.training.optimizers import low_rank_moment as low_rank_moment_module
 from maxtext_like.training.optimizers.low_rank_moment import Factors, low_rank_moment
 from maxtext_like.training.optimizers.optimizer import make_optimizer
-from tests.tiers import nightly, slow
+from tests.tiers import nightly
 from tests.training.toy import toy_config
 
 B1, RANK = 0.8, 3
@@ -67,6 +67,7 @@ def advance(directions: list[Any], rank: int = RANK, spec: Any = SPEC) -> tuple[
   return found, state
 
 
+@pytest.mark.slow
 def test_directions_within_the_rank_have_the_whole_moment():
   """A subspace that holds all directions loses nothing: the mean without its bias."""
   rng = np.random.default_rng(0)
@@ -189,7 +190,8 @@ def test_no_number_is_large_whatever_comes(steps, seed):
       assert np.abs(made[name]).max() <= 1.01 * root * (2 + 1 / (1 - B1))
 
 
-@pytest.mark.parametrize("rank", [8, 128, slow(384), nightly(640)])
+@pytest.mark.parametrize("rank", [8, 128, 384, nightly(640)])
+@pytest.mark.slow
 def test_columns_that_are_all_alike_have_a_basis_too(rank):
   """Of directions of rank 1 all sketches are one column: of their Gram matrix nothing but the ridge has a Cholesky factor."""
   spec = {"w": Param((2 * rank + 8, 2 * rank + 5), ("embed", "mlp"))}
@@ -203,6 +205,7 @@ def test_columns_that_are_all_alike_have_a_basis_too(rank):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("error", [3e-5, 1e-3])
+@pytest.mark.slow
 def test_a_basis_stays_finite_when_its_gram_matrix_is_not_accurate(monkeypatch, tokens, error):
   """Experts with fewer tokens than the rank, and products less accurate than float32, as a GPU's may be. Elimination with the
   small and negative pivots of such a Gram matrix gave NaN in every one of these."""
@@ -241,6 +244,7 @@ def test_an_update_calls_no_library_of_linear_algebra():
 
 
 @pytest.mark.parametrize("b1", [0.0, 0.9, 1 - 1e-8])
+@pytest.mark.slow
 def test_the_mean_has_no_bias_at_any_decay(b1):
   """The first direction is its own mean, and float32 is 1 where 1 - 1e-8 is not."""
   direction = draw(np.random.default_rng(0))
@@ -251,6 +255,7 @@ def test_the_mean_has_no_bias_at_any_decay(b1):
       np.testing.assert_allclose(made[name], direction[name], atol=0.03, err_msg=name)
 
 
+@pytest.mark.slow
 def test_what_a_proof_says_of_a_stack_holds_when_one_expert_has_all_of_it():
   """After a long time without a gradient an expert's direction is all that clipping leaves, the root of the stack's size."""
   spec = {"stack_0": {"layer_0": {"w": stack({"w": SPEC["experts"]}, 6)["w"]}}}
@@ -302,6 +307,7 @@ def test_factors_lie_along_the_axes_of_their_parameter():
 
 
 @pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.slow
 def test_adafactor_has_it_behind_its_clipped_update(rank):
   """The clipped update goes through the moment, and decay of weights is added behind it."""
   spec = {"up": SPEC["up"]}

@@ -17,6 +17,7 @@ from maxtext_like.layers.param import Param, path_keys
 from maxtext_like.training.optimizers import moments
 from maxtext_like.training.optimizers.dynamic8 import Blocks, decode, encode, in_blocks, layout
 from maxtext_like.training.optimizers.optimizer import make_optimizer
+from tests.tiers import slow
 from tests.training.optimizers.test_dynamic8 import table, written
 from tests.training.toy import toy_config
 
@@ -121,7 +122,7 @@ def test_a_second_moment_in_bfloat16():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2), found, plain)
 
 
-@pytest.mark.parametrize("piece", [1000, 700])
+@pytest.mark.parametrize("piece", [slow(1000), 700])
 def test_pieces_are_updated_as_the_whole_is(monkeypatch, piece):
   words = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8", "adam_weight_decay=0.1")
   whole = advanced(*words)

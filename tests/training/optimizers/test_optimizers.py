@@ -277,7 +277,7 @@ def test_a_schedule_may_be_longer_than_the_run():
   assert rates("linear", "steps=5", "lr_schedule_steps=10") == rates("linear")
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+@pytest.mark.parametrize("kind", ["cosine", "linear", slow("wsd")])
 def test_the_end_is_held(kind):
   schedule = make_schedule(toy_config("steps=10", "learning_rate=2.0", f"lr_schedule_type={kind}").training)
   assert float(schedule(25)) == pytest.approx(0.2)

@@ -14,12 +14,13 @@ from maxtext_like.errors import UserError
 from maxtext_like.training.step.program import make_program
 from maxtext_like.training.step.train_step import UNKNOWN
 from tests.processes import ROOT, environment
-from tests.tiers import slow
+from tests.tiers import nightly
 from tests.training.small import batches, losses, small_config
 from tests.training.test_parallelism import FEWER
 
 
-@pytest.mark.parametrize("model", ["gemma4-tiny", slow("deepseek3.2-tiny")])
+@pytest.mark.parametrize("model", ["gemma4-tiny", "deepseek3.2-tiny"])
+@pytest.mark.slow
 def test_the_faces_are_one_program(model):
   config = small_config(model, *FEWER[model])
   texts = {api: make_program(config, module_api=api).lower_step().as_text() for api in ("plain", "linen", "nnx")}
@@ -41,7 +42,7 @@ def run_small(model: str, *words: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen3-tiny", "qwen3-moe-tiny"])
+@pytest.mark.parametrize("model", ["qwen3-tiny", nightly("qwen3-moe-tiny")])
 def test_eight_devices_give_the_losses_of_one(model):
   """Whole steps; ``test_parallelism`` has the gradients of every family.
 

@@ -15,7 +15,7 @@ from maxtext_like.models.row_norms import row_labels
 from maxtext_like.training.run.run import train
 from maxtext_like.training.step.train_step import UNKNOWN
 from maxtext_like.training.step.update_retention import NAME, metrics, warning
-from tests.tiers import tiers
+from tests.tiers import slow, tiers
 from tests.training.small import SMALL
 from tests.training.step.in_backward.test_step import THREE, UNCLIPPED, compiled, descend
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_step
@@ -50,7 +50,7 @@ def shares(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-  "words", [("learning_rate=0.01",), ("weight_dtype=bfloat16", "learning_rate=0.01", "grad_dtype=float32")]
+  "words", [slow(("learning_rate=0.01",)), ("weight_dtype=bfloat16", "learning_rate=0.01", "grad_dtype=float32")]
 )
 def test_shares_are_those_of_the_parameters_before_and_after(words):
   found, expected = shares(*words)

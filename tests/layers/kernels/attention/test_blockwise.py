@@ -47,7 +47,7 @@ def both(precision, segments, window, scale=0.7, tile=64, images=None, soft_cap=
   return [jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(*cast) for f in (reference, tiled)]
 
 
-@pytest.mark.parametrize("window", [None, 1, 50], ids=str)
+@pytest.mark.parametrize("window", [slow(None), slow(1), 50], ids=str)
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one document", "packed"])
 @pytest.mark.parametrize("images", [None, IMAGES], ids=["text", "images"])
 def test_float32_values_and_gradients(images, segments, window):
@@ -64,11 +64,12 @@ def test_float32_values_and_gradients(images, segments, window):
   [
     ("float32", True, True, 2e-6),
     ("bfloat16", True, True, 1.2e-2),
-    slow("float16", True, False, 3e-3),
-    slow("bfloat16", False, True, 1.2e-2),
-    slow("float16", False, False, 6e-3),
+    ("float16", True, False, 3e-3),
+    ("bfloat16", False, True, 1.2e-2),
+    ("float16", False, False, 6e-3),
   ],
 )
+@pytest.mark.slow
 def test_values_and_gradients_with_a_soft_cap(dtype, product, softmax, tolerance):
   precision: Any = Precision(dtype=dtype, float32_qk_product=product, float32_logits=softmax)
   ((_, want), want_grads), ((_, got), got_grads) = both(precision, SEGMENTS, 50, images=IMAGES, soft_cap=1.3)
@@ -132,6 +133,7 @@ def test_long_rows_take_this_way_and_short_ones_the_reference():
   assert count(1100, images, window=130) == [(512, 1100), (512, 844), (76, 332)]
 
 
+@pytest.mark.slow
 def test_cotangents_whose_difference_leaves_float16():
   """The scores are 16-bit. The cotangent of one key is 4e4 and that of the others -4e4. Each fits float16, their difference
   does not."""

@@ -9,13 +9,14 @@ import pytest
 from maxtext_like.layers.attention.masks import Tokens
 from maxtext_like.layers.kernels.attention.registry import Name, attend
 from maxtext_like.layers.precision import Precision
+from tests.tiers import slow
 
 B, T, N, K, H = 2, 24, 4, 2, 12
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("V", [12, 8])
+@pytest.mark.parametrize("V", [slow(12), 8])
 def test_values_and_gradients_are_those_of_attention_written_out(V, documents, window, monkeypatch):
   """Rows have documents and padding. Values may be narrower than keys, as in latent attention."""
   whole = jax.nn.dot_product_attention

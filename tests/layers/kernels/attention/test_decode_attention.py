@@ -64,6 +64,7 @@ def test_against_attention_written_out(shape, lengths, cap, int8):
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.slow
 def test_a_layer_with_the_kernel(window, int8, random_params, monkeypatch):
   monkeypatch.setattr(attention, "decode_attention", interpreted)
   rope = RopeConfig(dim=16, theta=100.0)

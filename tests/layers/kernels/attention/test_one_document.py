@@ -22,6 +22,7 @@ B, N, K, H = 3, 4, 2, 6
 
 
 @pytest.mark.parametrize(("name", "window", "length"), [("dot_product", None, 40), ("blockwise", 130, 520)])  # more than a tile
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_mask(name: Name, window, length):
   rng = np.random.default_rng(0)
   q, k, v, g = (jnp.asarray(rng.normal(size=(B, length, heads, H)), jnp.float32) for heads in (N, K, K, N))
@@ -97,6 +98,7 @@ def test_a_layer_zeroes_padding(name, random_params):
 
 
 @pytest.mark.parametrize("sandwich", [False, True])
+@pytest.mark.slow
 def test_padding_gets_nothing_of_its_attention(sandwich, random_params):
   """Padding also contributes nothing to gradients. The residual stream of a block equals that with a mask of documents."""
   norm = NormConfig(dim=5)

@@ -13,7 +13,6 @@ from maxtext_like.layers.kernels.attention.dot_product import dot_product_attent
 from maxtext_like.layers.kernels.attention.splash import splash_attention
 from maxtext_like.layers.precision import Precision
 from tests.processes import environment
-from tests.tiers import slow
 
 FLOAT32 = Precision(dtype="float32")
 SCALE = 0.07
@@ -36,12 +35,13 @@ def packed(T):
 @pytest.mark.parametrize(
   ("T", "window", "with_segments", "sizes", "soft_cap"),
   [
-    slow(100, None, True, (2, 1, 128, 128), None),
+    (100, None, True, (2, 1, 128, 128), None),
     (384, 100, True, (2, 1, 128, 128), None),
-    slow(384, None, False, (2, 2, 192, 128), None),
-    slow(200, 100, True, (2, 1, 128, 128), 0.6),
+    (384, None, False, (2, 2, 192, 128), None),
+    (200, 100, True, (2, 1, 128, 128), 0.6),
   ],
 )
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_attention_written_out(T, window, with_segments, sizes, soft_cap):
   q, k, v, g = arrays(2, T, *sizes)
   tokens = Tokens(packed(T) if with_segments else None)

@@ -99,6 +99,7 @@ def test_tiles_with_several_groups(name, sizes):
     np.testing.assert_allclose(got, want, atol=4e-6 * max(1, np.abs(want).max(initial=0)))
 
 
+@pytest.mark.slow
 def test_three_products_of_halves_are_as_good_as_float16_needs():
   """This emulates Precision.HIGH, which Mosaic does not have. With one product of the upper halves the error would be 4e-3. The
   rounding of float16 is 5e-4."""
@@ -110,6 +111,7 @@ def test_three_products_of_halves_are_as_good_as_float16_needs():
 
 
 @pytest.mark.parametrize(("rows", "groups", "most"), [(32768, 128, 1.07), (40960, 8, 1.02), (8192, 64, 1.13), (1024, 16, 1.24)])
+@pytest.mark.slow
 def test_borders_add_little_work(rows, groups, most):
   """The count of the kernel, which is also reported for a compiled program, is an upper bound of the rows that its visits
   multiply."""

@@ -29,6 +29,7 @@ compiled_for_gpus = pytest.mark.skipif(bool(KERNEL.refuses(Case(platform="gpu", 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=6), st.sampled_from([32, 96, 256]))
+@pytest.mark.slow
 def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
   counts = row_counts(most)
   rows, ends = sum(sizes), np.cumsum(sizes)
@@ -46,6 +47,7 @@ def test_tiles_cover_every_row_and_stay_in_their_group(sizes, most):
   assert worked <= rows_worked_on(rows, len(sizes))
 
 
+@pytest.mark.slow
 def test_work_in_the_sizes_of_models():
   """Rounding up the last tile of each group adds at most this share of rows."""
   for rows, groups, most in ((32768, 128, 1.06), (131072, 128, 1.02), (32768, 256, 1.12)):

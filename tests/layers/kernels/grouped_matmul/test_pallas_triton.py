@@ -29,6 +29,7 @@ def test_tiles_add_little_work(rows, groups):
     assert rows_worked_on(rows, groups) <= 1.2 * rows
 
 
+@pytest.mark.slow
 def test_work_in_the_sizes_of_models():
   """Sizes of gemma4-26b with 1 and 4 x 4096 tokens and of DeepSeek V3. The work never exceeds the declared maximum, whatever
   the load."""
@@ -120,6 +121,7 @@ def compiled_sums(x, w, sizes, g, dtype):
     ("bfloat16", "float32", "float32"),
   ],
 )
+@pytest.mark.slow
 def test_sums_have_the_range_of_float32(dtype, of_rows, of_w):
   """float32 rows have magnitudes from 2^-60 to 2^60, cotangents the inverse, and matrices 2^-40 to 2^40.
 

@@ -5,6 +5,7 @@ import pytest
 
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from tests.tiers import nightly
 from tests.training.test_parallelism import run
 
 
@@ -13,7 +14,7 @@ from tests.training.test_parallelism import run
   ("model", "clip", "meshes"),
   [
     ("qwen3-tiny", "running", ("data-fsdp-tensor",)),
-    ("qwen3-moe-tiny", "exact", ("data-fsdp-tensor",)),
+    nightly("qwen3-moe-tiny", "exact", ("data-fsdp-tensor",)),
   ],
 )
 def test_meshes_give_the_losses_of_one_device(model, clip, meshes):

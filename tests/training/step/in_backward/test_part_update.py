@@ -68,7 +68,8 @@ def in_pieces(monkeypatch, *given, **how) -> Updated:
     return updated(*given, **how)
 
 
-@pytest.mark.parametrize("checked", [slow(False), True])
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.slow
 def test_pieces_give_the_bits_of_the_whole(program, monkeypatch, checked):
   """But for sums over an array, and of a few numbers a code or the last bit, as XLA fuses what multiplies and adds them."""
   arrays = arguments(program)

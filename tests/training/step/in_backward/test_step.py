@@ -148,7 +148,7 @@ its products in one way in the whole program and in another in a layer by itself
 differ by the rounding of sums; with two heads they have the bits."""
 
 
-@pytest.mark.parametrize("model", tiers(FAMILIES, slow=("gemma3-tiny", "qwen3-moe-tiny")))
+@pytest.mark.parametrize("model", tiers(FAMILIES, slow=("gemma3-tiny",)))
 def test_every_family_and_rule_descends_by_the_bits_of_the_ordinary_step(model):
   assert_the_same_steps(model, *FAMILIES[model], UNCLIPPED)
 
@@ -277,6 +277,7 @@ def test_a_running_norm_is_that_of_the_layers_so_far(shares):
   np.testing.assert_allclose(state["gradient_shares"], after, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_shares_stay_as_they_are_where_a_step_is_left_out():
   broken = lambda state: {**state, "params": jax.tree.map(lambda x: np.full_like(x, np.nan), state["params"])}
   after, (metrics,) = descend(*PLAIN, *RUNNING, steps=1, change=broken)
@@ -304,7 +305,7 @@ def usual_form(name: str) -> Any:
     return program.lower_step().compile()
 
 
-@pytest.mark.parametrize("name", tiers(USUAL, quick=("sgd",), slow=("8 bits", "float16")))
+@pytest.mark.parametrize("name", tiers(USUAL, slow=("sgd", "8 bits", "float16")))
 def test_the_usual_form_does_what_the_careful_one_does_or_nothing(name):
   words = USUAL[name]
   program, looking, first, batch = compiled(*words)
