@@ -265,11 +265,11 @@ def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other
     slow(["gradient_accumulation_steps=4", "per_device_batch_size=2"], [], "activations"),
     (["remat_policy=full"], ["remat_policy=minimal"], "activations"),
     slow(["remat_policy=minimal"], ["remat_policy=none"], "activations"),
-    (["num_vocab_tiling=4"], [], "logits"),
+    slow(["num_vocab_tiling=4"], [], "logits"),
     (["opt_type=sgd", "sgd_momentum=0"], ["opt_type=lion"], "optimizer"),
     slow(["opt_type=lion"], ["opt_type=adamw"], "optimizer"),
     (["weight_dtype=bfloat16", "dtype=bfloat16"], [], "parameters"),
-    (["trainable_parameters_mask=['mlp']"], [], "gradients"),
+    slow(["trainable_parameters_mask=['mlp']"], [], "gradients"),
     ([], ["gradient_accumulation_steps=2"], "gradients"),
   ],
 )

@@ -276,6 +276,7 @@ def test_the_gradient_of_a_weight_is_rounded_behind_the_sum_where_it_is_added_up
     assert str(jax.make_jaxpr(gradient)(w, x)).count("= optimization_barrier") == barred
 
 
+@pytest.mark.slow
 def test_a_large_table_s_gradient_is_made_in_parts(monkeypatch):
   precision = Precision(dtype="bfloat16")
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

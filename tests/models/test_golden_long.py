@@ -22,9 +22,7 @@ from tests.models.test_golden import GRADIENT_TOLERANCE, QUICK, TOLERANCE
 GOLDEN = Path(__file__).parents[1] / "golden" / "long"
 CASES = {path.parent.name: json.loads(path.read_text())["runs"] for path in sorted(GOLDEN.glob("*/meta.json"))}
 QUICK_RUNS = {
-  "gemma3": ("w129",),
   "gemma4_shared": ("packed",),
-  "deepseek3": ("left",),
 }  # the other runs are slow
 
 

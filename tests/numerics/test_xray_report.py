@@ -14,6 +14,7 @@ from jax import lax
 from maxtext_like.numerics import tensor_statistics
 from maxtext_like.numerics import xray_report as html_page
 from maxtext_like.numerics.xray import xray
+from tests.tiers import slow
 
 
 def stats_of(x, **options):
@@ -51,7 +52,7 @@ def test_nonfinite_numbers_are_counted_apart_and_kept_out_of_the_maximum():
   assert int(stats_of(jnp.asarray([jnp.nan + 1j, 1.0])).nan) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", slow("float16"), slow("bfloat16"), "complex64"])
 @pytest.mark.parametrize("value", [0.0, -3.0, 1e-6, np.inf, -np.inf, np.nan])
 def test_a_scalar_is_measured_like_an_array(dtype, value):
   if dtype == "complex64" and value == -np.inf:

@@ -18,6 +18,7 @@ from maxtext_like.layers.attention.mla import MLA, MLAConfig
 from maxtext_like.layers.attention.rope import RopeConfig, inverse_frequencies
 from maxtext_like.layers.kernels.attention.registry import choose
 from maxtext_like.layers.precision import Precision
+from tests.tiers import slow
 
 B, T, D, N, R, C, Q, P, V = 2, 7, 11, 3, 6, 5, 5, 4, 2
 X_HEADS, X_DIM, TOPK = 3, 7, 3
@@ -138,10 +139,10 @@ def test_against_float64(variant, random_params):
 
 
 # The complete row at once, or tiles of 2 and 3 queries. Tiles gather their keys, except where they see few keys, and on a TPU.
-TILED = [(True, 128, "cpu"), (True, 2, "cpu"), (True, 3, "cpu"), (True, 2, "tpu"), (False, 128, "cpu")]
+TILED = [(True, 128, "cpu"), (True, 2, "cpu"), slow(True, 3, "cpu"), slow(True, 2, "tpu"), (False, 128, "cpu")]
 
 
-@pytest.mark.parametrize(("sparse", "tile", "platform"), [*TILED, (False, 2, "cpu")])
+@pytest.mark.parametrize(("sparse", "tile", "platform"), [*TILED, slow(False, 2, "cpu")])
 def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_params, monkeypatch):
   monkeypatch.setattr(sparse_attention_tiles, "TILE", tile)
   cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse, platform=platform)

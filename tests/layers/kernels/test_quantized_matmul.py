@@ -32,7 +32,7 @@ def rounded_nf4(plan, stored):
   return np.asarray(NF4.astype(jnp.bfloat16), np.float64)[codes] * np.asarray(ones, np.float64)
 
 
-@pytest.mark.parametrize("form", ["int8", "nf4", "fp8_block"])
+@pytest.mark.parametrize("form", [slow("int8"), "nf4", slow("fp8_block")])
 @pytest.mark.parametrize("sizes", [(3, 200, 150), slow((40, 640, 256)), slow((1, 1100, 130))])
 def test_products_of_dequantized_weights(form: FormName, sizes):
   """Also with incomplete blocks of inputs and outputs, and sums in several parts."""

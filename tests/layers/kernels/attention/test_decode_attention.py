@@ -15,6 +15,7 @@ from maxtext_like.layers.cache import Step, cache_arrays, in_8_bits
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention.decode import decode_attention, reads
 from maxtext_like.layers.precision import Precision
+from tests.tiers import slow
 
 interpreted = functools.partial(decode_attention, interpret=True)
 
@@ -39,7 +40,7 @@ def written(q, k, v, lengths, scale, cap):
   [
     ((3, 6, 2, 37, 32, 32), (37, 0, 5), None),
     ((2, 4, 4, 150, 16, 64), (150, 129), 2.0),
-    ((1, 8, 1, 300, 64, 64), (200,), None),
+    slow((1, 8, 1, 300, 64, 64), (200,), None),
   ],
 )
 def test_against_attention_written_out(shape, lengths, cap, int8):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from maxtext_like.layers.kernels.grouped_matmul import pallas_tpu, registry
 from maxtext_like.layers.kernels.grouped_matmul.registry import NAMES, Case, choose, kernel
 from maxtext_like.layers.kernels.grouped_matmul.tiles import tile_rows
+from tests.tiers import slow
 
 SIZES = {
   "uneven": [3, 9, 1, 20, 4],
@@ -62,7 +63,7 @@ def arrays(sizes, dtype="float32", seed=0):
   return x, w, jnp.asarray(sizes, jnp.int32), g
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", PLAIN)
 def test_values_and_gradients(name, sizes, dtype):

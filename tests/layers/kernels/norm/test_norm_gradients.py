@@ -20,6 +20,7 @@ from maxtext_like.layers.precision import Precision
 INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(INTERPRETER is None, reason="this JAX has no interpreter for the kernels")  # before JAX 0.11
 OLD = jax.__version_info__ < (0, 11)
+LATER = (pytest.mark.slow, pytest.mark.newest)
 
 
 @interpreted
@@ -27,8 +28,8 @@ OLD = jax.__version_info__ < (0, 11)
   ("dtype", "options", "rows"),
   [
     ("bfloat16", {"scale_plus_one": True}, (1, 5)),
-    ("float16", {}, (7,)),
-    ("float32", {"round_before_scale": True}, (2, 2, 1)),
+    pytest.param("float16", {}, (7,), marks=LATER),
+    pytest.param("float32", {"round_before_scale": True}, (2, 2, 1), marks=LATER),
   ],
 )
 def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
