@@ -302,7 +302,9 @@ def load(
   added = tuple(place_of(one, "adapter") for one in several)
   model = make_model(loaded.config, runs_attention=False)  # decoding with a cache does not use attention kernels
   model, line = with_storage(model, place, added, chosen=is_chosen(loaded, "adapter.base_weights"))
-  return Pretrained(model, place, tokenizer or unusable, files, (*notes, line) if line else notes, added)
+  kernels = "; ".join(note for note in (model.decode, "" if model.base is None else model.base.note) if note)
+  notes = (*notes, *([line] if line else []), *([f"kernels: {kernels}"] if kernels else []))
+  return Pretrained(model, place, tokenizer or unusable, files, notes, added)
 
 
 def _hugging_face(directory: Path, overrides: list[str], images: bool) -> Loaded:

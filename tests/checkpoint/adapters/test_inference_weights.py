@@ -1,5 +1,6 @@
 """Loaded models with quantized weights, and adapters that are added to them, against dequantized weights in float32."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,15 @@ def test_the_kernel_for_quantized_weights_is_tested_only_for_inference(monkeypat
 def test_training_still_needs_an_adapter():
   with pytest.raises(UserError, match="base_weights = nf4 has no effect with lora_rank: 0"):
     load_config("gemma3-tiny", base_weights="nf4")
+
+
+def test_the_kernels_of_generation_are_named(monkeypatch: pytest.MonkeyPatch):
+  """A CPU uses none of them, so that the choices of a GPU are put in their place."""
+  assert not any(note.startswith("kernels: ") for note in load(checkpoint("gemma3_text")).notes)
+  monkeypatch.setattr("maxtext_like.models.decode_kernels.settle", lambda decoder, target: (decoder, "kernel a, passed"))
+  monkeypatch.setattr(
+    quantized_kernels, "settle", lambda base, **how: dataclasses.replace(base, note="xla instead of kernel b, which failed")
+  )
+  assert load(checkpoint("gemma3_text")).notes[-1] == "kernels: kernel a, passed"
+  quantized = load(checkpoint("gemma3_text"), "base_weights=int8")
+  assert quantized.notes[-1] == "kernels: kernel a, passed; xla instead of kernel b, which failed"

@@ -26,6 +26,8 @@ _PROGRAMS = 132
 """Programs that are wanted at least: one for each multiprocessor of an H100."""
 _BYTES = 32 << 10
 """Largest size of a block of keys in shared memory."""
+_STAGES, _WARPS = 2, 4
+"""Blocks that are read at the same time, and groups of 32 threads of a program."""
 _LOWEST = -1e30
 """Below every score. It is finite, so that differences with it are numbers."""
 
@@ -76,17 +78,13 @@ def decode_attention(
   (B, N, H), K, V = q_BNH.shape, v_BKSV.shape[1], v_BKSV.shape[3]
   q_BKGH = q_BNH.reshape(B, K, N // K, H)
   scales = [] if k_scale is None or v_scale is None else [k_scale[..., 0], v_scale[..., 0]]
-  total, top, mass = _parts(lengths_B, q_BKGH, k_BKSH, v_BKSV, scales, scale=scale, soft_cap=soft_cap, interpret=interpret)
-  # Combine the parts: each has its own maximum.
-  weight = jnp.exp(top - jnp.max(top, axis=2, keepdims=True))
-  mass = jnp.sum(mass * weight, axis=2)
-  out = jnp.sum(total * weight[..., None], axis=2) / jnp.where(mass == 0, 1, mass)[..., None]
-  return out.reshape(B, N, V).astype(q_BNH.dtype)
+  options = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
+  return _attention(lengths_B, q_BKGH, k_BKSH, v_BKSV, scales, **options).reshape(B, N, V)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))  # layers share the compiled kernel
-def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
-  """Return of every part: unnormalized sums [B, K, P, G, V], largest scores and sums of probabilities [B, K, P, G]."""
+def _attention(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
+  """Return the output [B, K, G, V]."""
   plgpu = _triton()
   (B, K, G, H), S, V = q.shape, k.shape[2], v.shape[3]
   block = max(16, min(128, pl.next_power_of_2(S), _BYTES // (max(H, V) * k.dtype.itemsize)))
@@ -95,9 +93,12 @@ def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
   blocks = pl.cdiv(S, block)
   each = pl.cdiv(blocks, min(blocks, pl.cdiv(_PROGRAMS, B * K)))
   P, span = pl.cdiv(blocks, each), each * block
+  # The only part of a row gives the output. Several give unnormalized sums, largest scores and sums of probabilities.
+  sums = jax.ShapeDtypeStruct((B, K, P, G), jnp.float32)
+  results = [jax.ShapeDtypeStruct((*sums.shape, V), q.dtype if P == 1 else jnp.float32), *([] if P == 1 else [sums, sums])]
 
   def kernel(lengths, q, k, v, *refs):
-    *scales, out, tops, masses = refs
+    scales, outs = refs[: -len(results)], refs[-len(results) :]
     b, head, part = (pl.program_id(axis) for axis in range(3))
     # A row reads only the slots that it uses. Parts after its end do no steps.
     begin = part * span
@@ -131,20 +132,27 @@ def _parts(lengths, q, k, v, scales, *, scale, soft_cap, interpret):
       total = total * old[:, None] + plgpu.dot(probs.astype(queries.dtype), read(v))
       return total, highest, mass
 
-    # The sums stay unnormalized, so that the parts of a row can be combined.
     steps = jax.lax.div(jnp.maximum(end - begin, 0) + (block - 1), jnp.int32(block))
     start = jnp.zeros((rows, V), jnp.float32), jnp.full((rows,), _LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
     total, top, mass = jax.lax.fori_loop(0, steps, step, start)
-    plgpu.store(out.at[b, head, part, own_rows], total, mask=real[:, None])
-    plgpu.store(tops.at[b, head, part, own_rows], top, mask=real)
-    plgpu.store(masses.at[b, head, part, own_rows], mass, mask=real)
+    found = [(total / jnp.where(mass == 0, 1, mass)[:, None]).astype(q.dtype)] if P == 1 else [total, top, mass]
+    for out, values in zip(outs, found, strict=True):
+      own = real if values.ndim == 1 else real[:, None]
+      plgpu.store(out.at[b, head, part, own_rows], values, mask=own)
 
-  sums = jax.ShapeDtypeStruct((B, K, P, G), jnp.float32)
-  return pl.pallas_call(
+  found = pl.pallas_call(
     kernel,
-    out_shape=(jax.ShapeDtypeStruct((B, K, P, G, V), jnp.float32), sums, sums),
+    out_shape=results,
     grid=(B, K, P),
-    compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+    compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
     interpret=interpret,
     name=_KERNEL,
   )(lengths, q, k, v, *scales)
+  if P == 1:
+    return found[0][:, :, 0]
+  # Combine the parts: each has its own maximum.
+  total, top, mass = found
+  weight = jnp.exp(top - jnp.max(top, axis=2, keepdims=True))
+  mass = jnp.sum(mass * weight, axis=2)
+  out = jnp.sum(total * weight[..., None], axis=2) / jnp.where(mass == 0, 1, mass)[..., None]
+  return out.astype(q.dtype)
