@@ -56,6 +56,7 @@ CASES = {
   "gemma3-4b/256": Case(model="gemma3-4b", rows=256),
   "qwen3-8b/64": Case(model="qwen3-8b", transformers=True),
   "gemma4-26b/64": Case(model="gemma4-26b"),
+  "gemma4-26b/nf4/1": Case(model="gemma4-26b", rows=1, form="nf4"),
   "gemma4-31b/nf4": Case(model="gemma4-31b", rows=16, form="nf4"),
   "gemma4-31b/int8": Case(model="gemma4-31b", rows=16, form="int8"),
   "deepseek3/4 layers": Case(model="deepseek3-671b", words=LAYERS),

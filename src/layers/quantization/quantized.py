@@ -328,7 +328,7 @@ class ShapesOnly(Form):
     return self.of.quantize(plan, x)
 
   def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    return jnp.broadcast_to(stored[CODES].reshape(-1)[0].astype(dtype), (*plan.experts, plan.K, plan.M))
+    return jnp.broadcast_to(stored[CODES].reshape(-1)[0].astype(dtype), (*stored[CODES].shape[: plan.input], plan.K, plan.M))
 
 
 FORMS: dict[FormName, Form] = {form.name: form for form in (BFloat16Form(), NF4Form(), Int8Form(), Float8BlockForm())}
@@ -414,6 +414,11 @@ class Quantized(Weight):
     # The sizes of the groups are an operand of the custom derivative.
     return _product(dataclasses.replace(how, groups=None), how.groups.kernel, x, how.groups.sizes, self)
 
+  def of_experts(self, chosen: jax.Array) -> "Quantized":
+    """Return the weight with only these experts, int32 [.]."""
+    stored = {name: jnp.take(self._of_row(x), chosen, axis=0, mode="clip") for name, x in self.stored.items()}
+    return dataclasses.replace(self, stored=stored, row=None)
+
   def for_few_rows(self) -> "Quantized":
     """Return the weight with its codes in the order that the kernel for few rows reads, if that kernel multiplies by it."""
     if self.kernel == "xla" or self.by_output or Plan.of(self.param).experts:
@@ -446,6 +451,10 @@ class Quantized(Weight):
 
 
 def _dequantized_product(how: Product, kernel: Any, x: jax.Array, sizes: jax.Array | None, weight: Quantized) -> jax.Array:
+  # Fewer rows than experts, as in generation: dequantize only as many experts as there are rows, first those that have rows.
+  if sizes is not None and len(x) < len(sizes):
+    chosen = jnp.argsort(sizes == 0, stable=True)[: len(x)]
+    sizes, weight = sizes[chosen], weight.of_experts(chosen)
   groups = None if sizes is None else Groups(sizes, kernel)
   return dataclasses.replace(how, groups=groups)(x, weight.values(weight.dtype or how.precision.dtype))
 

@@ -26,7 +26,7 @@ from maxtext_like.layers.quantization.quantized import (
   stored_params,
 )
 from maxtext_like.layers.remat import remat
-from maxtext_like.layers.weight import Weight, product
+from maxtext_like.layers.weight import Groups, Weight, product
 from tests.layers.test_decoder import UNOPTIMIZED, close, objective
 from tests.tiers import tiers
 
@@ -68,6 +68,25 @@ def test_nf4_is_what_bitsandbytes_stores():
   ]
   np.testing.assert_allclose(dynamic_number(jnp.arange(256, dtype=jnp.uint8)), dynamic_map(), rtol=4e-7)
   np.testing.assert_array_equal(NF4[[0, 7, 8, 15]], np.array([-1, 0, 0.07958029955625534, 1], np.float32))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_fewer_rows_than_experts_dequantize_no_more_experts_than_rows(name, monkeypatch):
+  """Four rows of three of seven experts; a row after the last group has no expert."""
+  p = Param((7, 70, 150), ("expert", "embed", "mlp"), "float32", fan_in(1))
+  w, form = weight(FORMS[name], p, drawn(p)), FORMS[name]
+  x, g = drawn(Param((4, 70), ("batch", "embed"))), drawn(Param((4, 150), ("batch", "mlp")))
+  sizes, precision = jnp.array([0, 1, 0, 0, 1, 0, 1], jnp.int32), Precision(dtype="float32", matmul_precision="highest")
+  real = lambda y: jnp.where(jnp.arange(4)[:, None] < 3, y, 0)
+  run = lambda x, w: real(product(precision, "MD,EDF->MF", x, w, groups=Groups(sizes)))
+  expected, of_expected = jax.vjp(lambda x: run(x, w.values("float32")), x)
+  dequantized, values = [], type(form).values
+  counted = lambda self, plan, stored, dtype: dequantized.append(len(stored["codes"])) or values(self, plan, stored, dtype)
+  monkeypatch.setattr(type(form), "values", counted)
+  got, of_got = jax.vjp(lambda x: run(x, w), x)
+  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+  np.testing.assert_allclose(of_got(g)[0], of_expected(g)[0], rtol=1e-6, atol=1e-7)
+  assert set(dequantized) == {4}
 
 
 def nf4_written_out(matrix: np.ndarray) -> np.ndarray:
