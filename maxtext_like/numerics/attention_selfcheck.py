@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.errors import is_out_of_memory
 from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.kernels.attention.dot_product import dot_product_attention
 from maxtext_like.layers.kernels.attention.registry import Name, attend, kernel
@@ -35,7 +34,6 @@ _LONGEST = 3 * 512  # three of the largest tiles, so that one of them is complet
 # Largest relative error of a complete array and of its worst head vector. Rounding alone causes about 3e-3 (values) and 4e-3
 # (gradients) of an array with bfloat16, and an eighth of that with float16. One extra key in a window of 400 causes 5e-2.
 _TOLERANCE = {"bfloat16": (1e-2, 0.15), "float16": (2e-3, 0.03), "float32": (1e-4, 2e-3)}
-_LOWERED_WITHOUT_GPU: tuple[Name, ...] = ("mosaic_flash",)  # seconds of Python, which ask for no device
 _CAP = 2.0  # soft cap of the test: its scores are 1 on average, and a model's own cap would not change them
 _ROUNDING_OF_NEGATIVE = (2e-2, 0.3)  # float32 represents a score of -20000 * sqrt(head_dim), before scaling, to within 0.03
 
@@ -159,7 +157,6 @@ class CaseResult:
     error, gradient_error: relative errors of the values and of the worst gradient; None if numbers are not finite.
     problem: description of the problem; "" if there is none.
     raised: True if the kernel did not run; ``problem`` is then its error message.
-    out_of_memory: True if it did not run because memory did not suffice, which says nothing about the kernel.
   """
 
   name: str
@@ -167,14 +164,13 @@ class CaseResult:
   gradient_error: float | None = None
   problem: str = ""
   raised: bool = False
-  out_of_memory: bool = False
 
   @classmethod
   def of_error(cls, name: str, error: Exception) -> "CaseResult":
     """Return the result of a case in which the kernel did not run."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
-    return cls(name=name, problem=said, raised=True, out_of_memory=is_out_of_memory(error))
+    return cls(name=name, problem=said, raised=True)
 
 
 def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: Attention | None = None) -> list[CaseResult]:
@@ -193,11 +189,7 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
     by_length.setdefault(case.length, []).append(case)
   # Compile everything at the same time. Cases of the same length share two programs: one with all tested functions, because
   # variants of a kernel have parts in common, and the reference.
-  if attention is None and in_parts is None:
-    elsewhere = (programs, shape) if shape.kernel in _LOWERED_WITHOUT_GPU else None
-    tried = compile_together(programs(shape), elsewhere)
-  else:
-    tried = compile_together(_programs(shape, {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}))
+  tried = compile_together(_programs(shape, {False: attention or _kernel(shape), True: in_parts or _kernel_in_parts(shape)}))
   references = {}
   for length in by_length:
     given = _shapes_of_arguments(shape, length)
@@ -218,11 +210,6 @@ def self_test(shape: ShapeClass, attention: Attention | None = None, in_parts: A
       errors = run_alone(exact[length], *for_reference(shape, arguments, got, negative=case.negative))
       results[case] = judge(case, shape.dtype, jax.device_get(errors))
   return [results[case] for case in cases(shape)]
-
-
-def programs(shape: ShapeClass) -> Programs:
-  """Return the programs with the kernel of a class, by the length of the rows."""
-  return _programs(shape, {False: _kernel(shape), True: _kernel_in_parts(shape)})
 
 
 def _programs(shape: ShapeClass, functions: Mapping[bool, Any]) -> Programs:

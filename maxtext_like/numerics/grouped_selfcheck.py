@@ -20,7 +20,6 @@ from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.selfcheck_programs import Programs, compile_together, run_alone
 
 _GROUPS, _SUMMED, _ROWS = 6, 512, 700
-_LOWERED_WITHOUT_GPU: tuple[Name, ...] = ("pallas_gpu",)  # seconds of Python, which ask for no device
 # Largest relative error of a complete array and of its worst row. float32 products with precision "default" round like bfloat16
 # products.
 _TOLERANCE = {"bfloat16": (1e-2, 0.1), "float16": (2e-3, 2e-2), "rounded": (1e-2, 0.1), "float32": (1e-4, 1e-3)}
@@ -100,9 +99,8 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
   units = 1 / powers, powers, 1.0  # undo the powers, so that every row counts equally
   given = {name: _arguments(shape, sizes) for name, sizes in cases(shape).items()}
   if product is None:
-    tried = compile_together(programs(shape), (programs, shape) if shape.kernel in _LOWERED_WITHOUT_GPU else None)
-  else:
-    tried = compile_together(_programs(shape, product))
+    product = kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run
+  tried = compile_together(_programs(shape, product))
   exact = compile_together({"exact": (_both_ways(_written_out), _shapes(shape))})
 
   def computed(compiled: Mapping[Any, Any], arguments: tuple[Any, ...]) -> list[np.ndarray]:
@@ -120,11 +118,6 @@ def self_test(shape: GroupedShape, product: Any = None) -> list[CaseResult]:
       continue
     results.append(_judge(name, int(arguments[2].sum()), got, computed(exact, arguments), tolerances))
   return results
-
-
-def programs(shape: GroupedShape) -> Programs:
-  """Return the programs with the kernel of a shape: values, and the gradients of rows and matrices."""
-  return _programs(shape, kernel(shape.kernel).sums if shape.sums else kernel(shape.kernel).run)
 
 
 def _programs(shape: GroupedShape, product: Any) -> Programs:

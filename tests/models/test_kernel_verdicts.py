@@ -1,4 +1,4 @@
-"""Self-tests that run at the same time share the memory of the device."""
+"""Self-tests that run at the same time share the memory of the device and of the host."""
 
 import contextlib
 import threading
@@ -15,6 +15,7 @@ from maxtext_like.numerics.attention_selfcheck import CaseResult
 
 GPU = SimpleNamespace(device_kind="NVIDIA H000", platform="gpu", client=SimpleNamespace(platform_version="cuda 13"))
 FULL = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nmore")
+BUSY = RuntimeError("INTERNAL: Failed to launch ptxas")
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,10 @@ def any_device(monkeypatch: pytest.MonkeyPatch):
   monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
 
 
+@pytest.mark.parametrize("error", [FULL, BUSY])
 @pytest.mark.parametrize("where", ["case", "reference"])
-def test_a_test_that_ran_out_of_memory_is_repeated_alone(where: str, tmp_path: Path):
-  """Three tests start together, and the second one fits only alone."""
+def test_a_test_that_raised_an_error_is_repeated_alone(where: str, error: RuntimeError, tmp_path: Path):
+  """Three tests start together, and the second one runs only alone."""
   begun, running, ran = threading.Barrier(3), set[Shape](), list[object]()
 
   def test(shape: Shape) -> list[CaseResult]:
@@ -39,8 +41,8 @@ def test_a_test_that_ran_out_of_memory_is_repeated_alone(where: str, tmp_path: P
       begun.wait(timeout=60)
       if shape.number == 1:
         if where == "reference":
-          raise FULL
-        return [CaseResult(name="a", error=0.0), CaseResult.of_error("b", FULL)]
+          raise error
+        return [CaseResult(name="a", error=0.0), CaseResult.of_error("b", error)]
     else:
       assert running == {Shape(0), Shape(1), Shape(2)}, "the others have ended"
       ran.append("again")
@@ -73,12 +75,16 @@ def test_a_test_that_never_fits_fails_and_is_not_stored(where: str, tmp_path: Pa
   assert not (tmp_path / FOLDER).exists()
 
 
-def test_another_error_of_the_reference_is_raised():
+def test_another_error_of_the_reference_is_raised_if_it_comes_again():
+  ran = []
+
   def test(shape: Shape) -> list[CaseResult]:
+    ran.append(shape)
     raise ValueError("wrong")
 
   with pytest.raises(ValueError, match="wrong"):
     verdict_each([(Shape(0), test)], GPU, None)
+  assert len(ran) == 2
   assert not is_out_of_memory(ValueError("wrong"))
   assert is_out_of_memory(MemoryError())
   assert is_out_of_memory(RuntimeError("INTERNAL: CUDNN_STATUS_ALLOC_FAILED"))
