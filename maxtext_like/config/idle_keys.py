@@ -8,7 +8,7 @@ the run prints a note with the reason why there is none. ``tests/training/test_t
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from maxtext_like.config.choices import OPTIMIZERS
+from maxtext_like.config.choices import DATASETS, OPTIMIZERS
 from maxtext_like.config.schema import LEAVES, Config
 from maxtext_like.config.yaml_file import to_text
 
@@ -101,6 +101,25 @@ def _unless(section: str, key: str) -> Why:
   return why
 
 
+def _adapter(config: Config) -> str:
+  return "" if config.adapter.trained else "no adapter is trained (lora_rank is 0)"
+
+
+def _text_field(config: Config) -> str:
+  if config.data.data_format == "chat":
+    return "data_format is chat, which reads conversations"
+  return "" if DATASETS[config.data.dataset].fields else f"dataset is {config.data.dataset}, which has no fields"
+
+
+def _bad_records(config: Config) -> str:
+  kind = DATASETS[config.data.dataset]
+  return f"dataset is {config.data.dataset}, which has no bad records" if kind.sound or not kind.text else ""
+
+
+def _float16(config: Config) -> str:
+  return "" if config.precision.dtype == "float16" else f"dtype is {config.precision.dtype}"
+
+
 IDLE: Mapping[str, Idle] = {
   "init_scheme": Idle(lambda c: "init_from loads all weights" if c.checkpoint.init_from else ""),
   "adam_b1": Idle(_first_moment),
@@ -116,7 +135,7 @@ IDLE: Mapping[str, Idle] = {
   "clip": Idle(_clip),
   "spike_window": Idle(_unless("training", "spike_factor")),
   "max_spike_rollbacks": Idle(_unless("training", "spike_factor")),
-  "loss_scale_init": Idle(lambda c: "" if c.precision.dtype == "float16" else f"dtype is {c.precision.dtype}"),
+  "loss_scale_init": Idle(_float16),
   "grouped_product": Idle(lambda c: "" if _experts(c) else "no layer has experts"),
   "routed_bias_update_rate": Idle(fixed_router_bias, in_model_file=True),
   "load_balance_loss": Idle(_definition),
@@ -125,6 +144,12 @@ IDLE: Mapping[str, Idle] = {
   "indexer_loss_scaling_factor": Idle(_indexer),
   "indexer_sparse_training": Idle(_indexer),
   "eval_steps": Idle(_unless("data", "eval_interval")),
+  "lora_modules": Idle(_adapter),
+  "text_field": Idle(_text_field),
+  "on_bad_record": Idle(_bad_records),
+  "images_field": Idle(_unless("vision", "use_multimodal")),
+  "max_images_per_row": Idle(_unless("vision", "use_multimodal")),
+  "float16_clamp": Idle(_float16),
   "data_shuffle_seed": Idle(_unless("data", "shuffle")),
   "sample_prompts": Idle(_unless("logging", "sample_every")),
   "sample_tokens": Idle(_unless("logging", "sample_every")),
