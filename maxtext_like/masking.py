@@ -11,11 +11,13 @@ from typing import Any
 MASK = "***"
 
 _KEY_OF = (
-  "api|access|account|auth|deploy|encryption|hmac|license|master|private|service|shared|signing|ssh|storage|subscription"
+  "api|access|account|auth|deploy|encryption|hmac|license|master|private|service|shared|signing|ssh|storage|subscription|"
+  "anthropic|aws|azure|comet|gcp|gemini|google|hf|kaggle|neptune|openai|wandb"
 )
 _TOKEN_OF = "access|api|auth|bearer|bot|gh|github|gitlab|hf|hub|id|refresh|sas|secret|security|session|slack|user"
 _WORDS = (
-  rf"(?:{_KEY_OF})[_-]?key(?:[_-]?id)?", "secret(?:[_-]?(?:access[_-]?)?key)?", r"(?:\b|[_-])token", rf"(?:{_TOKEN_OF})token",
+  rf"(?:{_KEY_OF})[_-]?key(?:[_-]?id)?", "secret(?:[_-]?(?:access[_-]?)?key(?:[_-]?base)?)?",
+  r"(?:\b|[_-])token", rf"(?:{_TOKEN_OF})token",
   "passw(?:or)?d", "passphrase", "passcode", r"(?:\b|[_-])p(?:ass|wd)", "[_-]pat", "credentials?", r"(?:\b|[_-])auth",
   "authorization", "signature", r"(?:\b|[_-])sig", "webhook(?:[_-]?url)?", r"(?:\b|[_-])cookie",
 )  # fmt: skip
@@ -61,7 +63,7 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
   (re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s/'\"]+@", re.IGNORECASE), rf"\1{MASK}@"),
   (re.compile(r"(\bhooks\.slack(?:-gov)?\.com/\w+/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(r"(\bdiscord(?:app)?\.com/api/(?:v\d+/)?webhooks/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
-  (re.compile(r"(\bwebhook\.office\.com/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+  (re.compile(r"(\b(?:webhook\.office\.com|outlook\.office(?:365)?\.com/webhook)/)[^\s'\"]+", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(rf"([?&;](?:{_NAME}|key|code)=)[^\s&;'\"#]+", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(r"(\bauthorization\\?['\"]?\s*[=:]\s*(?:\\?['\"])?)(?:(?:basic|bearer|token|digest|apikey)\s+)?[^\s'\",\\]+",
               re.IGNORECASE), rf"\1{MASK}"),
@@ -69,6 +71,8 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
   (re.compile(r"\b(bearer\s+)(?=\S*[\d._~+/=-]|\S{20})[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{MASK}"),
   (re.compile(r"\b(basic\s+)(?=\S*[A-Z0-9])(?:[A-Za-z0-9+/]{4}){2,}[A-Za-z0-9+/]{0,3}={0,2}(?![\w-])",), rf"\1{MASK}"),
   (re.compile(r"((?<![\w-])(?:-u|--user|--proxy-user)[\s=]+[^\s:'\"/]+:)[^\s'\"/][^\s'\"]*"), rf"\1{MASK}"),  # curl
+  (re.compile(rf"(\bsshpass\s+-p\s*|\bmysql\w*\s(?:[^\n'\"]*\s)?-p){_VALUE}"), rf"\1{MASK}"),
+  (re.compile(rf"(\blogin\s+\S+\s+(?:password|passwd|pwd)\s+){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),  # .netrc
   (re.compile(rf"((?<![\w-])--?{_NAME}\s+)(?!-){_VALUE}", re.IGNORECASE), rf"\1{MASK}"),
   # NAME=value and name: value, as a shell, a YAML file or JSON writes it. PWD=/... is the working directory of a shell. Without
   # quotes, "pass:" is usually the English word.

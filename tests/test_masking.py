@@ -47,6 +47,9 @@ SECRET = "Tr0ub4dor"
     *("password:Tr0ub4dor", '"password": "a\\"Tr0ub4dor"', "password: 'it''s Tr0ub4dor'", "password=a,Tr0ub4dor"),
     *("x-api-key: Tr0ub4dor", "Cookie: Tr0ub4dor", "export HF_TOKEN=Tr0ub4dor", "webhook_url=https://h/Tr0ub4dor"),
     *("run it with --hf-token Tr0ub4dor please", "a '--password' x --password 'b Tr0ub4dor'", "curl -u me:Tr0ub4dor https://h"),
+    *("machine h login me password Tr0ub4dor", "sshpass -p Tr0ub4dor ssh h", "mysql -u me -pTr0ub4dor db"),
+    *("KAGGLE_KEY=Tr0ub4dor", "openai_key: Tr0ub4dor", "secret_key_base: Tr0ub4dor"),
+    *("https://outlook.office.com/webhook/Tr0ub4dor", "https://x.webhook.office.com/webhookb2/Tr0ub4dor"),
     # URLs
     *("https://u:a/Tr0ub4dor@host/x", "postgres://u:Tr0ub4dor/b#c@h:5432/d", "s3://k:Tr0ub4dor/+x@bucket/p"),
     *("https://u:p@ss/Tr0ub4dor@h.org/x", "https://u:12/Tr0ub4dor@h.org/x", "redis://:Tr0ub4dor@h:1"),
