@@ -65,6 +65,7 @@ class ArrayWriter:
       )
       self._inner = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
       logging.getLogger("absl").addFilter(drop_reported)
+      logging.getLogger("asyncio").addFilter(drop_unread)
       hide_calls_into_closed_loops()
     size = file_bytes(flat) if isinstance(path, Path) else None  # None: orbax knows what suits an object store
     arguments = ocp.args.PyTreeSave(host_memory.to_numpy(flat), ocdbt_target_data_file_size=size)
@@ -107,6 +108,15 @@ _REPORTED = (
 def drop_reported(entry: logging.LogRecord) -> bool:
   """Logging filter that drops orbax's tracebacks of a failed asynchronous save; the manager reports the failure in one line."""
   return not any(part in str(entry.msg) for part in _REPORTED)
+
+
+def drop_unread(entry: logging.LogRecord) -> bool:
+  """Logging filter that drops asyncio's tracebacks of orbax's writes that fail after the first failed write of a save.
+
+  Orbax reads only the first error. asyncio prints the others when it collects their tasks.
+  """
+  text = str(entry.msg)
+  return not (text.startswith("Task exception was never retrieved") and "/orbax/checkpoint/" in text)
 
 
 @functools.cache

@@ -71,7 +71,7 @@ class Goodput:
     except FileNotFoundError:
       return
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-      _log.warning("%s is damaged (%r); the time of earlier starts is not counted", path, error)
+      _log.warning("%s is damaged (%s: %s); the time of earlier starts is not counted", path, type(error).__name__, error)
       return
     # Steps that are trained again did not count.
     lost = min(lost, seconds["steps"])

@@ -2,15 +2,18 @@
 event loop that orbax has closed."""
 
 import asyncio
+import gc
+import logging
 import sys
 import threading
 
 import jax
 import numpy as np
+import pytest
 import tensorstore
 
 from maxtext_like.checkpoint.store import array_writer, stored_state
-from maxtext_like.checkpoint.store.array_writer import ArrayWriter, without_calls_into_closed_loops
+from maxtext_like.checkpoint.store.array_writer import ArrayWriter, drop_unread, without_calls_into_closed_loops
 
 
 def test_calls_of_tensorstore_into_a_closed_loop_are_not_printed(monkeypatch):
@@ -40,6 +43,26 @@ def test_calls_of_tensorstore_into_a_closed_loop_are_not_printed(monkeypatch):
   thread.join()
   assert seen == ["Event loop is closed"]
   assert passed == []
+
+
+@pytest.mark.parametrize(("file", "printed"), [("orbax/checkpoint/x.py", 0), ("other/x.py", 1)])
+def test_failed_writes_that_orbax_does_not_read_are_not_printed(file, printed, caplog):
+  source = compile("async def write():\n  raise ValueError('NOT_FOUND')", f"/site-packages/{file}", "exec")
+  names = {}
+  exec(source, names)  # the file of the coroutine is in the message
+
+  async def save():
+    task = asyncio.ensure_future(names["write"]())
+    del task
+    await asyncio.sleep(0)
+
+  logging.getLogger("asyncio").addFilter(drop_unread)
+  try:
+    asyncio.run(save())
+    gc.collect()
+  finally:
+    logging.getLogger("asyncio").removeFilter(drop_unread)
+  assert sum("never retrieved" in entry.getMessage() for entry in caplog.records) == printed
 
 
 class Fails:
