@@ -398,10 +398,17 @@ class RunDirectory:
 
 
 def require_regular_files(run: Path) -> None:
-  """Raise UserError if the directory contains a pipe, socket or device: reading one may never end or fill the memory."""
+  """Raise UserError if something in a run directory cannot be the file that its name says.
+
+  Reading a pipe, a socket or a device may never end or fill the memory. A directory with the name of a file cannot be read.
+  """
   for path in sorted(run.iterdir()):
     with contextlib.suppress(FileNotFoundError):  # a broken link, or a file that another run just removed
-      if not (path.is_file() or path.is_dir()) and path.stat():
+      if path.is_dir():
+        # goodput.json is only a statistic, which never ends a run.
+        if path.suffix in (".json", ".jsonl", ".yml") and path.name != "goodput.json":
+          raise UserError(f"{path} is a directory, not a file: a run cannot read or write it\n  fix: remove it")
+      elif not path.is_file() and path.stat():
         raise UserError(not_regular(path))
 
 

@@ -341,6 +341,19 @@ def test_a_file_that_is_no_regular_file_is_refused_and_not_read(tmp_path, name, 
     resume_state.read(tmp_path / "run", tmp_path / "run" / "checkpoints")
 
 
+def test_a_directory_with_the_name_of_a_file_is_refused(tmp_path):
+  (tmp_path / "run" / "goodput.json").mkdir(parents=True)  # a statistic: it does not end a run
+  with RunDirectory(tmp_path, "run"):
+    pass
+  for name in ("newest_checkpoint.json", "metrics.jsonl", "config.yml"):
+    (tmp_path / "run" / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is a directory, not a file"), RunDirectory(tmp_path, "run"):
+      pass
+    with pytest.raises(UserError, match=f"{name} is a directory, not a file"):
+      resume_state.read(tmp_path / "run", tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / name).rmdir()
+
+
 def test_links_to_files_and_to_nowhere_are_left_alone(tmp_path):
   (tmp_path / "run").mkdir()
   (tmp_path / "rows").write_text("")
