@@ -84,4 +84,5 @@ def _hint(stem: str) -> str:
   near = nearest(stem, model_names(), count=3)
   if near:
     return f"\n  fix: did you mean {' or '.join(near)}?"
-  return f"\n  fix: choose one of {', '.join(model_names())}, or write the path of a .yml file"
+  paths = "the path of a .yml file or of a checkpoint (a directory with config.json)"
+  return f"\n  fix: choose one of {', '.join(model_names())}, or write {paths}"
