@@ -47,7 +47,7 @@ Tests = Sequence[tuple[Any, Callable[..., list[CaseResult]]]]
 FOLDER = "kernel-self-test"
 SHIPPED = Path(sys.prefix, "share", "maxtext-like", FOLDER)
 """Folder of verdicts that come with a Python environment or a container image. It is only read."""
-_AT_ONCE = 16  # kernels tested at a time: nearly all of the time is compilation, and their programs run in turns
+_AT_ONCE = 8  # kernels tested at a time: nearly all of the time is compilation, of which one takes one or two cores
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _KERNELS = Path(inspect.getfile(registry)).parents[1]
