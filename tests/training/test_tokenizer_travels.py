@@ -115,6 +115,7 @@ def test_a_prompt_that_cannot_be_sampled_ends_the_run_before_it_begins(place: Pa
   assert not (place / "runs/none").exists()
 
 
+@pytest.mark.slow  # continues the run of test_samples_change_no_bit_of_the_training
 def test_a_run_that_goes_on_writes_its_samples_again(place: Path, trained: Path):
   shutil.copytree(place / "runs/samples 0", place / "runs/again")
   shutil.rmtree(place / "runs/again/checkpoints/4")
