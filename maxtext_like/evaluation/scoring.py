@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.errors import NonFiniteError, UserError
+from maxtext_like.errors import UserError
+from maxtext_like.generation.slots import not_finite
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import on_every_device
 from maxtext_like.models.model import Model
@@ -170,10 +171,7 @@ class Scorer:
         scored = slice(len(inputs) - len(continuation), len(inputs) - 1)
         total = float(np.sum(log_probs[b, scored], dtype=np.float64)) + float(last_log_probs[b, k])
         if not (finite[b, scored].all() and finite[b, len(inputs) - 1]):
-          raise NonFiniteError(
-            f"request {index}: the logits are not finite\n"
-            "  fix: dtype=bfloat16 or dtype=float32; with float16, see the float32_* keys of the model's file"
-          )
+          raise not_finite(f"request {index}", self._decoder)
         scores[index] = Score(total, bool(greedy[b, scored].all() and best[b] == continuation[-1]))
 
 

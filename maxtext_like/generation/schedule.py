@@ -18,7 +18,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation import shapes, slots
 from maxtext_like.generation.memory import require_room
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.slots import NONE, NOT_FINITE, TOKENS_PER_CALL, Row
+from maxtext_like.generation.slots import NONE, NOT_FINITE, TOKENS_PER_CALL, Row, not_finite
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.sharding.mesh import use_mesh
@@ -380,10 +380,7 @@ class Schedule:
     sample = f", sample {answer.sample}" if request.answers > 1 else ""
     name = f"{request.name}{sample}, token {at} of the answer"
     if token == NOT_FINITE:
-      return NonFiniteError(
-        f"{name}: the logits are not finite\n"
-        "  fix: dtype=bfloat16 or dtype=float32; with float16, see the float32_* keys of the model's file"
-      )
+      return not_finite(name, self._decoder)
     return UserError(
       f"{name} is {token}: {self._decoder.cfg.lookup.why_missing(token)}, so no token can follow it\n"
       "  fix: make it end an answer (stop_ids, --stop-id), or use a checkpoint with complete tables"

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.errors import NonFiniteError
 from maxtext_like.generation.sampling import Rule, Values, draw
 from maxtext_like.layers.cache import Step, grown
 from maxtext_like.layers.decoder import Decoder
@@ -21,6 +22,15 @@ TOKENS_PER_CALL = 64
 """Largest number of tokens of each row that one decode call makes."""
 NONE, NOT_FINITE = -1, -2
 """Entries of a result instead of a token: the row made no token; its logits were not finite."""
+
+
+def not_finite(name: str, decoder: Decoder) -> NonFiniteError:
+  """Return the error about logits that are not finite; ``name`` names the token or the request."""
+  if decoder.precision.dtype == "float16":
+    fix = "dtype=bfloat16 or dtype=float32, or the float32_* keys of the model's file"
+  else:
+    fix = "use an earlier checkpoint, or other weights: maxtext-like risk prints how large the numbers of these weights become"
+  return NonFiniteError(f"{name}: the logits are not finite\n  fix: {fix}")
 
 
 @jax.tree_util.register_dataclass

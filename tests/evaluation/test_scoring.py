@@ -72,5 +72,5 @@ def test_what_it_refuses(model: Pretrained):
   with pytest.raises(UserError, match="request 0: token id 100000"):
     scorer(model.params, [([100000], [6])])
   broken = jax.tree.map(lambda x: x * np.nan, model.params)
-  with pytest.raises(NonFiniteError, match="request 0: the logits are not finite"):
+  with pytest.raises(NonFiniteError, match=r"request 0: the logits are not finite\n  fix: use an earlier checkpoint"):
     Scorer(model.model, model.decoder, max_length=37, batch_size=3)(broken, [([5], [6])])

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import jax
 import pytest
 
+import maxtext_like
 from maxtext_like.cli.main import main
 from maxtext_like.data.prefetch import Prefetch
 from maxtext_like.data.tokenization.tokenizer import BytesTokenizer
@@ -149,6 +150,7 @@ def test_a_run_that_exploded_ends_with_3_again_and_again_and_its_export_warns(wo
   assert "already at step 4 of 4; the run has failed:" in capsys.readouterr().err
   assert main(["export", str(workplace / "exploded"), "--out", str(workplace / "exported")]) == 0
   assert "the run has failed, and these weights are not usable" in capsys.readouterr().err
+  assert any("the run has failed" in note for note in maxtext_like.load(workplace / "exploded").notes)
 
 
 def main_thread_waits_for_a_batch() -> bool:
