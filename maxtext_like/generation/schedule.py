@@ -260,7 +260,10 @@ class Schedule:
     """Draw the first tokens of answers to the prompts of a prefill call."""
     first = {request: next(a.slot for a in answers if a.request == request) for request in members}
     copies = len(answers) > len(members)
-    width = self._slots if copies else max(rows, min(shapes.MIN_ROWS, self._slots))
+    # The number of rows of the product with the head can change its rounding. It depends on the job only: if prompts have
+    # several answers, a single new answer has as many rows as one that begins together with others.
+    several = any(r.answers > 1 for r in self._requests)
+    width = self._slots if several else max(rows, min(shapes.MIN_ROWS, self._slots))
     for at in range(0, len(answers), width):
       part = answers[at : at + width]
       empty = width - len(part)

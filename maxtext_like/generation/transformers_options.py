@@ -85,7 +85,8 @@ _REFUSED = {
   "pad_token_id": "prompts are not padded with a token",
   "bos_token_id": "the tokenizer decides it",
   # Other arguments of transformers' generate.
-  "generation_config": "pass its fields as keywords, as **config.to_diff_dict()",
+  "generation_config": "pass its fields as keywords; fields that are not set have the defaults of this function, "
+  "which samples from all tokens: transformers' defaults are do_sample=False, and top_k=50 with do_sample=True",
   "use_model_defaults": "options of generation_config.json are used only if they are passed",
   "custom_generate": "code of a model repository is not run",
   "assistant_model": _SPECULATIVE,

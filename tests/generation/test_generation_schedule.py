@@ -72,6 +72,21 @@ def test_answers_do_not_depend_on_other_answers_or_slots(model):
   assert run(model, requests(1), least=4) == {(1, 0): together[1, 0]}, "as many slots for a single answer"
 
 
+def test_a_first_token_is_drawn_among_as_many_rows_in_every_mix(model, monkeypatch):
+  """The rounding of the head may depend on the number of rows, so one answer has as many rows as three."""
+
+  def rows(answers: int, *begun: _Answer) -> list[int]:
+    found = []
+    monkeypatch.setattr(slots, "start", lambda *arguments, copies: found.append(len(arguments[7])) or (None, {}))
+    schedule = Schedule(*model, [replace(requests(1)[0], answers=answers)], SAMPLED, frozenset(), largest=4, least=4)
+    schedule.state = None  # pyright: ignore[reportAttributeAccessIssue]
+    schedule._start(list(begun), [0], jnp.zeros(()), 2)
+    return found
+
+  assert rows(4, _Answer(0, 0, 0), _Answer(0, 1, 1), _Answer(0, 2, 2)) == rows(4, _Answer(0, 3, 0)) == [4]
+  assert rows(1, _Answer(0, 0, 0)) == [2]
+
+
 def test_an_answer_that_is_canceled_ends(model):
   whole = run(model, requests(0, 1, 2, 3), turn=2)
   found = run(model, requests(0, 1, 2, 3), turn=2, cancel=(1, 0))
