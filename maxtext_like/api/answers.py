@@ -164,6 +164,7 @@ def texts_of(
   turn: int,
   numbers: Sequence[int] | None = None,
   least_slots: int = 1,
+  least_tokens: int = 1,
   continues: bool = False,
   on_clamped: Callable[[int], None] | None = None,
 ) -> "tuple[list[Prompt], Texts]":
@@ -176,7 +177,7 @@ def texts_of(
     options: ``GenerateOptions``, options of transformers, or other keywords, which are an error.
     turn: tokens of each answer between two pieces of text.
     numbers: numbers of the prompts, which their draws depend on; None: 0, 1, 2, ...
-    least_slots: smallest number of slots, as in ``generation.texts.Options``.
+    least_slots, least_tokens: smallest number of slots and capacity of the caches, as in ``generation.texts.Options``.
     continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
     on_clamped: called with numbers of values that float16 clamped.
 
@@ -228,6 +229,7 @@ def texts_of(
     numbers=None if numbers is None else tuple(numbers),
     logprobs=bool(given.get("logprobs", False)),
     least_slots=least_slots,
+    least_tokens=least_tokens,
     int8_cache=bool(given.get("int8_cache", False)),
     continues=continues,
     turn=turn,

@@ -103,9 +103,10 @@ def generate_file(
       return JobProgress(prompts=len(listed), done=earlier, earlier=earlier, tokens=0, seconds=0.0)
     if file.done:
       own = options if seeds is None else {**options, "seeds": [seeds[i] for i in left]}
-      # As many slots as at the beginning of the job, so that the answers are the same.
-      slots = slots_for(len(listed) * texts.options.answers, texts.options.slots)
-      some, texts = texts_of(model, generate, [listed[i] for i in left], own, numbers=left, least_slots=slots, **how)
+      # As many slots, and caches as large, as at the beginning of the job, so that the answers are the same.
+      how["least_slots"] = slots_for(len(listed) * texts.options.answers, texts.options.slots)
+      how["least_tokens"] = max(len(request.tokens) + request.limit for request in texts.requests)
+      some, texts = texts_of(model, generate, [listed[i] for i in left], own, numbers=left, **how)
     params = model.decoding_params  # read before the clock starts
     begin = time.monotonic()
     progress = lambda: JobProgress(

@@ -72,7 +72,7 @@ def prompt_key(job: str, text: str, request: Request) -> str:
   return key_of(job, text, {name: value for name, value in _plain(request).items() if name != "name"})
 
 
-_NOT_DECISIVE = ("slots", "least_slots", "turn", "continues", "seeds", "numbers")
+_NOT_DECISIVE = ("slots", "least_slots", "least_tokens", "turn", "continues", "seeds", "numbers")
 """Options that do not change the answers (how many are generated at a time, and what happens if one fails), and those that are
 part of each request (its seed and number)."""
 
@@ -93,6 +93,10 @@ class BatchFile:
 
   def __init__(self, path: Path, keys: Sequence[str]):
     self._path, self._keys = path, keys
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be read again
+      raise UserError(
+        f"{path}: not a regular file\n  why: the job reads its answers to continue\n  fix: choose another --output"
+      )
     try:
       self._file = open(path, "a+b")  # noqa: SIM115 (closed by __exit__)
     except OSError as error:

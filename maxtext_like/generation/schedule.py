@@ -1,7 +1,8 @@
 """Continuous batching: prompts wait for slots, and an answer that has ended makes room for the next prompt.
 
 Answers do not depend on the order of prompts or on the other prompts, except with matmul_dtype=float8, where all rows of a
-product share a scale. With another number of slots, products may be rounded in another way.
+product share a scale. Products may be rounded in another way with another number of slots, or another capacity of the caches,
+which follows from the longest prompt with its answer.
 """
 
 import collections
@@ -110,6 +111,7 @@ class Schedule:
     stop: tokens that end an answer.
     largest: largest number of slots, a power of two.
     least: smallest number of slots, even if there are fewer answers.
+    least_tokens: the caches have room for a prompt with its answer of at least this many tokens, even if all are shorter.
     turn: tokens of each answer between two reads of the host, at most ``TOKENS_PER_CALL``.
     logprobs: report log-probabilities.
     int8_cache: store keys and values in 8 bits.
@@ -128,6 +130,7 @@ class Schedule:
     *,
     largest: int,
     least: int = 1,
+    least_tokens: int = 1,
     turn: int = TOKENS_PER_CALL,
     logprobs: bool = False,
     int8_cache: bool = False,
@@ -151,7 +154,7 @@ class Schedule:
     here = first.sharding.addressable_devices if isinstance(first, jax.Array) else ()
     self._device = min(here, key=lambda device: device.id, default=None)
     self._slots = max(least, shapes.slots_for(sum(r.answers for r in requests), largest))
-    self._longest = max(len(r.tokens) + r.limit for r in requests)
+    self._longest = max(least_tokens, *(len(r.tokens) + r.limit for r in requests))
     self._waiting = collections.deque((i, sample) for i, r in enumerate(requests) for sample in range(r.answers))
     self._free = list(range(self._slots))[::-1]
     self._answers: dict[int, _Answer] = {}

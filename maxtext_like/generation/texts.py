@@ -34,6 +34,8 @@ class Options:
     slots: largest number of answers that are generated at the same time, a power of two.
     least_slots: smallest number of slots, even if there are fewer answers; with another number, products may be rounded in
       another way.
+    least_tokens: the caches have room for a prompt with its answer of at least this many tokens. With another capacity, sums
+      over the cache may be rounded in another way.
     int8_cache: store keys and values in 8 bits.
     continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
     turn: tokens of each answer between two pieces; at most ``STREAMED_TURN`` with stop strings.
@@ -49,6 +51,7 @@ class Options:
   logprobs: bool = False
   slots: int = SLOTS
   least_slots: int = 1
+  least_tokens: int = 1
   int8_cache: bool = False
   continues: bool = False
   turn: int = TOKENS_PER_CALL
@@ -200,6 +203,7 @@ class Texts:
       options.stop,
       largest=options.slots,
       least=options.least_slots,
+      least_tokens=options.least_tokens,
       turn=turn,
       logprobs=options.logprobs,
       int8_cache=options.int8_cache,

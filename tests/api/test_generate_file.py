@@ -143,10 +143,11 @@ def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, t
   prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
   prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n\n" for prompt in PROMPTS))
   model = load(folder, "dtype=float32")
-  listed = read_prompts(prompts)
+  listed, capacities = read_prompts(prompts), []
 
   def run(self: Schedule) -> Iterator[list[Piece]]:
     """Answers "a" and "hello there", and fails for the others."""
+    capacities.append(self._longest)
     for i, request in enumerate(self._requests):
       answer = _Answer(i, 0, i)
       self._answers[i] = answer
@@ -161,6 +162,7 @@ def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, t
       generate_file(model, listed, output, max_tokens=3)
     assert any(line in str(raised.value) for line in lines)
     assert sorted(json.loads(line)["index"] for line in output.read_text().splitlines()) == [1, 2]
+  assert capacities == [12 + 3] * 2, "the second job has caches as large as the first, without the longest prompt"
   # Without the first line, the fourth one is the only one that remains and fails.
   for call in (model.generate, lambda *given, **how: list(model.stream(*given, **how))):
     with pytest.raises(NonFiniteError, match=f"{prompts}:7, token 1"):

@@ -41,6 +41,9 @@ def test_lines_of_another_job_are_refused(line: str, tmp_path: Path):
   with pytest.raises(UserError, match=r"answers.jsonl:1: .*(\n.*)*another --output"):
     BatchFile(path, KEYS)
   assert path.read_text() == line + "\n"
+  for place in (tmp_path, Path(os.devnull)):
+    with pytest.raises(UserError, match="not a regular file"):
+      BatchFile(place, KEYS)
   # A set has another order in each process.
   assert key_of({"x", "y", "z"}) == key_of(["x", "y", "z"])
   with pytest.raises(TypeError, match="cannot be a part of a key"):
