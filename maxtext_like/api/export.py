@@ -165,10 +165,10 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
 
 def _warn_if_failed(step: Path, stored: "Manifest") -> None:
   """Log a warning if the run that saved the step has failed."""
-  from maxtext_like.training.loop.divergence import reasons_of
+  from maxtext_like.training.loop.divergence import failed_note
 
-  if reasons := reasons_of(stored):
-    _log.warning("%s: the run has failed, and these weights are not usable: %s", step, "; ".join(reasons))
+  for note in failed_note(stored):
+    _log.warning("%s: %s", step, note)
 
 
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:

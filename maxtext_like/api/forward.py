@@ -167,9 +167,11 @@ def _open_step(step: Path, given: list[str], *, gradients: bool) -> "tuple[Loade
   from maxtext_like.checkpoint.adapters.inference_weights import with_storage
   from maxtext_like.checkpoint.store import manifest
   from maxtext_like.checkpoint.store.stored_config import load_stored
+  from maxtext_like.training.loop.divergence import failed_note
 
   try:
-    loaded = load_stored(manifest.read(step).config, str(step), given, inference=True)
+    stored = manifest.read(step)
+    loaded = load_stored(stored.config, str(step), given, inference=True)
   except manifest.DamageError as error:
     raise UserError(f"{step}: not a complete checkpoint: {error}", fix=manifest.ANOTHER) from None
   model, line = with_storage(_model(loaded), step, chosen=gradients or is_chosen(loaded, "adapter.base_weights"))
@@ -177,6 +179,7 @@ def _open_step(step: Path, given: list[str], *, gradients: bool) -> "tuple[Loade
   # A merge in another dtype than that of the weights has its own note.
   widened = exact and model.base is None and loaded.config.precision.weight_dtype != "float32"
   notes = (line,) if line and not widened else ()
+  notes += failed_note(stored)
   return loaded, StepWeights(_decoder(loaded), model, step, exact=exact, notes=notes)
 
 

@@ -259,7 +259,7 @@ def load(
   from maxtext_like.data.tokenization.tokenizer import AUTO, load_tokenizer
   from maxtext_like.models.model import make_model
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
-  from maxtext_like.training.loop.divergence import reasons_of
+  from maxtext_like.training.loop.divergence import failed_note
   from maxtext_like.training.run.resolve_tokenizer import fingerprint_of, of_step
 
   given, place = words(overrides, keys, load), place_of(directory, "checkpoint")
@@ -268,7 +268,7 @@ def load(
       f"{place}: no such directory{hub.advice(str(place))}",
       fix=hub.fix(str(place)),
     )
-  trained, unusable, failed = None, None, []
+  trained, unusable, failed = None, None, ()
   if (place / "config.json").is_file():
     loaded, files = _hugging_face(place, given, images), place
     there = any((place / f"tokenizer.{kind}").is_file() for kind in ("json", "model"))
@@ -281,7 +281,7 @@ def load(
         fix="pass a run, one of its checkpoints/N, or a directory with config.json and safetensors",
       )
     loaded, stored = _ours(step, given), manifest.read(step)
-    files, failed = manifest.home(step, stored) / sidecar_files.FOLDER, reasons_of(stored)
+    files, failed = manifest.home(step, stored) / sidecar_files.FOLDER, failed_note(stored)
     if images and not loaded.config.vision.use_multimodal:
       raise UserError(
         f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)",
@@ -296,9 +296,7 @@ def load(
     if loaded.config.data.tokenizer != AUTO:
       raise
     unusable = error  # a run on token ids needs no tokenizer, and its weights can be used without one
-  notes = loaded.notes
-  if failed:
-    notes = (*notes, f"the run has failed, and these weights are not usable: {'; '.join(failed)}")
+  notes = (*loaded.notes, *failed)
   if tokenizer is not None and trained is not None and trained != tokenizer.fingerprint:
     notes = (*notes, f"the model was trained with another tokenizer: {trained}, not {tokenizer.fingerprint}")
   use_compilation_cache(loaded.config.logging.compilation_cache_dir)

@@ -38,7 +38,13 @@ _log = logging.getLogger(__name__)
 _TOLD_ROUNDING = 0.05  # warn if rounding changes more than this share of the adapter's update
 
 
-def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str], None] | None = None) -> Any:
+def read_weights(
+  directory: Path | Place,
+  model: Model,
+  *,
+  starts: Callable[[str], None] | None = None,
+  opened: Callable[[manifest.Manifest], object] | None = None,
+) -> Any:
   """Reads the parameters in ``directory``; each device reads its own part. Rows are added if ``model`` has a larger vocabulary.
 
   Args:
@@ -47,13 +53,14 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
     model: the model that gets the parameters.
     starts: for a run that starts training with them. It is called with a line for each key that differs from the checkpoint's,
       and for a part that the checkpoint lacks, which is then initialized from the run's seed. None refuses such a part.
+    opened: called with the manifest of the step, if the checkpoint is one of a run.
 
   Raises:
     UserError: there is no checkpoint, or it is of another model.
     NonFiniteError: a weight is not finite.
   """
   if (smaller := with_stored_vocabulary(directory, model)) is not None:
-    return with_added_rows(read_weights(directory, smaller, starts=starts), model, directory)
+    return with_added_rows(read_weights(directory, smaller, starts=starts, opened=opened), model, directory)
   params = model.abstract_params
   # A Hugging Face checkpoint.
   if is_hugging_face(directory):
@@ -81,6 +88,8 @@ def read_weights(directory: Path | Place, model: Model, *, starts: Callable[[str
     step = local_step(step)  # single layers are read from it
   step = readable_step(step)
   stored = _manifest(step)
+  if opened is not None:
+    opened(stored)
   comparison = compared(stored.config, manifest.record(model.config), subset=True)
   if adapter_step.holds_adapter_alone(stored):
     if model.base is not None:

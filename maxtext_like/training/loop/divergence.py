@@ -224,6 +224,12 @@ def reasons_of(stored: Manifest) -> list[str]:
   return History.from_json(stored.extra.get(EXTRA)).reasons(stored.step)
 
 
+def failed_note(stored: Manifest) -> tuple[str, ...]:
+  """Return a remark about a checkpoint whose weights are not usable; empty if they are usable."""
+  reasons = reasons_of(stored)
+  return (f"the run has failed, and these weights are not usable: {'; '.join(reasons)}",) if reasons else ()
+
+
 def failed_run(what: str, reasons: list[str], config: Config, *other: str) -> NonFiniteError:
   """Return the error that ends a run whose weights are not usable.
 

@@ -151,6 +151,8 @@ def test_a_run_that_exploded_ends_with_3_again_and_again_and_its_export_warns(wo
   assert main(["export", str(workplace / "exploded"), "--out", str(workplace / "exported")]) == 0
   assert "the run has failed, and these weights are not usable" in capsys.readouterr().err
   assert any("the run has failed" in note for note in maxtext_like.load(workplace / "exploded").notes)
+  assert train(workplace, "after", f"init_from={workplace / 'exploded'}", "steps=1") in (0, 3)
+  assert f"warning {workplace / 'exploded'}: the run has failed" in capsys.readouterr().out
 
 
 def main_thread_waits_for_a_batch() -> bool:
