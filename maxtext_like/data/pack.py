@@ -278,17 +278,21 @@ class Packer:
           return True
       self._without_tokens += 1
       if self._without_tokens >= self._epoch_length:
-        raise UserError(
-          f"no tokens in any of the {self._epoch_length} documents: {len(self._bad)} are bad, the others are empty or shorter "
-          "than two tokens (data.dataset_path, data.text_field)"
-          + (
-            f", {self._tally['unlearned']} have nothing to learn in their first {self._length} tokens"
-            if self._keep_whole
-            else ""
-          )
-          + (f", {self._tally['excluded']} are marked as not to be learned" if self._tally.get("excluded") else "")
-          + ("\n  fix: a larger max_target_length, or train_on=all" if self._keep_whole and self._tally["unlearned"] else "")
-        )
+        raise self._no_tokens()
+
+  def _no_tokens(self) -> UserError:
+    """Returns the error about documents without a token to learn, with the number of documents for each reason."""
+    unlearned, excluded = self._tally.get("unlearned", 0), self._tally.get("excluded", 0)
+    reasons = (
+      (len(self._bad), "are bad"),
+      (self._tally["empty"], "are empty or shorter than two tokens (data.dataset_path, data.text_field)"),
+      (unlearned, f"have nothing to learn in their first {self._length} tokens"),
+      (excluded, "are marked as not to be learned"),
+    )
+    fixes = ["a larger max_target_length, or train_on=all"] if unlearned else []
+    fixes += ["dataset_path=FILES with records that no field excludes (label, weight, train, ...)"] if excluded else []
+    counted = ", ".join(f"{number:,} {reason}" for number, reason in reasons if number)
+    return UserError(f"no tokens in any of the {self._epoch_length:,} documents: {counted}", fix="; or ".join(fixes))
 
   def _next_sample(self) -> bool:
     """Takes the next sample of the document. Returns False after the last. Samples with nothing to learn are counted and left
