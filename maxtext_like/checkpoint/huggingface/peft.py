@@ -8,6 +8,8 @@ stored completely, under their names in the model: here the vision tower, its pr
 embedding and head are one array, peft trains them as one only with ``ensure_weight_tying``, otherwise as separate copies.
 """
 
+import functools
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -40,6 +42,14 @@ _UNSUPPORTED = (
   *("kasa_config", "layer_replication", "monteclora_config", "use_bdlora", "use_qalora"),
 )
 """Settings of peft with which an adapter is more than a low-rank update of weights."""
+_KNOWN = {*_UNSUPPORTED} | set(
+  "alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules "
+  "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config "
+  "megatron_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision "
+  "runtime_config target_modules target_parameters task_type use_dora use_rslora velora_config".split()
+)
+"""All settings of peft 0.21, read or without effect on a saved adapter."""
+_log = logging.getLogger(__name__)
 _OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of ``init_lora_weights`` that leave the base weights unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them."""
 _EMBEDDING, _HEAD = TABLES
@@ -278,6 +288,11 @@ def read_settings(directory: Path) -> dict[str, Any]:
   return config
 
 
+@functools.cache
+def _warn_once(message: str) -> None:
+  _log.warning("%s", message)
+
+
 def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftAdapter:
   """Reads a peft adapter.
 
@@ -288,6 +303,8 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
   for key in _UNSUPPORTED:
     if config.get(key):
       raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: use a LoRA, rsLoRA or DoRA adapter")
+  if unread := [printable(key) for key in config if key not in _KNOWN and config[key] not in (None, False, [], {})]:
+    _warn_once(f"{where}: not read: {', '.join(unread)}; if these settings change the adapter, the results will differ")
   begun = config.get("init_lora_weights")
   if begun not in _OF_THE_MODEL:
     raise UserError(

@@ -87,6 +87,15 @@ def test_what_peft_writes_and_is_not_here_is_refused(workplace, tmp_path, change
     _ = maxtext_like.load(workplace / "base", adapters=tmp_path / "peft").params
 
 
+def test_a_setting_that_is_not_read_is_reported_once(workplace, tmp_path, caplog):
+  maxtext_like.export_adapter(workplace / "adapter", tmp_path / "peft")
+  path = tmp_path / "peft" / peft.CONFIG
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"use_newest": True, "newer": None, "revision": "main"}))
+  for _ in range(2):
+    _ = maxtext_like.load(workplace / "base", adapters=tmp_path / "peft").params
+  assert caplog.text.count("adapter_config.json: not read: use_newest; if") == 1
+
+
 def test_what_is_no_adapter_is_refused(workplace, tmp_path):
   with pytest.raises(UserError, match=r"a (whole|complete) model\b.*\badapter"):
     maxtext_like.export_adapter(workplace / "base", tmp_path / "peft")
