@@ -1,7 +1,7 @@
 """Answers of ``generate``: their types, and how prompts and options of the API become ``generation.texts``."""
 
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -126,14 +126,24 @@ def require_options(of: Callable[..., Any], options: Mapping[str, Any]) -> None:
       if name in options:
         require_number(of, name, options[name], whole=whole)
   bias, seeds = options.get("logit_bias"), options.get("seeds")
-  if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(t, numbers.Integral) for t in bias)):
+  is_id = lambda token: isinstance(token, numbers.Integral) and not isinstance(token, bool)
+  if bias is not None and not (
+    isinstance(bias, Mapping) and all(is_id(t) and isinstance(number, numbers.Real) for t, number in bias.items())
+  ):
     raise UserError(
       f"{of.__name__}: logit_bias={bias!r:.60}: not a dict of token ids and numbers", fix="pass logit_bias={106: -2.5}"
     )
-  if seeds is not None and not all(isinstance(s, numbers.Integral) and 0 <= int(s) < 2**32 for s in seeds):
+  if seeds is not None and not (isinstance(seeds, Collection) and all(is_id(s) and 0 <= int(s) < 2**32 for s in seeds)):
     raise UserError(
       f"{of.__name__}: seeds={seeds!r:.60}: not whole numbers from 0 to {2**32 - 1}", fix="pass a list, as seeds=[1, 2]"
     )
+  for name in ("stop", "stop_strings"):
+    texts = options.get(name, ())
+    if not isinstance(texts, Collection) or not all(isinstance(text, str) for text in texts):
+      raise UserError(f"{of.__name__}: {name}={texts!r:.60}: not a text or a list of texts", fix=f"pass {name}=['a', 'b']")
+  for name in ("logprobs", "int8_cache"):
+    if not isinstance(value := options.get(name, False), bool | int) or value not in (False, True):
+      raise UserError(f"{of.__name__}: {name}={value!r:.60}: not a bool", fix=f"pass {name}=True or {name}=False")
 
 
 def translated_options(of: Callable[..., Any], options: Mapping[str, Any], keys: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
@@ -148,6 +158,11 @@ def translated_options(of: Callable[..., Any], options: Mapping[str, Any], keys:
 
   found, others = translated(keys)
   options, found = ({n: v for n, v in of.items() if v is not None or n == "eos_token_id"} for of in (options, found))
+  if "temperature" in options and not keys.get("do_sample", True):
+    raise UserError(
+      f"{of.__name__}: temperature={options['temperature']!r:.60} has no effect with do_sample={keys['do_sample']}\n"
+      "  why: answers are greedy\n  fix: remove one of the two"
+    )
   if twice := [name for name in found if name in options]:
     raise UserError(
       f"{of.__name__}: {twice[0]}: set twice, the second time by its name in transformers\n  fix: remove one of the two"

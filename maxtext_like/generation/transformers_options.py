@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -134,7 +135,7 @@ def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
       if value is not None:
         options[_RENAMED[name]] = value
     elif name == "suppress_tokens":
-      bias |= dict.fromkeys(value or (), float("-inf"))
+      bias |= dict.fromkeys(_ids(name, () if value is None else value), float("-inf"))
     elif name == "sequence_bias":
       for token, number in _single_tokens(value).items():
         bias[token] = bias.get(token, 0.0) + number  # both apply, as in transformers
@@ -192,15 +193,32 @@ def _changes_nothing(name: str, value: Any) -> bool:
   return isinstance(value, list | tuple | dict) and not value
 
 
+def _ids(name: str, value: Any) -> list[int]:
+  """Return token ids as a list. Raises UserError if the value is not a list of whole numbers."""
+  listed = list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [None]
+  found = [int(token) for token in listed if isinstance(token, numbers.Integral) and not isinstance(token, bool)]
+  if len(found) != len(listed):
+    raise UserError(
+      f"generate: {name}: {value!r:.60} is not a list of token ids", fix=f"pass {name} with lists of ids, as [106]"
+    )
+  return found
+
+
 def _single_tokens(bias: Any) -> dict[int, float]:
   """Return ``sequence_bias`` as biases of tokens. Raises UserError if a sequence has several tokens."""
-  pairs = bias.items() if isinstance(bias, dict) else bias or ()
+  given = bias.items() if isinstance(bias, dict) else () if bias is None else bias
+  pairs = list(given) if isinstance(given, Iterable) else [given]
+  if not all(isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[1], numbers.Real) for pair in pairs):
+    raise UserError(
+      f"generate: sequence_bias={bias!r:.60}: not pairs of a list of token ids and a number", fix="pass logit_bias={106: -2.5}"
+    )
   found = {}
-  for sequence, number in pairs:
+  for tokens, number in pairs:
+    sequence = _ids("sequence_bias", tokens)
     if len(sequence) != 1:
       raise UserError(
         f"generate: sequence_bias has the sequence {list(sequence)!r:.60}\n  why: only single tokens can have a bias\n"
         "  fix: logit_bias={token: number}"
       )
-    found[int(sequence[0])] = float(number)
+    found[sequence[0]] = float(number)
   return found

@@ -74,11 +74,12 @@ def test_answers_do_not_depend_on_other_answers_or_slots(model):
 
 def test_a_first_token_is_drawn_among_as_many_rows_in_every_mix(model, monkeypatch):
   """The rounding of the head may depend on the number of rows, so one answer has as many rows as three."""
+  decoder, params = model
 
   def rows(answers: int, *begun: _Answer) -> list[int]:
     found = []
     monkeypatch.setattr(slots, "start", lambda *arguments, copies: found.append(len(arguments[7])) or (None, {}))
-    schedule = Schedule(*model, [replace(requests(1)[0], answers=answers)], SAMPLED, frozenset(), largest=4, least=4)
+    schedule = Schedule(decoder, params, [replace(requests(1)[0], answers=answers)], SAMPLED, frozenset(), largest=4, least=4)
     schedule.state = None  # pyright: ignore[reportAttributeAccessIssue]
     schedule._start(list(begun), [0], jnp.zeros(()), 2)
     return found

@@ -3,7 +3,7 @@
 import pytest
 
 from maxtext_like import generate
-from maxtext_like.api.answers import translated_options
+from maxtext_like.api.answers import require_options, translated_options
 from maxtext_like.config.overrides import is_key
 from maxtext_like.errors import UserError
 from maxtext_like.generation.transformers_options import NAMES, ending_tokens, translated, typed
@@ -52,8 +52,31 @@ def test_an_option_that_is_none_has_its_default():
     ({"sequence_bias": {(4, 5): 2.0}}, "only single tokens"),
     ({"use_mtp": True}, "speculative decoding"),
     ({"stopping_criteria": [len]}, "stop_strings"),
+    ({"suppress_tokens": 3}, "suppress_tokens: 3 is not a list of token ids"),
+    ({"suppress_tokens": [1.5]}, "not a list of token ids"),
+    ({"sequence_bias": 5}, "not pairs of a list of token ids and a number"),
+    ({"sequence_bias": [[4, 2.0]]}, "sequence_bias: 4 is not a list of token ids"),
+    ({"sequence_bias": {(4,): "x"}}, "not pairs"),
   ],
 )
 def test_options_that_would_change_the_result(given, match):
   with pytest.raises(UserError, match=match):
     translated(given)
+
+
+@pytest.mark.parametrize(
+  "given",
+  [
+    {"stop_strings": 5}, {"stop_strings": ["a", 5]}, {"stop": 5}, {"seeds": 5}, {"seeds": [True]}, {"logprobs": "yes"},
+    {"int8_cache": 2}, {"logit_bias": {5: "x"}}, {"logit_bias": {True: 1.0}}, {"logit_bias": [5]},
+  ],
+)  # fmt: skip
+def test_options_of_another_type(given):
+  """Also those of a command line, as stop_strings=5."""
+  with pytest.raises(UserError, match=rf"^generate: {next(iter(given))}=.*: not (a|whole) "):
+    require_options(generate, given)
+
+
+def test_a_temperature_of_greedy_answers():
+  with pytest.raises(UserError, match=r"temperature=0.7 has no effect with do_sample=False"):
+    translated_options(generate, {"temperature": 0.7}, {"do_sample": False})
