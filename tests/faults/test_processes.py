@@ -161,7 +161,7 @@ def test_an_error_of_the_first_alone_is_told_by_all(train):
   (train.output_dir / "a" / "samples.jsonl").mkdir(parents=True)
   both = Ranks(train, "a")
   assert both.codes() == [2, 2], both.texts()
-  assert all("samples.jsonl: Is a directory" in text for text in both.texts())
+  assert all("samples.jsonl is a directory" in text for text in both.texts())
 
 
 @pytest.mark.slow
