@@ -128,6 +128,7 @@ def require_room(
   device: Any,
   mesh: Mesh | None = None,
   params: Any = None,
+  penalties: bool = False,
 ) -> None:
   """Raise DoesNotFitError if the caches of ``slots`` answers do not fit the free memory of a device.
 
@@ -141,6 +142,7 @@ def require_room(
       processes of a run decide by the smallest free memory, so that all of them continue or none.
     mesh: the devices that share the caches; None: one device.
     params: the weights, for advice to quantize them; None: no such advice.
+    penalties: the tokens of each answer are counted.
   """
   own = None if device is None else _free(device)
   # Two alternating names, because this runs on a thread (see ``processes.everyone``).
@@ -153,7 +155,9 @@ def require_room(
   def needed(slots: int, int8: bool) -> float:
     # While caches grow, half of the final size is still in use by the previous ones.
     caches = cache_bytes(decoder, slots, capacity, int8=int8, mesh=mesh)
-    return caches * (1.5 if grows else 1) + work_bytes(decoder, slots, capacity)
+    # A bool and an int32 for each token of the vocabulary.
+    counts = 5 * slots * decoder.cfg.embedding.vocab_size if penalties else 0
+    return caches * (1.5 if grows else 1) + counts + work_bytes(decoder, slots, capacity)
 
   if (wanted := needed(slots, int8)) <= free:
     return

@@ -177,7 +177,7 @@ class Schedule:
     """
     first = [len(self._requests[i].tokens) for i, _ in list(self._waiting)[: self._slots]]
     self._capacity = shapes.first_capacity(first, self._longest)
-    current = jax.sharding.get_abstract_mesh()
+    current, penalties = jax.sharding.get_abstract_mesh(), self._rule.penalties
     require_room(
       self._decoder,
       self._slots,
@@ -187,8 +187,8 @@ class Schedule:
       device=self._device,
       mesh=self._mesh or (None if current.empty else current),
       params=self._params,
+      penalties=penalties,
     )
-    penalties = self._rule.penalties
     with self._on_mesh():
       self.state = slots.empty_state(
         self._decoder, self._slots, self._capacity, apart=self._apart, int8=self._int8, penalties=penalties

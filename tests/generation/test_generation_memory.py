@@ -63,6 +63,11 @@ def test_what_does_not_fit_names_what_does(monkeypatch):
   limits = {"longest": longest, "grows": True, "int8": False}
   require_room(model, slots, **limits, device=device(needed))
   require_room(model, slots, **limits, device=None)
+  # Penalties count tokens of each slot, in arrays of the size of the vocabulary.
+  counts = 5 * slots * model.cfg.embedding.vocab_size
+  require_room(model, slots, **limits, device=device(needed + counts), penalties=True)
+  with pytest.raises(DoesNotFitError, match="slots=32"):
+    require_room(model, slots, **limits, device=device(needed + counts - 2), penalties=True)
   with pytest.raises(
     DoesNotFitError, match=r"64 answers of up to 4,096 tokens.*\n.*slots=32 .*, or int8_cache=True .*max_tokens"
   ):
