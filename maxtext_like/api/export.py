@@ -165,9 +165,9 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
 
 def _warn_if_failed(step: Path, stored: "Manifest") -> None:
   """Log a warning if the run that saved the step has failed."""
-  from maxtext_like.training.loop.divergence import failed_note
+  from maxtext_like.training.loop.divergence import failed_notes
 
-  for note in failed_note(stored):
+  for note in failed_notes(stored):
     _log.warning("%s: %s", step, note)
 
 

@@ -167,7 +167,7 @@ def _open_step(step: Path, given: list[str], *, gradients: bool) -> "tuple[Loade
   from maxtext_like.checkpoint.adapters.inference_weights import with_storage
   from maxtext_like.checkpoint.store import manifest
   from maxtext_like.checkpoint.store.stored_config import load_stored
-  from maxtext_like.training.loop.divergence import failed_note
+  from maxtext_like.training.loop.divergence import failed_notes
 
   try:
     stored = manifest.read(step)
@@ -179,7 +179,7 @@ def _open_step(step: Path, given: list[str], *, gradients: bool) -> "tuple[Loade
   # A merge in another dtype than that of the weights has its own note.
   widened = exact and model.base is None and loaded.config.precision.weight_dtype != "float32"
   notes = (line,) if line and not widened else ()
-  notes += failed_note(stored)
+  notes += failed_notes(stored)
   return loaded, StepWeights(_decoder(loaded), model, step, exact=exact, notes=notes)
 
 

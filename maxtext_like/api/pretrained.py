@@ -259,7 +259,7 @@ def load(
   from maxtext_like.data.tokenization.tokenizer import AUTO, load_tokenizer
   from maxtext_like.models.model import make_model
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
-  from maxtext_like.training.loop.divergence import failed_note
+  from maxtext_like.training.loop.divergence import failed_notes
   from maxtext_like.training.run.resolve_tokenizer import fingerprint_of, of_step
 
   given, place = words(overrides, keys, load), place_of(directory, "checkpoint")
@@ -281,7 +281,7 @@ def load(
         fix="pass a run, one of its checkpoints/N, or a directory with config.json and safetensors",
       )
     loaded, stored = _ours(step, given), manifest.read(step)
-    files, failed = manifest.home(step, stored) / sidecar_files.FOLDER, failed_note(stored)
+    files, failed = manifest.home(step, stored) / sidecar_files.FOLDER, failed_notes(stored)
     if images and not loaded.config.vision.use_multimodal:
       raise UserError(
         f"{place}: images: the model has no vision tower (it was trained with use_multimodal=false)",

@@ -224,8 +224,8 @@ def reasons_of(stored: Manifest) -> list[str]:
   return History.from_json(stored.extra.get(EXTRA)).reasons(stored.step)
 
 
-def failed_note(stored: Manifest) -> tuple[str, ...]:
-  """Return a remark about a checkpoint whose weights are not usable; empty if they are usable."""
+def failed_notes(stored: Manifest) -> tuple[str, ...]:
+  """Return a remark if the run of a checkpoint has failed, so that its weights are not usable; empty if it has not."""
   reasons = reasons_of(stored)
   return (f"the run has failed, and these weights are not usable: {'; '.join(reasons)}",) if reasons else ()
 

@@ -24,7 +24,7 @@ from maxtext_like.models.initial_values import saturation
 from maxtext_like.sharding import processes
 from maxtext_like.training.loop.best import EXTRA as BEST
 from maxtext_like.training.loop.best import Best
-from maxtext_like.training.loop.divergence import Divergence, failed_note
+from maxtext_like.training.loop.divergence import Divergence, failed_notes
 from maxtext_like.training.loop.goodput import Goodput
 from maxtext_like.training.loop.progress import Progress, duration
 from maxtext_like.training.loop.resume_diff import changes
@@ -98,7 +98,7 @@ def prepare(
       if restored is not None and program.adapter is not None:
         below, base = base_weights(program, restored)
       if source is not None:
-        opened = lambda stored: [say(f"warning {source}: {note}") for note in failed_note(stored)]
+        opened = lambda stored: [say(f"warning {source}: {note}") for note in failed_notes(stored)]
         params = read_weights(located(source), program.model, starts=say, opened=opened)
       if program.adapter is not None and params is not None:
         base = _below(program, params)
