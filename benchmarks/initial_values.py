@@ -2,13 +2,13 @@
 
   python benchmarks/initial_values.py                                        four deep, narrow models on a CPU
   python benchmarks/initial_values.py --only gemma4-31b gemma4-26b --devices 4   one GPU per run, four runs at a time
-  python benchmarks/initial_values.py --only qwen3 --rates 1e-3 3e-3 1e-2    compare learning rates
+  python benchmarks/initial_values.py --only qwen3 --schemes depth_scaled --rates 1e-3 3e-3 --warmups 0.1 0.3
 
 Each run is a process: 300 steps on the same text. The narrow models have the layer pattern, the head sizes and the norms
-of a released model, 36 layers and a width of 64, so that they show what depth does. The table has a row for each model, scheme
-and learning rate: the gradient norm of step 1 (largest of the seeds), the loss at some steps (mean of the seeds) and the mean
-loss of the last 20 steps (mean, lowest and highest of the seeds). ``--json FILE`` keeps every curve, ``--read FILE`` takes kept
-curves in place of training, ``--svg FILE`` draws the curves.
+of a released model, 36 layers and a width of 64, so that they show what depth does. The table has a row for each model,
+scheme, learning rate and warm-up: the gradient norm of step 1 (largest of the seeds), the loss at some steps (mean of the
+seeds) and the mean loss of the last 20 steps (mean, lowest and highest of the seeds). ``--json FILE`` keeps every curve,
+``--read FILE`` takes kept curves in place of training, ``--svg FILE`` draws the curves.
 """
 
 import argparse
@@ -38,10 +38,9 @@ MODELS = {
   "gemma3": ["gemma3-27b", *NARROW, *GEMMA],
   "deepseek3.2": ["deepseek3.2-671b", *NARROW, *LATENT, *EXPERTS],
   "qwen3": ["qwen3-8b", *NARROW, "num_kv_heads=2", "mlp_dim=192"],
-  "gemma4-31b": ["gemma4-31b", *ONE_GPU],
-  "gemma4-26b": ["gemma4-26b", *ONE_GPU],
+  **{name: [name, *ONE_GPU] for name in ("gemma4-31b", "gemma4-26b", "gemma4-e2b", "gemma3-4b", "qwen3-8b", "qwen3-0.6b")},
 }
-"""Words of ``train`` for each model: the first four fit a CPU, the last two a GPU with 80 GB."""
+"""Words of ``train`` for each model: the first four fit a CPU, the others a GPU with 80 GB."""
 
 SCHEMES = ("depth_scaled", "maxtext")
 STEPS = (1, 2, 5, 10, 20, 60, 100, 200)
@@ -54,6 +53,7 @@ class Run(NamedTuple):
   scheme: str
   rate: float
   seed: int
+  warmup: float = 0.1
 
 
 class Curve(NamedTuple):
@@ -69,6 +69,7 @@ def trained(run: Run, words: list[str], device: int | None) -> Curve | str:
     own = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
     given = [
       f"learning_rate={run.rate}",
+      f"warmup_steps_fraction={run.warmup}",
       f"seed={run.seed}",
       f"init_scheme={run.scheme}",
       f"output_dir={folder}",
@@ -83,17 +84,25 @@ def trained(run: Run, words: list[str], device: int | None) -> Curve | str:
 
 
 def table(curves: dict[Run, Curve]) -> list[str]:
-  """Lines of a Markdown table: a row for each model, scheme and learning rate."""
-  groups: dict[tuple[str, str, float], list[Curve]] = {}
+  """Lines of a Markdown table: a row for each model, scheme, learning rate and warm-up."""
+  groups: dict[tuple[str, str, float, float], list[Curve]] = {}
   for run, curve in curves.items():
-    groups.setdefault((run.model, run.scheme, run.rate), []).append(curve)
-  head = ["model", "init_scheme", "learning rate", "seeds", "gradient norm, step 1", *(f"loss, step {s}" for s in STEPS), "end"]
+    groups.setdefault((run.model, run.scheme, run.rate, run.warmup), []).append(curve)
+  head = ["model", "init_scheme", "learning rate", "warm-up", "seeds", "gradient norm, step 1"]
+  head += [*(f"loss, step {s}" for s in STEPS), "end"]
   lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-  for (model, scheme, rate), found in groups.items():
+  for (model, scheme, rate, warmup), found in groups.items():
     length = min(len(curve.loss) for curve in found)
     loss = np.array([curve.loss[:length] for curve in found])
     ends = loss[:, -20:].mean(axis=1)
-    cells = [model, scheme, f"{rate:g}", str(len(found)), f"{max(curve.gradient_norm[0] for curve in found):.3g}"]
+    cells = [
+      model,
+      scheme,
+      f"{rate:g}",
+      f"{warmup:.0%}",
+      str(len(found)),
+      f"{max(curve.gradient_norm[0] for curve in found):.3g}",
+    ]
     cells += [f"{loss[:, step - 1].mean():.2f}" if step <= length else "" for step in STEPS]
     cells.append(f"{ends.mean():.3f} ({ends.min():.3f} to {ends.max():.3f})")
     lines.append(f"| {' | '.join(cells)} |")
@@ -140,6 +149,7 @@ def main() -> int:
   parser.add_argument("--only", nargs="+", choices=MODELS, default=["gemma4", "gemma3", "deepseek3.2", "qwen3"])
   parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
   parser.add_argument("--rates", nargs="+", type=float, default=None, help="learning rates (3e-3; with a GPU's models 3e-4)")
+  parser.add_argument("--warmups", nargs="+", type=float, default=[0.1], help="shares of the steps with a rising rate (0.1)")
   parser.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each (3)")
   parser.add_argument("--devices", type=int, default=0, help="number of GPUs, one run on each at a time (0: no GPU is chosen)")
   parser.add_argument("--json", type=Path, metavar="FILE", help="write every curve here")
@@ -148,17 +158,20 @@ def main() -> int:
   options = parser.parse_intermixed_args()
   if options.read:
     kept = [dict(row) for row in json.loads(options.read.read_text())]
-    curves = {Run(*(row[name] for name in Run._fields)): Curve(row["loss"], row["gradient_norm"]) for row in kept}
+    curves = {
+      Run(**{name: row[name] for name in Run._fields if name in row}): Curve(row["loss"], row["gradient_norm"]) for row in kept
+    }
     return report(curves, options.svg)
   free: queue.Queue[int | None] = queue.Queue()
   for device in range(options.devices) if options.devices else [None]:
     free.put(device)
   runs = [
-    Run(model, scheme, rate, seed)
+    Run(model, scheme, rate, seed, warmup)
     for model in options.only
     for seed in range(options.seeds)
     for scheme in options.schemes
     for rate in options.rates or [3e-4 if "gpu/one_h200.yml" in MODELS[model] else 3e-3]
+    for warmup in options.warmups
   ]
 
   def one(run: Run) -> Curve | str:

@@ -26,9 +26,11 @@ def with_scheme(scheme: Scheme, cfg: DecoderConfig, layers: tuple[Block, ...]) -
         head_dim ** -0.5, so norms of 1 give scores of standard deviation 16 to 23 and a nearly one-hot softmax.
       - The residual stream starts with mean square 1. Gemma multiplies its embedding by sqrt(D). An untied table has initial
       standard deviation 1. A tied table without that factor (Qwen3 0.6B) is the output head too and keeps D ** -0.5.
-      - If the stream starts with mean square 1, each of the n branches that are added to it is multiplied by n ** -0.5: in the
-      norm after the branch if there is one (depth-scaled sandwich norm, Yin et al. 2025, arXiv 2504.07866), otherwise in the
-      output projection (Radford et al. 2019, section 2.3). All branches together then add as much as the embedding.
+      - If the stream starts with mean square 1, each of the n branches that are added to it is multiplied by n ** -0.5, so that
+      all branches together add as much as the embedding. A norm after the branch has the factor (depth-scaled sandwich norm,
+      Yin et al. 2025, arXiv 2504.07866). Without one, the output projection (as in Radford et al. 2019, section 2.3) and the
+      matrix of the values, or the up projection, have n ** -0.25 each. The outputs are the same as with n ** -0.5 in the output
+      projection alone, and the gradient of that projection, which is most of the model's gradient, is multiplied by n ** -0.25.
 
       Gemma then starts by predicting its input token: half of the stream is the token's own row of the table, which is the head
       too. The first loss is above log(V), 21.9 for the 31B, and below that of ``maxtext`` after 5 steps. A final norm of
@@ -53,7 +55,7 @@ def _scaled(block: Any, gain: float) -> Any:
   """A layer's configuration with scores of standard deviation 1 and branches multiplied by ``gain``."""
   mixer = replace(block.mixer, query_gain=1 / block.mixer.score_stddev)
   if not block.sandwich:
-    return replace(block, mixer=replace(mixer, output_gain=gain), ffn=replace(block.ffn, output_gain=gain))
+    return replace(block, mixer=replace(mixer, branch_gain=gain), ffn=replace(block.ffn, branch_gain=gain))
   per_layer = block.per_layer
   if per_layer is not None:
     per_layer = replace(per_layer, norm=replace(per_layer.norm, initial_scale=gain))

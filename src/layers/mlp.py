@@ -70,12 +70,12 @@ def _value_and_slope(x: jax.Array, activation: Activation) -> tuple[jax.Array, j
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-  """Sizes D and F, the activation of the gate, and a factor on the initial values of the output projection."""
+  """Sizes D and F, the activation of the gate, and ``branch_gain``: a factor on the initial size of the output."""
 
   emb_dim: int
   mlp_dim: int
   activation: Activation = "gelu"
-  output_gain: float = 1.0
+  branch_gain: float = 1.0
 
   def layer(self, precision: Precision) -> "MLP":
     """Return the layer with this configuration."""
@@ -97,10 +97,11 @@ class MLP:
 
   def params(self) -> dict:
     D, F, dtype = self.cfg.emb_dim, self.cfg.mlp_dim, self.precision.weight_dtype
+    scaled = fan_in(0, gain=self.cfg.branch_gain**0.5)
     return {
       "gate": Param((D, F), ("embed", "mlp"), dtype),
-      "up": Param((D, F), ("embed", "mlp"), dtype),
-      "down": Param((F, D), ("mlp", "embed"), dtype, fan_in(0, gain=self.cfg.output_gain)),
+      "up": Param((D, F), ("embed", "mlp"), dtype, scaled),
+      "down": Param((F, D), ("mlp", "embed"), dtype, scaled),
     }
 
   def standalone(self, p: dict, x_BTD: jax.Array) -> jax.Array:

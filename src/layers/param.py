@@ -37,17 +37,23 @@ class FanIn:
   """Normal numbers truncated at 2 standard deviations, with variance gain ** 2 / (product of the sizes of ``axes``).
 
   ``axes`` are the axes that a product with this array sums over. Inputs of variance 1 then give a product with standard
-  deviation ``gain`` (LeCun et al. 1998).
+  deviation ``gain`` (LeCun et al. 1998). ``parts`` divides the last axis: each (size, factor)
+  multiplies the next ``size`` entries by ``factor``. The sizes add up to the axis.
   """
 
   axes: tuple[int, ...]
   gain: float = 1.0
+  parts: tuple[tuple[int, float], ...] = ()
 
   def __call__(self, bits: jax.Array) -> jax.Array:
     """Return float32 numbers in the shape of the uint32 bits, which is the shape of one row."""
     size = math.prod(bits.shape[a] for a in self.axes)
     # A standard normal distribution truncated at 2 has the standard deviation 0.8796.
-    return jax.lax.erf_inv(_symmetric(bits, math.erf(2**0.5))) * (2**0.5 / 0.87962566103423978 * size**-0.5 * self.gain)
+    drawn = jax.lax.erf_inv(_symmetric(bits, math.erf(2**0.5))) * (2**0.5 / 0.87962566103423978 * size**-0.5 * self.gain)
+    if not self.parts:
+      return drawn
+    sizes, factors = zip(*self.parts, strict=True)
+    return drawn * np.repeat(np.asarray(factors, np.float32), sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +81,9 @@ class Constant:
 Initializer = Callable[[jax.Array], jax.Array]  # maps uint32 bits in the shape of one row to float32 numbers
 
 
-def fan_in(*axes: int, gain: float = 1.0) -> FanIn:
+def fan_in(*axes: int, gain: float = 1.0, parts: tuple[tuple[int, float], ...] = ()) -> FanIn:
   """Return ``FanIn`` for these axes."""
-  return FanIn(axes, gain)
+  return FanIn(axes, gain, parts)
 
 
 def normal(stddev: float) -> Normal:

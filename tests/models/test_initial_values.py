@@ -89,10 +89,23 @@ def test_the_branches_of_a_model_add_as_much_as_its_embedding(name: str, branche
     found += [spec["ple"]["norm"]["scale"].init.value] if block.cfg.per_layer else []
     assert len(found) == branches // len(decoder.layers)
   else:
+    # Both matrices of a branch have the same factor.
     parts = spec["moe"] if block.cfg.ffn.experts else {"experts": spec["mlp"]}
-    found = [spec["attention"]["o"].init.gain, *(part["down"].init.gain for part in parts.values() if "down" in part)]
+    pairs = [(part["up"].init.gain, part["down"].init.gain) for part in parts.values() if "down" in part]
+    attention = spec["attention"]
+    values = attention["kv_b"].init.parts[-1][1] if "kv_b" in attention else attention["v"].init.gain
+    pairs.append((values, attention["o"].init.gain))
+    assert all(first == second for first, second in pairs)
+    found = [first * second for first, second in pairs]
     assert decoder.cfg.embedding.initial_stddev == 1
   assert found == pytest.approx([expected] * len(found))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("qwen3-tiny", (0.25, 0.25)), ("gemma4-tiny", (1, 1 / 16))])
+def test_a_norm_of_values_leaves_the_whole_factor_to_the_output_projection(name: str, parts: tuple[float, float]):
+  mixer: Any = decoder_of(name).layers[0].mixer
+  spec = dataclasses.replace(mixer.cfg, branch_gain=1 / 16).layer(mixer.precision).params()
+  assert (spec["v"].init.gain, spec["o"].init.gain) == parts
 
 
 def test_a_tied_table_that_is_not_scaled_stays_the_output_head():

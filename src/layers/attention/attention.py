@@ -35,7 +35,7 @@ class AttentionConfig:
     value_norm: v is normed in the same way, without a parameter (Gemma 4).
     value_is_key: v is the raw k projection, before norm and rotation (Gemma 4 "k_eq_v").
     qkv_bias, o_bias: biases on q, k and v, and on the output.
-    query_gain, output_gain: factors on the initial values of queries and of the output projection.
+    query_gain, branch_gain: factors on the initial size of queries and of the output (``models/initial_values.py``).
     shares_kv_as: name under which later layers reuse the keys and values of this layer; None: no other layer uses them.
     reuses_kv_of: name of the keys and values of an earlier layer that this layer reuses; it projects only q and the output.
       None: it projects its own keys and values.
@@ -61,7 +61,7 @@ class AttentionConfig:
   qkv_bias: bool = False
   o_bias: bool = False
   query_gain: float = 1.0
-  output_gain: float = 1.0
+  branch_gain: float = 1.0
   shares_kv_as: str | None = None
   reuses_kv_of: str | None = None
   bidirectional_images: bool = False
@@ -127,7 +127,12 @@ class Attention:
       if not c.value_is_key:
         heads["v"] = (K, "kv_heads")
     spec: dict = {name: Param((D, count, H), ("embed", axis, "head_dim"), dtype) for name, (count, axis) in heads.items()}
-    spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain))
+    # The initial size of the branch: in equal parts in values, unless a norm follows them, and in the output projection.
+    gain = c.branch_gain
+    if "v" in heads and not c.value_norm:
+      gain = c.branch_gain**0.5
+      spec["v"] = replace(spec["v"], init=fan_in(0, gain=gain))
+    spec["o"] = Param((N, H, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=gain))
     # Norms of q and k, and the initial scale of the queries.
     if c.norm:
       spec |= {f"{name}_norm": RMSNorm(c.norm, self.precision).params() for name in heads if name != "v"}

@@ -49,7 +49,7 @@ class MLAConfig:
     nope_dim, rope_dim, value_dim: Q, P and V.
     rope: the table of the rotary part.
     bias: biases on q_a, kv_a and o.
-    query_gain, output_gain: factors on the initial values of queries and of the output projection.
+    query_gain, branch_gain: factors on the initial size of queries and of the output (``models/initial_values.py``).
     indexer: settings of the indexer for sparse attention; None: dense attention.
     indexer_sparse: attend to the selected keys only. False is the dense warm-up, in which the indexer is trained to predict
       attention but does not select keys.
@@ -70,7 +70,7 @@ class MLAConfig:
   rope: RopeConfig
   bias: bool = False
   query_gain: float = 1.0
-  output_gain: float = 1.0
+  branch_gain: float = 1.0
   indexer: IndexerConfig | None = None
   indexer_sparse: bool = True
   indexer_loss_weight: float = 0.0
@@ -124,12 +124,13 @@ class MLA:
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     D, N, R, C, Q, P, V = c.emb_dim, c.num_heads, c.q_lora_rank, c.kv_lora_rank, c.nope_dim, c.rope_dim, c.value_dim
+    half = c.branch_gain**0.5  # the initial size of the branch is in equal parts in values and output
     # Keys and values, the output, then queries: in two steps if there is a query latent, else in one.
     spec = {
       "kv_a": Param((D, C + P), ("embed", "kv_lora"), dtype),
       "kv_a_norm": self._latent_norm(C).params(),
-      "kv_b": Param((C, N, Q + V), ("kv_lora", "heads", "head_dim"), dtype),
-      "o": Param((N, V, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=c.output_gain)),
+      "kv_b": Param((C, N, Q + V), ("kv_lora", "heads", "head_dim"), dtype, fan_in(0, parts=((Q, 1.0), (V, half)))),
+      "o": Param((N, V, D), ("heads", "head_dim", "embed"), dtype, fan_in(0, 1, gain=half)),
     }
     # With q_lora_rank the queries go through a latent too.
     if R:

@@ -44,7 +44,7 @@ class MoEConfig:
     selection_bias: the sigmoid router adds a bias to the scores when it chooses experts.
     shared_experts: number of experts that every token passes, computed as one MLP with this many times F.
     losses: auxiliary losses of the router.
-    output_gain: factor on the initial values of every expert's output projection.
+    branch_gain: factor on the initial size of every expert's output (``models/initial_values.py``).
   """
 
   emb_dim: int
@@ -62,7 +62,7 @@ class MoEConfig:
   selection_bias: bool = True
   shared_experts: int = 0
   losses: RouterLosses = RouterLosses()
-  output_gain: float = 1.0
+  branch_gain: float = 1.0
 
   def __post_init__(self):
     if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -219,10 +219,11 @@ class Experts:
   def params(self) -> dict:
     c, dtype = self.cfg, self.precision.weight_dtype
     D, E, F = c.emb_dim, c.num_experts, c.mlp_dim
+    scaled = fan_in(1, gain=c.branch_gain**0.5)
     return {
       "gate": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
-      "up": Param((E, D, F), ("expert", "embed", "mlp"), dtype, fan_in(1)),
-      "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, fan_in(1, gain=c.output_gain)),
+      "up": Param((E, D, F), ("expert", "embed", "mlp"), dtype, scaled),
+      "down": Param((E, F, D), ("expert", "mlp", "embed"), dtype, scaled),
     }
 
   @jax.named_scope("experts")
@@ -354,7 +355,7 @@ class MoE:
     c = self.cfg
     # The shared experts are one MLP, as wide as all of them together.
     width = c.mlp_dim * c.shared_experts
-    cfg = MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation, output_gain=c.output_gain)
+    cfg = MLPConfig(emb_dim=c.emb_dim, mlp_dim=width, activation=c.activation, branch_gain=c.branch_gain)
     return MLP(cfg, self.precision)
 
   def params(self) -> dict:
