@@ -35,6 +35,9 @@ from maxtext_like.training.step.initial_state import base_weights, with_given_ad
 from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import State
 
+RANDOM_WEIGHTS_RATE = 1e-4
+"""Rates from here on are usual for random weights. Fine-tuning of all weights with AdamW usually has 1e-6 to 5e-5."""
+
 
 @dataclass
 class Start:
@@ -131,8 +134,19 @@ def prepare(
     note = saturation(program.model.decoder.layers, program.config.training.max_target_length)
     if note is not None:
       progress.say(f"warning {note}")
+  elif restored is None and (note := high_rate(program.config)):
+    progress.say(f"note    {note}")
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, check, step, state, base)
+
+
+def high_rate(config: Config) -> str | None:
+  """Return a note if all of the loaded weights are trained at a rate that is usual for random ones; else None."""
+  training, rate = config.training, config.training.learning_rate
+  some = config.adapter.trained or training.trainable_parameters_mask or config.model.trained_part
+  if some or rate < RANDOM_WEIGHTS_RATE:
+    return None
+  return f"learning_rate={rate:g} is usual for random weights; for trained ones, recipes/full.yml has 1e-5"
 
 
 def _require_counted_from(program: TrainProgram, data: DataSource, restored: Restored) -> None:
