@@ -36,7 +36,7 @@ from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import State
 
 RANDOM_WEIGHTS_RATE = 1e-4
-"""Rates from here on are usual for random weights. Fine-tuning of all weights with AdamW usually has 1e-6 to 5e-5."""
+"""The lowest rate that gets a note if all loaded weights are trained. Fine-tuning with AdamW usually has 1e-6 to 5e-5."""
 
 
 @dataclass
@@ -134,17 +134,17 @@ def prepare(
     note = saturation(program.model.decoder.layers, program.config.training.max_target_length)
     if note is not None:
       progress.say(f"warning {note}")
-  elif restored is None and (note := high_rate(program.config)):
+  elif restored is None and (note := high_rate_note(program.config)):
     progress.say(f"note    {note}")
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, check, step, state, base)
 
 
-def high_rate(config: Config) -> str | None:
+def high_rate_note(config: Config) -> str | None:
   """Return a note if all of the loaded weights are trained at a rate that is usual for random ones; else None."""
   training, rate = config.training, config.training.learning_rate
-  some = config.adapter.trained or training.trainable_parameters_mask or config.model.trained_part
-  if some or rate < RANDOM_WEIGHTS_RATE:
+  partly = config.adapter.trained or training.trainable_parameters_mask or config.model.trained_part
+  if partly or rate < RANDOM_WEIGHTS_RATE:
     return None
   return f"learning_rate={rate:g} is usual for random weights; for trained ones, recipes/full.yml has 1e-5"
 

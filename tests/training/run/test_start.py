@@ -3,7 +3,7 @@
 import pytest
 
 from maxtext_like.config.load import load_config
-from maxtext_like.training.run.start import high_rate
+from maxtext_like.training.run.start import high_rate_note
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from maxtext_like.training.run.start import high_rate
   ],
 )
 def test_a_rate_for_random_weights_is_noted_if_all_loaded_weights_are_trained(model, words, noted):
-  note = high_rate(load_config(model, ["init_from=x", *words]).config)
+  note = high_rate_note(load_config(model, ["init_from=x", *words]).config)
   assert (note is not None) == noted
   if note is not None:
     assert "recipes/full.yml" in note
