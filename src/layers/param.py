@@ -158,41 +158,59 @@ def init(
   params = [p for _, p in leaves]
   small = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and _row_size(p) <= SMALL_ROW]
   shared = dict(zip(small, _bits_together(key, [(codes[i], params[i]) for i in small]), strict=True))
-  # Convert bits to numbers, leaf by leaf. Large leaves draw their bits here.
+  # Large leaves draw their own bits, but the keys of their rows come from one program too.
+  large = [i for i, p in enumerate(params) if not isinstance(p.init, Constant) and i not in shared]
+  keys = dict(zip(large, _row_keys(key, [(codes[i], params[i]) for i in large]), strict=True))
+  # Convert bits to numbers, leaf by leaf.
   arrays = []
-  for i, ((path, p), code) in enumerate(zip(leaves, codes, strict=True)):
+  for i, ((path, _), p) in enumerate(zip(leaves, params, strict=True)):
     if isinstance(p.init, Constant):
       arrays.append(jnp.full(p.shape, p.init.value, p.dtype))
       continue
     if (kept := store(path, p)) is not None:
-      arrays.append(_stored(kept, p, jax.random.fold_in(key, code), shared.get(i)))
+      arrays.append(_stored(kept, p, keys.get(i), shared.get(i)))
       continue
-    bits = shared[i] if i in shared else _bits_alone(jax.random.fold_in(key, code), p)
+    bits = shared[i] if i in shared else _bits_alone(keys[i], p)
     make = p.init if p.rows is None else jax.vmap(p.init)
     arrays.append(make(bits).astype(p.dtype))
   return jax.tree_util.tree_unflatten(tree, [box(p, x) for p, x in zip(params, arrays, strict=True)])
 
 
-def _stored(kept: Store, p: Param, key: jax.Array, bits: jax.Array | None) -> Any:
-  """Draw the rows of a leaf, or use its bits if they are drawn already, and apply ``kept`` to each row."""
+def _stored(kept: Store, p: Param, keys: jax.Array | None, bits: jax.Array | None) -> Any:
+  """Draw the rows of a leaf by their keys, or use its bits if they are drawn already, and apply ``kept`` to each row."""
   make = lambda bits: kept(p.init(bits).astype(p.dtype))
-  if p.rows is None:
-    return make(jax.random.bits(key, p.shape) if bits is None else bits)
   if bits is not None:
-    return jax.lax.map(make, bits)
-  return jax.lax.map(lambda row: make(jax.random.bits(jax.random.fold_in(key, row), p.shape[1:])), jnp.arange(p.rows))
+    return make(bits) if p.rows is None else jax.lax.map(make, bits)
+  if p.rows is None:
+    return make(_bits_alone(keys, p))
+  return jax.lax.map(lambda key: make(jax.random.bits(key, p.shape[1:])), keys)
 
 
 def _row_size(p: Param) -> int:
   return math.prod(p.shape if p.rows is None else p.shape[1:])
 
 
-def _bits_alone(key: jax.Array, p: Param) -> jax.Array:
-  """Draw uint32 bits in the shape of one leaf. Each row of a stack has its own key."""
+def _row_keys(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.Array]:
+  """Return for each leaf, passed as (code, Param), its key, or the keys of its rows for a stack.
+
+  Deriving a key takes 200 operations. If each leaf did so, a large part of the program would consist of them. The barrier
+  prevents XLA from compiling them into the kernel of every leaf."""
+  fold = jax.vmap(jax.random.fold_in)
+  counts = [p.rows or 1 for _, p in leaves]
+  codes = np.repeat(np.array([code for code, _ in leaves], np.uint32), counts)
+  own = fold(jnp.broadcast_to(key, len(codes)), codes)
+  # The key of a leaf outside the stacks is not folded with a row.
+  rows = fold(own, np.concatenate([np.arange(n, dtype=np.uint32) for n in counts] or [np.zeros(0, np.uint32)]))
+  own, rows = jax.lax.optimization_barrier((own, rows))
+  begins = np.cumsum([0, *counts])
+  return [own[a] if p.rows is None else rows[a : a + n] for (_, p), a, n in zip(leaves, begins.tolist(), counts, strict=False)]
+
+
+def _bits_alone(keys: jax.Array, p: Param) -> jax.Array:
+  """Draw uint32 bits in the shape of one leaf from its key, or from the keys of its rows."""
   if p.rows is None:
-    return jax.random.bits(key, p.shape)
-  keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(p.rows))
-  return jax.vmap(lambda k: jax.random.bits(k, p.shape[1:]))(keys)
+    return jax.random.bits(keys, p.shape)
+  return jax.vmap(lambda key: jax.random.bits(key, p.shape[1:]))(keys)
 
 
 def _bits_together(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.Array]:

@@ -5,7 +5,6 @@ Rounding up or down at random, with probabilities that make the mean exact, keep
 al. 2020 for bfloat16 training).
 
 With independent random bits in each step, weights perform a random walk around that average: after n steps about sqrt(n / 6)
-With independent random bits in each step, weights perform a random walk around that average: after n steps about sqrt(n / 6)
 spacings, however small the updates, so a decaying learning rate does not end closer to the optimum. Here the bits of each
 number are drawn once and advance each step by the golden ratio of their range (Weyl 1916). They are uniform within a step and
 over any series of steps. The error for constant updates is then at most one or two spacings, even after a thousand steps. For
@@ -53,21 +52,34 @@ class StochasticRounding:
       begin: number of elements before the first one, if the arrays are pieces of larger arrays outside the stacks.
     """
     # The bits of this step: those of the parameter, advanced by the golden ratio.
-    key, turn = jax.random.key(self.seed), jnp.asarray(step, jnp.uint32) * _GOLDEN
+    turn = jnp.asarray(step, jnp.uint32) * _GOLDEN
+    leaves, structure = jax.tree_util.tree_flatten_with_path(exact)
+    before = structure.flatten_up_to(like)
+    # The keys are derived together, because threefry is 200 operations even for a single key. The barrier prevents XLA from
+    # compiling them into the kernel of every leaf.
+    codes = np.array([zlib.crc32(jax.tree_util.keystr(path).encode()) for path, _ in leaves], np.uint32)
+    keys = jax.vmap(_fold_in, (None, 0))(jax.random.key_data(jax.random.key(self.seed)), codes)
+    if row is not None:
+      keys = jax.vmap(_fold_in, (0, None))(keys, row)
+    keys = jax.lax.optimization_barrier(keys)
 
-    def rounded(path, x, p):
+    def rounded(i, path, x, p):
       if p.dtype == jnp.float32:
         return x
       # A leaf outside the stacks has one key, a row of a stack its own.
-      own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-      if row is None and not path_keys(path)[0].startswith("stack_"):
-        return stochastic_round(x, p.dtype, random_bits(own, x.shape, begin) + turn)
+      if row is not None or not path_keys(path)[0].startswith("stack_"):
+        return stochastic_round(x, p.dtype, random_bits(keys[i], x.shape, begin) + turn)
       # A row has the same bits whether the stack is rounded at once or row by row.
-      shape = x.shape if row is not None else x.shape[1:]
-      bits = lambda row: random_bits(jax.random.fold_in(own, row), shape) + turn
-      return stochastic_round(x, p.dtype, bits(row) if row is not None else jax.vmap(bits)(jnp.arange(len(x))))
+      bits = jax.vmap(lambda row: random_bits(_fold_in(keys[i], row), x.shape[1:]) + turn)
+      return stochastic_round(x, p.dtype, bits(jnp.arange(len(x))))
 
-    return jax.tree_util.tree_map_with_path(rounded, exact, like)
+    made = [rounded(i, path, x, p) for i, ((path, x), p) in enumerate(zip(leaves, before, strict=True))]
+    return structure.unflatten(made)
+
+
+def _fold_in(key: jax.Array, number: Any) -> jax.Array:
+  """``jax.random.fold_in`` for key data."""
+  return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
 
 
 def random_bits(key: jax.Array, shape: tuple[int, ...], begin: jax.Array | int = 0) -> jax.Array:
@@ -77,12 +89,12 @@ def random_bits(key: jax.Array, shape: tuple[int, ...], begin: jax.Array | int =
   only needs uniform bits that are independent between neighboring elements. Beyond 2**32 elements the bits repeat.
 
   Args:
-    key: threefry key, the default of ``jax.random.key``.
+    key: data of a threefry key, uint32 [2].
     shape: shape of the result.
     begin: position of its first element.
   """
   # The linear position of each element.
-  first, second = jax.random.key_data(key)
+  first, second = key
   place = jnp.full(shape, begin, jnp.uint32)
   for axis in range(len(shape)):
     stride = jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)

@@ -161,7 +161,7 @@ def test_random_bits_are_even_and_tell_nothing_of_each_other():
 
   The standard deviation of such a share is 1/512; 32 bits in six comparisons stay within 4.5 of them.
   """
-  keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(3)]
+  keys = [jax.random.key_data(jax.random.fold_in(jax.random.key(0), i)) for i in range(3)]
   first, second, other = (np.asarray(random_bits(key, (128, 512))) for key in keys)
   bits = lambda x: (x[..., None] >> np.arange(32, dtype=np.uint32)) & 1
   shares = [bits(first).mean((0, 1))]

@@ -24,12 +24,14 @@ def row_tiles(sizes: jax.Array, rows: int, counts: tuple[int, ...]) -> tuple[jax
   # Number of tiles of each group: complete ones, and one for the rest.
   ends = jnp.cumsum(sizes)
   whole, rest = sizes // R, sizes % R
-  last = jnp.searchsorted(able, rest)  # the smallest tile that holds the remaining rows
+  # The smallest tile that holds the remaining rows. Comparing with all entries of so short a list takes one small kernel; a
+  # binary search is a loop of several.
+  last = jnp.searchsorted(able, rest, method="compare_all")
   number = whole + (rest > 0)
   behind = jnp.cumsum(number)
   # Find the group of each visit, and the index of the tile in the group.
   visit = jnp.arange(rows // R + sizes.shape[0])
-  group = jnp.minimum(jnp.searchsorted(behind, visit, side="right"), sizes.shape[0] - 1)
+  group = jnp.minimum(jnp.searchsorted(behind, visit, side="right", method="compare_all"), sizes.shape[0] - 1)
   within = visit - (behind - number)[group]
   # The last tile ends with its group, so it may start before the end of the previous tile.
   size, is_whole = sizes[group], within < whole[group]
