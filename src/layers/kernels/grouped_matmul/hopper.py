@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.kernels.mosaic_gpu import mosaic
 from maxtext_like.layers.partition import vary, varying_axes
 
 BLOCKS = 132
@@ -18,13 +19,6 @@ CHUNK = 64
 """Columns of a result that are written at once."""
 REGISTERS, FEW_REGISTERS = 232, 40
 """Registers per thread of multiplying and copying warpgroups. 2 * 232 + 40 for 128 threads each fill a multiprocessor."""
-
-
-def mosaic() -> Any:
-  """Import Pallas for NVIDIA GPUs on use: it takes half a second, and choosing between kernels does not need it."""
-  from jax.experimental.pallas import mosaic_gpu
-
-  return mosaic_gpu
 
 
 def persistent(body, name: str, out: jax.ShapeDtypeStruct, interpret: Any, **scratch: Any) -> Any:

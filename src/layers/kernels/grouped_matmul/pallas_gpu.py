@@ -33,7 +33,6 @@ from maxtext_like.layers.kernels.grouped_matmul.hopper import (
   REGISTERS,
   Tiles,
   in_turn,
-  mosaic,
   other_way,
   pad,
   pass_by,
@@ -43,6 +42,7 @@ from maxtext_like.layers.kernels.grouped_matmul.hopper import (
 )
 from maxtext_like.layers.kernels.grouped_matmul.registry import Case, GroupedKernel
 from maxtext_like.layers.kernels.grouped_matmul.row_tiles import row_tiles
+from maxtext_like.layers.kernels.mosaic_gpu import mosaic
 from maxtext_like.layers.partition import vary_alike
 
 _ROWS = "gpu_rows_by_group"

@@ -20,7 +20,6 @@ from maxtext_like.layers.kernels.grouped_matmul.hopper import (
   REGISTERS,
   Tiles,
   in_turn,
-  mosaic,
   other_way,
   pad,
   pass_by,
@@ -28,6 +27,7 @@ from maxtext_like.layers.kernels.grouped_matmul.hopper import (
   swizzled,
   varying_as,
 )
+from maxtext_like.layers.kernels.mosaic_gpu import mosaic
 
 NAME = "gpu_weights_by_group"
 """Name of the kernel in a program."""

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext_like.layers.kernels.mosaic_gpu import mosaic
 from maxtext_like.layers.kernels.norm.registry import THREADS
 
 _KERNEL = "norm_gradients"
@@ -28,16 +29,9 @@ _AHEAD = 6144
 """Rows up to this size leave registers for loading the next row."""
 
 
-def _mosaic() -> Any:
-  """Import Pallas for NVIDIA GPUs on use: it takes half a second, and choosing between kernels does not need it."""
-  from jax.experimental.pallas import mosaic_gpu
-
-  return mosaic_gpu
-
-
 def _read(row: Any) -> jax.Array:
   """Load a row [D] from device memory. Each thread gets several groups of neighboring elements."""
-  plgpu = _mosaic()
+  plgpu = mosaic()
   dim = row.shape[0]
   layout = plgpu.Layout.WG_STRIDED((dim,), vec_size=math.gcd(dim // THREADS, 8))
   return plgpu.load(row, layout=layout, optimized=False)
@@ -70,7 +64,7 @@ def gradients(
   Returns:
     [R, D] in the dtype of x, and float32 [D].
   """
-  plgpu = _mosaic()
+  plgpu = mosaic()
   R, D = x_RD.shape
   programs, ahead = min(R, _BLOCKS * (3 if D <= _NARROW else 2)), D <= _AHEAD
   # Optional arguments of the kernel.

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
 
-plgpu: Any = mosaic_gpu
-"""Pallas for GPUs, typed as Any because its types changed in JAX 0.11."""
+from maxtext_like.layers.kernels.mosaic_gpu import mosaic
+
+plgpu = mosaic()
 
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 """Layout of a 16-bit tile in shared memory that tensor cores can read."""

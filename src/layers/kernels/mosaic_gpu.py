@@ -1,0 +1,37 @@
+"""Pallas for NVIDIA GPUs, imported on use: it takes half a second, and choosing between kernels does not need it."""
+
+import functools
+from typing import Any
+
+import jax
+
+
+@functools.cache
+def mosaic() -> Any:
+  """Return ``jax.experimental.pallas.mosaic_gpu``, typed as Any because its types changed in JAX 0.11."""
+  from jax.experimental.pallas import mosaic_gpu
+
+  if (0, 11) <= jax.__version_info__ < (0, 12):
+    _leave_out_numbers()
+  return mosaic_gpu
+
+
+def _leave_out_numbers() -> None:
+  """Keep JAX 0.11 from writing into each kernel how many kernels the process lowered before.
+
+  The first start on a machine lowers the self-tests before the train step. The second start has their verdicts, so its numbers
+  would differ, it would not find the step in the compilation cache, and would compile it again."""
+  from jax.experimental.mosaic.gpu import dialect
+
+  name_for_dumps = getattr(dialect, "get_or_set_dump_options", None)
+  if name_for_dumps is None:
+    return
+
+  def without_number(module: Any) -> Any:
+    options = name_for_dumps(module)
+    # Files that JAX writes on request (MOSAIC_GPU_DUMP_TO) need different names.
+    if not options.dump_path:
+      del module.operation.attributes["mosaic_gpu.dump_basename"]
+    return options
+
+  dialect.get_or_set_dump_options = without_number
