@@ -1,7 +1,8 @@
-"""For all tests, before anything imports JAX: compiled without the optimization of LLVM, which takes most of a test's time.
+"""Settings of all tests. They must be made before anything imports JAX.
 
-XLA's own passes (fusion, layouts, what is rounded where) are those of every run; on JAX 0.10 fusions become code through its
-older emitter. The first command of the README, the benchmarks and the device tables run as a user's do.
+Programs are compiled without LLVM's optimizations, which take most of a test's time. XLA's own passes (fusion, layouts, places
+of rounding) are those of every run, except that JAX 0.10 generates code for fusions with its older emitter. The first command of
+the README and the benchmarks compile as a user's run does.
 """
 
 import functools
@@ -19,27 +20,27 @@ import pytest
 from hypothesis import settings
 
 FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-if version("jaxlib").startswith("0.10."):  # a half of the compile time; newer ones have not got it
+if version("jaxlib").startswith("0.10."):  # halves the compile time; later versions do not have this flag
   FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 
-# Threads of XLA's CPU backend, which by itself has one a core. In Pallas' interpreter the warpgroups of a kernel wait for each
-# other inside calls of the host, three of them: on two cores the third would get no thread.
+# Threads of XLA's CPU backend; the default is one per core. In Pallas' interpreter the three warpgroups of a kernel wait for
+# each other in calls of the host, so two threads would wait forever.
 os.environ.setdefault("NPROC", "3")
 
-# NumPy's products are small here: its other threads would only wait for work, which takes a core from the other worker.
+# NumPy's products are small here. More threads would wait for work and take a core from the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# As a verb has it (cli/main.py): of what tracing leaves, next to nothing is garbage, and it is a million objects to look at.
+# As in cli/main.py: tracing leaves a million objects, of which nearly none is garbage, so collecting often is a waste of time.
 gc.set_threshold(50_000, 20, 100)
 
-# How long an example takes is the machine's affair, and says nothing of the code.
+# The time of an example depends on the machine, so it is not checked.
 settings.register_profile("maxtext_like", deadline=None)
 settings.load_profile("maxtext_like")
 
-# Under nohup or setsid a hangup is ignored, and the programs that tests start would take that over.
+# Under nohup or setsid SIGHUP is ignored, and the programs that tests start would inherit this.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 HERE = Path(__file__).parent
@@ -53,7 +54,7 @@ LONGEST = [
     "docs/test_python_page", "examples/test_notebooks",
   )
 ]  # fmt: skip
-"""Files with minutes of slow tests. They come first: one that began last would keep one worker, and the other idle."""
+"""Files with minutes of slow tests. They run first: if one began last, one worker would be idle while the other runs it."""
 assert all(path.exists() for path in LONGEST)
 
 
@@ -66,10 +67,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-  """What JAX does itself since 0.11: ten programs, one behind the other in a thread, share a context of MLIR.
+  """Let ten programs that are lowered one after the other in a thread share an MLIR context, as JAX does since 0.11.
 
-  JAX 0.10 makes one for each, of 3 ms and of 1.4 MB that stay as long as the program does, and every thousand that live make
-  the next ones slower: a fifth of a worker's time. The text of a program is the same.
+  JAX 0.10 makes a context for each program, which takes 3 ms and 1.4 MB for the life of the program, and each thousand of them
+  slows down the next ones: a fifth of a worker's time. The text of a program is the same.
   """
   if "jax" not in sys.modules or not version("jax").startswith("0.10."):
     return
@@ -86,17 +87,20 @@ def pytest_collection_finish():
 
 
 MAPPINGS = Path("/proc/self/maps")
-"""Linux gives a process 65530 (vm.max_map_count). Every kernel of a compiled program takes some, and XLA dies without."""
+"""A process has at most 65530 memory mappings (vm.max_map_count). Every kernel of a compiled program takes some, and XLA
+crashes when there are none left."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-  """Behind the last test of a file: what it keeps in caches that it defines goes, and what JAX keeps where it is much.
+  """After the last test of a file, clear the caches that the file defines, and JAX's caches if they are large.
 
-  Its runs' cache of compiled programs is no longer JAX's. What a file imports stays: the emulators of stores are one a process.
+  JAX's compilation cache is also set back, because runs in the file may have set their own. Caches of imported modules are
+  kept: a process has one emulator of each kind of storage.
   """
   result = yield
-  # Threads that a test leaves behind are no reason for ``main`` to end the worker in a later test, which it would do silently.
+  # ``main`` ends the process without a message if threads were abandoned. Those of one test must not end the worker in a later
+  # one.
   if "maxtext_like.abandoned_threads" in sys.modules:
     abandoned: Any = sys.modules["maxtext_like.abandoned_threads"]
     abandoned._threads.clear()

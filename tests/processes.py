@@ -8,12 +8,12 @@ ROOT = configs_folder().parent
 
 
 def xla_flags(devices: int) -> str:
-  """For so many CPU devices; compiled as in the tests' own process (tests/conftest.py), or XLA takes twice the time."""
+  """Return flags for this number of CPU devices, with the tests' own (tests/conftest.py), which halve XLA's time."""
   return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-  """This process's, with so many CPU devices."""
+  """Return this process's environment, with this number of CPU devices."""
   return os.environ | {
     "XLA_FLAGS": xla_flags(devices),
     "JAX_PLATFORMS": "cpu",
