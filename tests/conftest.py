@@ -1,8 +1,8 @@
 """Settings of all tests. They must be made before anything imports JAX.
 
 Programs are compiled without LLVM's optimizations, which take most of a test's time. XLA's own passes (fusion, layouts, places
-of rounding) are those of every run, except that JAX 0.10 generates code for fusions with its older emitter. The first command of
-the README and the benchmarks compile as a user's run does.
+of rounding) are those of every run, except that JAX 0.10 generates code for fusions with its older emitter. The first command
+of the README and the benchmarks compile as a user's run does.
 """
 
 import functools
