@@ -1,7 +1,8 @@
-"""How often devices add numbers up in a step of two microbatches: ``python -m tests.training.accumulation "key=value ..."``.
+"""Counts the reductions between devices in a step of two microbatches:
+``python -m tests.training.accumulation "key=value ..." ...``, one argument per mesh.
 
-Prints for each mesh {"data": {times in a step: bytes}, "other": ...}: of all-reduces and reduce-scatters between devices that
-differ in their place on the axis "data", and of those between others.
+Prints {"data": {executions per step: bytes}, "other": ...} for each mesh. "data" counts all-reduces and reduce-scatters between
+devices at different positions of the mesh axis "data"; "other" counts those between devices at the same position.
 """
 
 import collections
@@ -20,11 +21,11 @@ SMALL = [
 
 
 def main(*words: str) -> dict[str, dict[int, int]]:
-  """Of a mesh of all devices of this process."""
+  """Return the counts of one mesh over all devices of this process."""
   config = load_config(SMALL[0], [*SMALL[1:], *words]).config
   program = make_program(config, mesh=make_mesh(config.mesh))
   text = program.lower_step().compile().as_text()
-  behind = program.model.mesh.size // program.model.mesh.shape["data"]  # devices of one place on the first axis, "data"
+  behind = program.model.mesh.size // program.model.mesh.shape["data"]  # devices at one position of the first axis, "data"
   found = {"data": collections.Counter(), "other": collections.Counter()}
   for op, times in read_program(text).running():
     if op.kind in ("all-reduce", "reduce-scatter") and (groups := _groups(op.text)) is not None:

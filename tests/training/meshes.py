@@ -1,8 +1,8 @@
-"""One model on many meshes: losses of three steps of plain descent and the first gradients, against those of one device.
+"""Compares one model on many meshes with one device: losses of three SGD steps, and the gradients of the first step.
 
-A script, since a process has the devices that it started with: ``python -m tests.training.meshes MODEL [MESH ...]``. Whatever
-the mesh, it starts from the same numbers and reads the same rows. What an optimizer does to each number is left out: it
-is the same on every mesh, and would have to be compiled for each.
+It is a script, because the number of devices is fixed when a process starts: ``python -m tests.training.meshes MODEL [MESH
+...]``. All meshes start from the same parameters and read the same rows. SGD is used because other optimizers update each
+number in the same way on every mesh, and their updates would have to be compiled for each mesh.
 """
 
 import gc
@@ -14,7 +14,7 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 
-gc.set_threshold(50_000, 20, 100)  # as a verb and tests/conftest.py have it: an eighth of these scripts' time
+gc.set_threshold(50_000, 20, 100)  # as in the CLI commands and tests/conftest.py; saves an eighth of the time of these scripts
 
 ROWS, LENGTH = 8, 16
 SMALL = [
@@ -29,7 +29,7 @@ ALONE = {
   "context": "ici_data=4 ici_fsdp=1 ici_context=2",
   "tensor": "ici_data=4 ici_fsdp=1 ici_tensor=2",
 }
-"""Each axis; rows are eight, so what is left is data."""
+"""One mesh per axis. Devices that the axis does not use go to the axis data."""
 
 MIXED = {
   "data-fsdp-tensor": "ici_data=2 ici_fsdp=2 ici_tensor=2",
@@ -43,21 +43,22 @@ ACCUMULATED = {
   "two-parts-data": "ici_data=4 ici_fsdp=1 ici_tensor=2",
   "two-parts-slices": "dcn_data=2 ici_fsdp=2 ici_tensor=2",
 }
-"""The same rows in two microbatches, which one device takes as one batch. The gradients of the first are added up over devices
-once a step, those of the second in each microbatch."""
+"""The same rows in two microbatches; the single device processes them as one batch. In the first mesh gradients are summed over
+devices once a step, in the second in every microbatch."""
 ONE = "ici_fsdp_parallelism=1"
 
 MESHES = ALONE | MIXED | ACCUMULATED
 
 
 def words_of(mesh: str) -> list[str]:
-  """As the command line has it."""
+  """Return the mesh's settings as words of the command line."""
   parts = [f"per_device_batch_size={ROWS / 8 / 2}", "gradient_accumulation_steps=2"] if mesh in ACCUMULATED else []
   return [*parts, *(word.replace("=", "_parallelism=") for word in MESHES[mesh].split())]
 
 
 def batch_of(program: Any) -> dict[str, np.ndarray]:
-  """Rows of two documents with padding behind some; where there are pictures, one in each row."""
+  """Return a batch whose rows have two documents; every third row ends with padding. A model with vision gets one image per
+  row."""
   rng = np.random.default_rng(0)
   arrays: dict[str, Any] = {name: np.zeros(x.shape, x.dtype) for name, x in program.abstract_batch.items()}
   tokens = rng.integers(3, 300, (ROWS, LENGTH + 1)).astype(np.int32)
@@ -79,7 +80,8 @@ def batch_of(program: Any) -> dict[str, np.ndarray]:
 
 
 def descend(model: str, words: list[str], devices: list[Any], start: Any = None) -> tuple[list[float], Any, Any]:
-  """Losses of three steps, the first gradients, and the numbers that it started from (``start``, where they are given)."""
+  """Return the losses of three steps, the gradients of the first step, and the initial parameters (``start`` if it is
+  passed)."""
   import jax
   import jax.numpy as jnp
 
@@ -92,10 +94,11 @@ def descend(model: str, words: list[str], devices: list[Any], start: Any = None)
   program = make_program(config, mesh=make_mesh(config.mesh, devices))
   if start is None:
     start = jax.device_get(jax.jit(lambda: program.initial_state(jnp.uint32(1))["params"])())
-    if ADAPTER in start:  # where B is zero A has no gradient
+    if ADAPTER in start:  # while B is zero, the gradient of A is zero
       noise = np.random.default_rng(1).standard_normal
       start[ADAPTER] = jax.tree.map(lambda x: x + 0.01 * noise(x.shape).astype(x.dtype), start[ADAPTER])
-    # Scores of normed queries that nothing divides (Gemma 4) magnify the rounding of a sum as many times as they are large.
+    # Gemma 4 does not divide the attention scores of its normalized queries. Large scores amplify rounding errors of sums, so
+    # the queries are made smaller.
     smaller = lambda path, x: x * 0.1 if "'q_norm'" in jax.tree_util.keystr(path) else x
     start = jax.tree_util.tree_map_with_path(smaller, start)
   places = jax.tree.map(lambda x: x.sharding, program.abstract_state["params"])
@@ -118,7 +121,8 @@ def descend(model: str, words: list[str], devices: list[Any], start: Any = None)
 
 
 def apart(gradients: Any, wanted: Any) -> float:
-  """Largest difference of this process's parts of the gradients from one device's, as a share of the largest of these."""
+  """Return the largest difference between this process's shards of the gradients and the gradients of one device, divided by
+  the largest gradient of the one device."""
   import jax
 
   pairs = list(zip(*map(jax.tree.leaves, (gradients, wanted)), strict=True))
@@ -129,8 +133,12 @@ def apart(gradients: Any, wanted: Any) -> float:
 
 
 def main(model: str, *words: str) -> dict[str, dict[str, Any]]:
-  """{mesh: {"losses", "one": those of one device, "gradients": largest difference from its as a share of the largest}}; words:
-  names of ``MESHES``, and key=value for all of them."""
+  """Return {mesh: {"losses", "one": losses of one device, "gradients": see ``apart``}}.
+
+  Args:
+    model: name of the model.
+    words: names in ``MESHES`` (default: all of them), and key=value settings for all meshes.
+  """
   import jax
 
   names, keys = [w for w in words if "=" not in w] or [*MESHES], [w for w in words if "=" in w]

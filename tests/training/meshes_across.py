@@ -1,6 +1,6 @@
-"""``meshes`` for one of two processes with four CPU devices each: every axis in turn has its devices in both of them.
+"""``meshes`` for two processes with four CPU devices each. Each mesh axis in turn has devices in both processes.
 
-A script that both run, with JAX_COORDINATOR_ADDRESS and the rest:
+Both processes run this script with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID:
 ``python -m tests.training.meshes_across MODEL[,key=value...][,AXIS...] ...``.
 """
 
@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 from tests.training.meshes import ONE, apart, descend, words_of
 
 OUTERMOST = {"data": "data-fsdp-tensor", "fsdp": "fsdp-context-tensor", "expert": "expert-context-tensor"}
-"""Meshes by the axis that crosses, where the devices of a process follow each other."""
+"""Meshes by the axis that crosses the processes. The devices are ordered by process."""
 INNERMOST = {"context": "fsdp-expert-context", "tensor": "fsdp-tensor"}
-"""The same, where they take turns, as on a torus those of two hosts may."""
+"""The same, with devices of the two processes in alternation. The devices of two hosts may be ordered like this on a torus."""
 ACROSS = OUTERMOST | INNERMOST
 
 
 def ended(what: str, code: int) -> NoReturn:
-  """What a Heartbeat calls when the other process is lost."""
+  """End this process. The Heartbeat calls it when the other process is lost."""
   print(what, file=sys.stderr, flush=True)
   os._exit(code or 1)
 
 
 def main(*models: str) -> dict[str, dict[str, Any]]:
-  """{model: {axis: what ``meshes.main`` has of a mesh}}."""
+  """Return {model: {axis: the result of ``meshes.main`` for its mesh}}."""
   import jax
 
   from maxtext_like.sharding import processes

@@ -1,6 +1,7 @@
-"""Layers updated in the backward pass on meshes: ``python -m tests.training.meshes_in_backward MODEL [KEY=VALUE] MESH ...``.
+"""Trains with layers updated in the backward pass on meshes:
+``python -m tests.training.meshes_in_backward MODEL [KEY=VALUE ...] MESH ...``.
 
-Prints {mesh: losses of three steps of AdamW}; "one" is a single device.
+Prints {mesh: losses of three AdamW steps}; "one" is a single device.
 """
 
 import json
@@ -34,7 +35,7 @@ def descend(model: str, words: list[str], devices: int) -> list[float]:
 
 
 def main(model: str, *words: str) -> dict[str, list[float]]:
-  """Of a model; words: names of ``MESHES``, and key=value for all of them."""
+  """Return the losses of a model by mesh. Words are names in ``MESHES``, and key=value settings for all meshes."""
   names, keys = [w for w in words if "=" not in w], [w for w in words if "=" in w]
   found = {"one": descend(model, [*keys, ONE], 1)}
   for name in names:

@@ -1,7 +1,7 @@
-"""Stored moments on many meshes: ``python -m tests.training.moments_on_meshes DIRECTORY KIND MESH ...``.
+"""Trains with stored moments on many meshes: ``python -m tests.training.moments_on_meshes DIRECTORY KIND MESH ...``.
 
-KIND is eight-bits or low-rank. Prints {mesh: {"losses" of three steps; "alike": codes or factors lie as their parameters do;
-"kept": what the mesh before it saved comes back to the bit}}; "one" is a single device.
+KIND is eight-bits or low-rank. Prints {mesh: {"losses": of three steps; "alike": True if codes or factors are sharded like
+their parameters; "kept": True if the checkpoint of the previous mesh is restored bit for bit}}; "one" is a single device.
 """
 
 import json
@@ -59,7 +59,7 @@ def descend(kind: str, words: list[str], devices: int, folder: str, name: str, b
 
 
 def main(folder: str, kind: str, *names: str) -> dict[str, Any]:
-  """Of names of ``MESHES``."""
+  """Return the results by mesh, first those of one device. ``names`` are keys of ``MESHES``."""
   found = {"one": descend(kind, ["ici_fsdp_parallelism=1"], 1, folder, "one", None)}
   for before, name in zip(["one", *names], names, strict=False):
     words = [word.replace("=", "_parallelism=") for word in MESHES[name].split()]

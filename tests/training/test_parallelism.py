@@ -1,4 +1,5 @@
-"""Every family on every kind of mesh trains as on one device. Each model's meshes run in one process of eight CPU devices."""
+"""Every model family trains on every kind of mesh as on one device. All meshes of a model run in one process with eight CPU
+devices."""
 
 import json
 import socket
@@ -26,20 +27,22 @@ MODELS = {
   "qwen3-tiny": [LAYERS],
   "qwen3-moe-tiny": [LAYERS],
 }
-"""Two rows of a stack, of as few layers as show all kinds of the family: XLA's time is that of the layers of a row."""
+"""Two rows of a stack. A row has as few layers as contain all layer types of the family, because XLA's compile time grows with
+the number of layers in a row."""
 
 GLOBAL = "inhomogeneous_layer_cycle_interval=1"
 FEWER = MODELS | {
   "gemma4-moe-tiny": ["num_decoder_layers=3", GLOBAL],
   "gemma4-e2b-tiny": ["num_decoder_layers=4", "num_kv_shared_layers=2", GLOBAL],
 }
-"""For tests that look at a family's own layers, not at how global and sliding ones take turns: the two that take longest to
-compile have global ones alone, with and without experts, with keys of their own and lent ones. Nobody has a vision tower."""
+"""For tests of a family's own layers that do not need the alternation of global and sliding layers. The two models that take
+longest to compile have only global layers here: with and without experts, with their own keys and with keys shared from earlier
+layers. No model has a vision tower."""
 
 MODEL_AXES = ["fsdp-context-tensor", "two-parts-slices"]
 EXPERT_AXES = ["expert-context-tensor", "sharded-slices", "two-parts-data"]
-"""What the layers of a family meet: each axis, slices and microbatches, in as few meshes as have them. Gemma 3, with global and
-sliding layers, has every mesh, and Gemma 4's experts have that of fsdp alone."""
+"""The fewest meshes that cover each axis, slices and microbatches. Gemma 3, with global and sliding layers, runs on every mesh
+without an expert axis. Gemma 4 with experts also runs on fsdp alone."""
 ON_MESHES = FEWER | {"gemma4-e2b-tiny": [*FEWER["gemma4-e2b-tiny"], "use_multimodal=true"]}
 
 
@@ -76,7 +79,8 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device():
   ],
 )  # fmt: skip
 def test_an_adapter_on_quantized_weights(model, words, mesh):
-  """With fsdp=8 each device has a part of every block of 64, of which a weight has two. Norms (DoRA) and masks too."""
+  """An adapter on quantized weights trains as on one device, with DoRA's norms and dropout masks too. With fsdp=8 the weights
+  have two blocks of 64 along the split axis, so each block is split between devices."""
   sizes = ["num_decoder_layers=2", "head_dim=128", "mlp_dim=512", "lora_rank=3"]
   assert_equal(run("tests.training.meshes", model, *sizes, *words, mesh))
 
@@ -85,7 +89,7 @@ def test_an_adapter_on_quantized_weights(model, words, mesh):
 def test_every_family_on_every_kind_of_mesh(model):
   meshes = EXPERT_AXES if model in EXPERTS else MODEL_AXES
   if model == "gemma3-tiny":
-    meshes = [mesh for mesh in MESHES if "expert" not in mesh]  # without experts it is data by another name
+    meshes = [mesh for mesh in MESHES if "expert" not in mesh]  # without experts, the expert axis is another data axis
   if model == "gemma4-moe-tiny":
     meshes = [*meshes, "fsdp"]
   if model == "deepseek3.2-tiny":
@@ -94,13 +98,13 @@ def test_every_family_on_every_kind_of_mesh(model):
 
 
 AXES = {"qwen3-tiny": {"fsdp", "context"}, "qwen3-moe-tiny": {"data", "expert", "tensor"}}
-"""The axes that have their devices in both processes, each in one mesh. What crosses processes depends on the axis, not on the
-family, so the families that compile fastest have them."""
+"""The axes that cross the processes, each in its own mesh. The communication between processes depends on the axis, not on the
+family, so the families that compile fastest are used."""
 
 
 @pytest.mark.slow
 def test_families_on_meshes_of_two_processes(tmp_path):
-  """Of four devices each."""
+  """Each process has four devices. Every mesh axis crosses the processes once."""
   keys = {model: [key.replace(LAYERS, "num_decoder_layers=2") for key in MODELS[model]] for model in AXES}
   words = [",".join((model, *keys[model], *sorted(axes))) for model, axes in AXES.items()]
   command = [sys.executable, "-m", "tests.training.meshes_across", *words]
@@ -127,9 +131,10 @@ def test_families_on_meshes_of_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_on_other_meshes_with_the_same_losses(tmp_path):
-  """AdamW's moments too: two steps on fsdp and two on tensor and data, against four in one go.
+  """Two steps on fsdp, resumed for two steps on tensor and data, give the losses of four steps without a stop. This includes
+  AdamW's moments.
 
-  test_stored_moments.py takes the checkpoint of a single device over.
+  test_stored_moments.py restores the checkpoint of a single device on a mesh.
   """
   legs = [(2, 8, ["ici_fsdp_parallelism=8"]), (4, 8, ["ici_tensor_parallelism=4"])]
   for name, wanted in (("parts", legs), ("whole", [(4, 8, ["ici_fsdp_parallelism=8"])])):

@@ -1,4 +1,4 @@
-"""Runs that several tests of adapters read."""
+"""Fixtures with finished runs that several adapter tests use."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def workplace(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def other(workplace):
-  """A run of other weights than those below the adapter."""
+  """A run whose weights differ from the base weights of the adapter."""
   assert train(workplace, "other", "steps=1", "seed=3") == 0
   return workplace / "other"
 

@@ -1,4 +1,4 @@
-"""Runs of a tiny model that train an adapter."""
+"""Settings and helpers for runs of a tiny model, with and without an adapter."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adapters as files: exported, for peft or merged; imported; the start of another run; and refused."""
+"""Adapters as files: exported for peft or merged, imported, used to start another run, and refused if they do not fit."""
 
 import dataclasses
 import json
@@ -105,7 +105,8 @@ def test_what_is_no_adapter_is_refused(workplace, tmp_path):
 
 @pytest.fixture(scope="module")
 def gone_on(workplace, for_peft):
-  """The first losses of runs that begin with what a run trained: (with its whole model, its adapter, its export for peft)."""
+  """Losses of three new runs that start from the result of the adapter run: its merged model, its adapter, and its export for
+  peft."""
   same = [f"init_from={workplace}/base", "steps=2", "learning_rate=0.02"]
   assert train(workplace, "of-merged", f"init_from={workplace}/adapter", *LORA, "steps=1") == 0
   assert train(workplace, "of-run", *same, f"lora_from={workplace}/adapter") == 0
@@ -142,7 +143,8 @@ def test_a_run_that_began_with_an_adapter_goes_on(workplace, gone_on):
 
 @pytest.mark.slow
 def test_layers_have_ranks_and_scales_of_their_own(workplace, tmp_path, capsys):
-  """Layers of a stack share arrays. In a layer with a smaller rank the rest of its part stays zero, in training too."""
+  """Layers of a stack share arrays. A layer with a smaller rank uses only a part of its slice; the rest stays zero in training.
+  Export, import and the model's logits use the rank and scale of each layer."""
   words = (f"init_from={workplace}/base", *LORA, *PATTERNS, "adam_weight_decay=0.1", "steps=2")
   assert train(workplace, "patterns", *words) == 0
   assert "adapter LoRA of rank 2 to 5 times 0.2 to 3 on 14 arrays" in capsys.readouterr().out
@@ -196,14 +198,14 @@ def test_an_adapter_that_was_trained_on_other_weights_is_refused(workplace, for_
   said = capsys.readouterr().err
   assert f"lora_from: {workplace}/adapter was trained on other base weights\n  then: {workplace}/base, " in said
   assert "  now:  initialized from seed 5, " in said
-  # In another form every bit differs: the same source is enough, and another one is not.
+  # int8 weights have another fingerprint than the adapter's base weights, so the source is compared instead.
   same = load_config("gemma3-tiny", [*WORDS, f"dataset_path={workplace}/text.txt", f"lora_from={workplace}/adapter"]).config
   int8 = dataclasses.replace(same, adapter=dataclasses.replace(same.adapter, base_weights="int8"))
   model: Any = SimpleNamespace(config=int8)
   require_base(model, Base(str(workplace / "base"), 0, "0"))
   with pytest.raises(UserError, match="was trained on other base weights"):
     require_base(model, Base(str(workplace / "elsewhere"), 0, "0"))
-  # The content of the files decides, not their place.
+  # The content of the files is compared, not their path.
   files = of_files(workplace / "base")
   require_base(model, Base(str(workplace / "moved"), 0, "0", files))
   with pytest.raises(UserError, match="was trained on other base weights"):
@@ -234,7 +236,7 @@ def test_what_peft_names_is_compared_with_the_weights(workplace, for_peft, tmp_p
 
 @pytest.mark.parametrize("kind", [nightly("adapter"), slow("whole-dora")])
 def test_an_imported_adapter_is_the_run_s(workplace, tmp_path, kind, capsys):
-  """peft's file as a run: loaded, trained on, and written again."""
+  """An adapter imported from peft's files gives the run's logits, exports the same bytes again, and can be trained further."""
   base = f"init_from={workplace}/base"
   if kind == "whole-dora":
     assert train(workplace, kind, base, *LORA, "lora_dora=true", "lora_rslora=true", "steps=2") == 0

@@ -25,7 +25,7 @@ def test_a_checkpoint_holds_the_adapter_alone(workplace):
   stored = manifest.read(workplace / "adapter/checkpoints/4")
   names = [name for name in stored.leaves if name.startswith("params.")]
   assert all(name.startswith("params.adapter.") for name in names)
-  assert len(names) == 2 * 7  # a and b of seven weights, of a stack of two rows
+  assert len(names) == 2 * 7  # A and B of seven weights; the two layers are rows of one stack
   assert stored.extra["base"]["source"] == str(workplace / "base")
 
 
@@ -90,7 +90,7 @@ def test_random_weights_below_an_adapter_are_drawn_with_the_scheme_of_its_run():
   np.testing.assert_array_equal(drawn("maxtext", "init_scheme=maxtext"), 0.0)
   np.testing.assert_array_equal(drawn("depth_scaled", "init_scheme=maxtext"), -0.5)
   assert stored_init_scheme({"training": {"init_scheme": "depth_scaled"}}) == "depth_scaled"
-  assert stored_init_scheme({"training": {"seed": 3}}) == "maxtext"  # of a version without the key
+  assert stored_init_scheme({"training": {"seed": 3}}) == "maxtext"  # a checkpoint of a version without the key
 
 
 @pytest.mark.slow
@@ -117,7 +117,8 @@ def test_another_rank_is_refused(workplace, capsys):
 
 @pytest.mark.slow
 def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
-  """A recipe has bfloat16 and the run float32. A reader of the adapter must read the weights as the training read them."""
+  """A run casts its base weights to bfloat16. Everything that loads its adapter must cast the base weights in the same way,
+  or the model differs from the trained one."""
   words = (f"init_from={workplace}/base", *LORA, "weight_dtype=bfloat16", "allow_dtype_change=true", "base_weights=nf4")
   assert train(workplace, "cast", *words, "steps=2", "learning_rate=1e-3") == 0
   merge: dict[str, Any] = {"dtype": "float32", "base_weights": None}
@@ -130,7 +131,7 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   rounded = maxtext_like.forward(workplace / "cast", inputs, **merge, weight_dtype="bfloat16")
   assert "merged in float32" not in "".join(rounded.notes)
   np.testing.assert_allclose(rounded.arrays["logits"], merged, atol=1e-6)
-  assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # the change due to rounding of the sums
+  assert 1e-5 < np.abs(forward.arrays["logits"] - merged).max() < 1e-1  # the merged weights are rounded to bfloat16
   caplog.clear()
   maxtext_like.load(workplace / "cast", **merge, weight_dtype="float32").logits([[5, 6, 7]])
   assert "rounding" not in caplog.text
@@ -140,7 +141,7 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
 
 
 def dropped(*words: str) -> np.ndarray:
-  """Losses of a batch without dropout, and with that of steps 3, 4 and 3."""
+  """Return the losses of a batch: without dropout, and with the dropout masks of steps 3, 4 and 3."""
   small = [*WORDS, *LORA, "dataset=synthetic", "lora_dropout=0.5", *words]
   program = make_program(load_config("gemma3-tiny", small).config)
   batch = {name: jnp.ones(x.shape, x.dtype) for name, x in program.abstract_batch.items()}
@@ -148,7 +149,7 @@ def dropped(*words: str) -> np.ndarray:
 
   def losses(seed):
     params = program.initial_state(seed)["params"]
-    params["adapter"] = jax.tree.map(lambda x: x + 0.1, params["adapter"])  # where B is zero nothing is added
+    params["adapter"] = jax.tree.map(lambda x: x + 0.1, params["adapter"])  # while B is zero, the adapter adds nothing
     batches = [batch, *(program.step.keyed(batch, jnp.int32(step)) for step in (3, 4, 3))]
     return [program.step.apply(params, b)[0] for b in batches]
 
@@ -171,7 +172,7 @@ def test_dropout_is_the_same_through_every_face_and_of_layers_by_themselves():
 
 @pytest.fixture(scope="module")
 def dora(workplace):
-  """A run with DoRA and dropout on weights in 8 bits, stopped and gone on with."""
+  """A run with DoRA and dropout on 8-bit weights that was stopped and resumed."""
   for steps in (2, 4):
     words = (f"init_from={workplace}/base", *DORA, "lr_schedule_steps=4", f"steps={steps}")
     assert train(workplace, "dora", *words, f"eval_path={workplace}/text.txt", "eval_interval=2", "eval_steps=1") == 0
@@ -246,7 +247,7 @@ def test_what_a_smaller_rank_leaves_is_zero_and_stays_so():
   q = lambda tree: tree["adapter"]["stack_0"]["layer_0"]["attention"]["q"]
 
   def gradients(seed):
-    """Those of q's factors where B is not zero, and its A."""
+    """Return the initial A of q, and the gradients of q's factors for a nonzero B."""
     params = program.initial_state(seed)["params"]
     a = q(params)["lora_a"]
     q(params)["lora_b"] = jnp.zeros_like(q(params)["lora_b"]).at[0].set(0.1).at[1, :3].set(0.1)
@@ -272,7 +273,7 @@ def test_an_adapter_beside_other_weights_than_its_own_is_told(workplace, other, 
 
 
 class TakenError(Exception):
-  """Carries what a search would begin with."""
+  """Carries the parameters that a search would start with."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The best checkpoint and the early end: what counts as better, and that a run in pieces counts as one that never stopped."""
+"""The best checkpoint and early stopping: which evaluation counts as better, and a resumed run gives the results of a run
+without a stop."""
 
 import json
 import math
@@ -26,7 +27,7 @@ WORDS = ["eval_interval=2", "eval_steps=2", "keep_best=true", "max_to_keep=1", "
 
 
 class Quick(Device):
-  """Is done at once."""
+  """A device whose steps take no time."""
 
   def step(self, state, batch, check):
     names = ("loss", "grad_norm", "param_norm", "learning_rate", "tokens", "skipped")
@@ -40,7 +41,7 @@ def test_what_is_better_and_for_how_long_nothing_was():
   for step, loss in enumerate([math.nan, 3.0, 2.75, math.nan], start=1):
     assert not best.exhausted or step > 4
     best.observe(step, loss)
-  assert (best.step, best.loss, best.waited) == (3, 2.75, 2)  # lower, and yet not by more than the threshold
+  assert (best.step, best.loss, best.waited) == (3, 2.75, 2)  # the lowest, but not lower by more than the threshold
   assert best.exhausted
   assert best.why_stopped(4, 9) == (
     "stopped early at step 4 of 9: eval_loss has not fallen by more than 0.5 in 2 evaluations, "
@@ -93,14 +94,15 @@ def test_the_loop_saves_the_best_at_once_and_ends_when_nothing_is_better():
   files = play(20, *keys, manager=manager, best=best, evaluate=lambda _: {"eval_loss": next(losses)}, device=Quick())
   saves = [*manager.save.call_args_list, manager.save_and_wait.call_args]
   assert [(call.args[0], call.kwargs["best"]) for call in saves] == [(2, (2, 3.0)), (4, (4, 2.0)), (6, (4, 2.0)), (8, (4, 2.0))]
-  assert manager.wait.call_count == 2  # before what is the best, not before what is due alone
+  assert manager.wait.call_count == 2  # before saving a new best step, but not before a save that is only due
   assert saves[-1].args[2]["best"] == {"step": 4, "eval_loss": 2.0, "waited": 2, "evaluated": 8}
   assert [call.args[0]["step"] for call in files.row.call_args_list] == list(range(1, 9))
 
 
 @pytest.fixture
 def played(monkeypatch):
-  """Evaluations give what is written above, none after the steps in the set that this returns, as if a stop was asked for."""
+  """Evaluations return the numbers in ``LOSSES``. The returned function sets the steps of the next evaluations. An evaluation
+  after a step in ``leave`` returns None, as if a stop was requested during it."""
   left, steps = set(), iter(())
 
   def evaluate(self, params):
@@ -141,8 +143,8 @@ def test_a_run_stops_early_keeps_its_best_and_in_pieces_does_the_same(workplace,
   assert "<td>all<td>2.0000<td>4<td>2.2500<td>9.488<td>4" in report
   assert numbers(metrics(workplace, "whole"))[:4] == numbers(unbroken)
 
-  # Three lives; the first is stopped before its last evaluation, which the second has to make up for. Before the third the
-  # checkpoints are lost, but for those in the mirror.
+  # The run is started three times. The first start is stopped before its last evaluation, so the second one must do it. Before
+  # the third start the checkpoints are lost, except those in the mirror.
   words = [*WORDS, f"checkpoint_mirror={workplace}/mirror"]
   played(2, 4, leave={4})
   assert train(workplace, "pieces", "steps=4", *words) == 0
@@ -182,7 +184,7 @@ def test_the_best_is_a_link_that_follows(tmp_path):
 
 
 def test_a_best_that_was_copied_as_a_directory_becomes_a_link_again(tmp_path, caplog):
-  """As shutil.copytree leaves it, which follows links; and a link that a killed process did not get to name."""
+  """shutil.copytree follows links, so a copied ``best`` is a directory. Temporary links of killed processes are removed too."""
   (tmp_path / "best").mkdir()
   (tmp_path / "best" / "manifest.json").write_text("{}")
   (tmp_path / f"best.{os.getpid()}.tmp").symlink_to("10")

@@ -1,4 +1,5 @@
-"""When the end of a run fails it, which rises are reported, and what is tried first after them."""
+"""Divergence: which final states fail a run, which rises of loss and parameter norm are reported, and which remedy comes
+first."""
 
 import json
 import math
@@ -13,7 +14,7 @@ NAN = math.nan
 
 
 def history(*losses: float, final: float | None = None, skipped: tuple[int, ...] = (), overflow: bool = False) -> History:
-  """Of steps with these losses, some of them skipped (by number, from 1)."""
+  """Return the history of steps with these losses. ``skipped`` are numbers of steps, starting at 1."""
   found = History()
   for step, loss in enumerate(losses, start=1):
     found.add(loss, skipped=step in skipped, overflow=overflow)
@@ -70,7 +71,8 @@ def test_weights_that_cannot_be_used_fail_a_run_also_after_a_restart(name):
 
 
 def test_a_parameter_norm_that_exploded_fails_a_run_whose_loss_is_that_of_guesses():
-  """Qwen3 at learning_rate=1e4: norms hide the size of the weights, the loss is the logarithm of the vocabulary."""
+  """Qwen3 at learning_rate=1e4: its normalization layers hide the size of the weights, so that the loss stays near the
+  logarithm of the vocabulary size. Only the parameter norm shows that the weights are unusable."""
   watch = Divergence(toy_config())
   steps(watch, (6.76, 7.1e6), (6.24, 5.5e9), (6.24, 1.8e12), before=64.5)
   (reason,) = watch.history.reasons(3)
@@ -132,7 +134,7 @@ def test_the_learning_rate_is_tried_first_where_numbers_exploded_before_the_erro
   assert after.notes == ("note",)
   assert watch.explained(error, 200) is error  # long after
   slow = Divergence(toy_config("learning_rate=1e4"))
-  steps(slow, *[(5.6 * 3**n, 50.0) for n in range(6)])  # by no order of magnitude in one step
+  steps(slow, *[(5.6 * 3**n, 50.0) for n in range(6)])  # each step rises by less than an order of magnitude
   assert slow.explained(error, 7).remedies[0].startswith("a lower learning_rate")
 
 

@@ -1,4 +1,5 @@
-"""The finiteness guard: four lines, the file's contents, and when a run ends with exit code 3."""
+"""The finiteness guard: its four lines of output, the contents of its report, and the failures that end a run with exit code
+3."""
 
 import dataclasses
 
@@ -14,7 +15,7 @@ STATE = {"optimizer": MOMENTS, "state_parameters": LABELS, "state_optimizer": MO
 
 
 def result(step: int, *, loss=True, scale=None, **bad) -> StepResult:
-  """A finished step in which the rows of these labels are not finite."""
+  """Return a finished step. ``bad`` maps kinds of arrays to the labels of the rows that are not finite."""
   rows = {"gradients": LABELS, "parameters": LABELS} | STATE
   flags = {name: np.array([label not in bad.get(name, ()) for label in labels]) for name, labels in rows.items()}
   skipped = not (loss and all(flags[name].all() for name in ("gradients", "parameters", "optimizer")))
@@ -117,7 +118,7 @@ def test_after_the_check_updates_are_left_out_and_counted_in_a_row():
     assert lines == [
       f"step {step}: non-finite gradients in 1 of 4 arrays, first final_norm.scale; the update is skipped ({step - 2} of 3)"
     ]
-  g.observe(result(5))  # a good one starts the count again
+  g.observe(result(5))  # a finite step restarts the count
   for step in (6, 7):
     assert g.observe(result(step, loss=False))[1] is None
   _, error = g.observe(result(8, loss=False))
@@ -137,7 +138,8 @@ def test_after_the_check_updates_are_left_out_and_counted_in_a_row():
   ],
 )
 def test_what_may_have_moved_is_told(clip, threshold, failure, left):
-  """As the step says that updates layers in the backward pass, in one pass or two."""
+  """If the step updates layers in the backward pass, some layers may be updated before the failure is found. The message says
+  if the update was skipped or applied only partly; this depends on ``clip``, which decides between one pass and two."""
   words = (f"clip={clip}", f"gradient_clipping_threshold={threshold}", "optimizer_in_backward=true", "max_skipped_steps=2")
   untouched = lambda failed: failed == "loss" or (clip == "exact" and failed == "gradients")
   g = FinitenessGuard(toy_config(*words, "finite_check_steps=0"), LABELS, STATE, 9, untouched)

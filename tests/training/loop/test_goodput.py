@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, over its lives; the clock is played."""
+"""The wall time of a run by phase, added up over its starts. The clock is simulated."""
 
 import json
 
@@ -10,7 +10,7 @@ from maxtext_like.training.loop.goodput import FILE_NAME, Goodput, summary
 
 @pytest.fixture
 def clock(monkeypatch):
-  """[seconds since the machine started]; the wall clock is 1000 s ahead."""
+  """The simulated monotonic clock in seconds, as a list of one number. The wall clock is 1000 s ahead."""
   now = [100.0]
   monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
   monkeypatch.setattr(module.time, "time", lambda: now[0] + 1000)
@@ -18,7 +18,8 @@ def clock(monkeypatch):
 
 
 def life(clock, *, steps, lost=0.0, directory=None):
-  """10 s of start, 5 s of compilation, and steps of which a tenth waits for data."""
+  """Return the goodput of one start: 10 s of startup, 5 s of compilation, a save of 3 s, and ``steps`` seconds of steps, a
+  tenth of which is spent waiting for data."""
   goodput = Goodput()
   clock[0] += 10
   with goodput.phase("compile"):

@@ -1,4 +1,4 @@
-"""The times of steps, on a device that is played: what the host is busy with must not show in them."""
+"""Step times on a simulated device. Work of the host between steps must not count in them."""
 
 import threading
 from types import SimpleNamespace
@@ -16,11 +16,11 @@ from maxtext_like.training.loop.divergence import Divergence
 from maxtext_like.training.loop.loop import Loop
 from maxtext_like.training.step.program import Stepper
 
-STEP, LAUNCH = 0.3, 0.2  # seconds that the device works on a step, and that launching it keeps the host into it
+STEP, LAUNCH = 0.3, 0.2  # seconds of a step on the device; seconds after its start at which the launch returns
 
 
 class Clock(threading.local):
-  """Goes on when its thread sleeps, and so shows nothing of what else this machine is busy with."""
+  """A clock that advances only when its thread sleeps, so that the load of this machine has no effect."""
 
   now = 0.0
 
@@ -40,7 +40,7 @@ def played(monkeypatch):
 
 
 class Device:
-  """Works on one step after the other; launching one returns only when the device is some way into it."""
+  """Runs one step after the other. A launch returns only after the device has worked on the step for ``LAUNCH`` seconds."""
 
   def __init__(self):
     self.free = clock.perf_counter()
@@ -56,7 +56,7 @@ class Device:
 
 
 class Doubtful(Device):
-  """Proves no step finite, and so does nothing in any."""
+  """A device that cannot prove any step finite, so no step changes the state."""
 
   def step(self, state, batch, check):
     state, metrics = super().step(state, batch, check)
@@ -64,7 +64,7 @@ class Doubtful(Device):
 
 
 class Result:
-  """A scalar that is there at a time."""
+  """A scalar that is available from a given time on."""
 
   def __init__(self, at: float, value: float = 1.0):
     self._at, self._value = at, value
@@ -83,11 +83,11 @@ class Result:
     return np.asarray(self._value, dtype)
 
 
-BUSY = 0.5  # seconds that the host takes between two steps, while the device has nothing to do
+BUSY = 0.5  # seconds that the host works between two steps while the device is idle
 
 
 def run(steps: int, *words: str, **parts: Any) -> Any:
-  """The files that a loop of so many steps has written to."""
+  """Run a loop of so many steps, and return the mock that received its rows."""
   program: Any = SimpleNamespace(
     config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)]),
@@ -132,7 +132,8 @@ def busy(result: Any) -> Any:
 
 
 def test_what_comes_between_two_steps_is_in_none_of_their_times():
-  """Evaluation after step 1, a save after step 2, samples after step 3, a trace that begins and ends around step 5."""
+  """No step time includes the evaluation after step 1, the save after step 2, the samples after step 3, or the start and end of
+  the profile of step 5."""
   manager = MagicMock(
     due=lambda step: step == 2, save=lambda *_, **__: busy(True), save_and_wait=lambda *_, **__: False, complete_steps=list
   )
@@ -149,7 +150,8 @@ def test_what_comes_between_two_steps_is_in_none_of_their_times():
 
 
 def test_tasks_are_evaluated_at_their_own_interval():
-  """A metric of a task is no evaluation loss, and an interrupted evaluation leaves the row as it is."""
+  """Task metrics and the evaluation loss are at different steps, and an interrupted task evaluation (None) adds nothing to the
+  row."""
   found = iter([{"eval_tasks/a/acc": 0.5}, None])
   files = run(
     5, "eval_interval=3", "eval_tasks=[a]", "eval_tasks_interval=2", "dataset=text", "dataset_path=x",
@@ -168,7 +170,7 @@ def test_a_step_that_did_nothing_and_cannot_be_taken_again_is_not_saved_as_done(
 
 
 class Skipping(Device):
-  """Applies no update."""
+  """A device that skips every update."""
 
   def step(self, state, batch, check):
     state, metrics = super().step(state, batch, check)
@@ -177,7 +179,8 @@ class Skipping(Device):
 
 @pytest.mark.parametrize(("kind", "usual"), [(Device, 3), (Skipping, 6)])
 def test_steps_that_no_proof_holds_for_are_not_all_begun_twice(kind, usual):
-  """After two of them in a row; not where two were left out, of which the next one need not be."""
+  """After two repeated steps in a row the loop uses the checked form directly. Skipped steps do not count, because the step
+  after a skipped one may have a proof again."""
   begun, taken = MagicMock(side_effect=Doubtful().step), MagicMock(side_effect=kind().step)
   parts: dict[str, Any] = {
     "device": SimpleNamespace(step=begun),
@@ -189,5 +192,5 @@ def test_steps_that_no_proof_holds_for_are_not_all_begun_twice(kind, usual):
     assert taken.call_count == 6
   else:
     run(6, **parts)
-    assert taken.call_count == 7  # and the loss of the final weights
+    assert taken.call_count == 7  # 6 steps, and one call that measures the loss of the final weights
   assert begun.call_count >= 6 if usual == 6 else begun.call_count == usual

@@ -1,4 +1,5 @@
-"""What to try: the keys of what failed, or of the named scopes of its cause, and nothing that is safe or acts nowhere."""
+"""The keys suggested under "what to try": those that act on the failed part or on the named scopes of the cause. Keys that
+already have a safe value or act on nothing in the model are not suggested."""
 
 import dataclasses
 
@@ -58,14 +59,14 @@ def test_the_scopes_of_a_cause_choose_the_keys(scopes, direction, dtype, expecte
 
 
 def test_weights_that_overflow_want_a_wider_dtype_or_smaller_steps():
-  """Not what moments want, in the same update."""
+  """Moments that overflow in the same update need a wider mu_dtype instead."""
   config = load_config("gemma4-tiny", ["weight_dtype=float16", "dtype=bfloat16"]).config
   slower = f"a lower learning_rate (now {config.training.learning_rate:g})"
   weights, moment = (Spot(scopes, "update", "float16") for scopes in (["optimizer", "parameters"], ["optimizer"]))
   assert step_remedies(config, weights.failed, weights) == ["weight_dtype=float32", slower]
   assert step_remedies(config, moment.failed, moment)[0] == "mu_dtype=float32"
   config = load_config("gemma4-tiny", ["weight_dtype=float16", "dtype=bfloat16", "opt_type=adafactor"]).config
-  assert not any("mu_dtype" in key for key in step_remedies(config, moment.failed, moment))  # it has none
+  assert not any("mu_dtype" in key for key in step_remedies(config, moment.failed, moment))  # adafactor has no mu
 
 
 def test_a_float16_cotangent_has_its_scale():

@@ -1,4 +1,4 @@
-"""The warning about 16-bit weights that a step leaves as they were, on states written by hand: no step is compiled."""
+"""The warning that a step changes few of the 16-bit weights. The states are made by hand, so that no step is compiled."""
 
 import functools
 from typing import Any
@@ -20,7 +20,8 @@ def program(*words: str) -> TrainProgram:
 
 
 def state(of: TrainProgram, moved: float = 0.0, layers: slice = slice(None)) -> dict[str, Any]:
-  """Return a state with weights of 1. The first rows (share ``moved``) of the matrices in ``layers`` are one spacing larger."""
+  """Return a state with weights of 1. In the matrices of ``layers`` the first rows, a fraction ``moved`` of them, are one
+  spacing larger."""
 
   def weights(path, x):
     ones = jnp.ones(x.shape, x.dtype)
@@ -33,7 +34,8 @@ def state(of: TrainProgram, moved: float = 0.0, layers: slice = slice(None)) -> 
 def said(
   of: TrainProgram, moved: float, *, start: int = 0, at: int = 1, skipped: int = 0, layers: slice = slice(None)
 ) -> list[str]:
-  """Warnings of 10 steps, of which ``at`` moves this share of the matrices of these layers, and every other one nothing."""
+  """Return the warnings of 10 steps. Step ``at`` changes the fraction ``moved`` of the matrices in ``layers``; the other steps
+  change nothing."""
   watch, lines = MovedWeights(of, start), []
   for step in range(start + 1, start + 11):
     if step == watch.step:
@@ -70,7 +72,7 @@ def test_the_step_with_the_highest_rate_is_measured_and_the_next_one_if_it_is_sk
   assert said(program(), 1.0, at=3, skipped=2) == []
   assert said(program("lr_schedule_type=linear"), 0.0, start=4)[0].startswith(
     "step 5: "
-  )  # a resumed run: the first of its steps
+  )  # the rate falls, so a resumed run measures its first step
 
 
 @pytest.mark.slow

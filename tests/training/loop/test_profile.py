@@ -1,4 +1,4 @@
-"""profile_steps: a trace of exactly these steps, and what goes wrong with one ends no run."""
+"""profile_steps: a trace of exactly these steps. A trace that fails does not end the run."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The lines on the screen of a run: in a pipe, on a terminal, in a notebook."""
+"""The progress output of a run in a pipe, on a terminal and in a notebook."""
 
 import io
 import os
@@ -62,7 +62,8 @@ class Terminal(io.StringIO):
 
 
 def lines_of_a_terminal(monkeypatch, last: int, seconds: float, interval: int | None = None) -> list[int]:
-  """Steps whose lines stay, in a run whose steps take so long; an evaluation follows step 100."""
+  """Return the steps whose lines stay on a terminal, for a run with so many steps of so many seconds. An evaluation follows
+  step 100."""
   clock = [0.0]
   monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])
   monkeypatch.setenv("TERM", "xterm")
@@ -78,11 +79,11 @@ def lines_of_a_terminal(monkeypatch, last: int, seconds: float, interval: int | 
 @pytest.mark.parametrize(
   ("last", "seconds", "interval", "steps"),
   [
-    (60, 0.1, None, [1, 2, *range(5, 61, 5)]),  # a run of seconds scrolls back too
+    (60, 0.1, None, [1, 2, *range(5, 61, 5)]),  # a run of a few seconds keeps lines too
     (150, 0.1, None, [1, 2, 5, *range(10, 151, 10)]),
     (2000, 0.01, None, [1, 2, 5, 10, 20, 50, *range(100, 2001, 100)]),
     (300, 1.0, None, [1, 2, 5, 10, *range(20, 301, 20)]),
-    (30, 100.0, None, [*range(1, 31)]),  # a line a minute at least
+    (30, 100.0, None, [*range(1, 31)]),  # a line at least every minute
     (150, 0.1, 40, [40, 80, 100, 120, 150]),
     (150, 100.0, 40, [40, 80, 100, 120, 150]),
   ],
@@ -109,7 +110,8 @@ with Progress(50, None, sys.stdout) as progress:
 
 
 def shown_by_a_terminal(raw: str) -> list[str]:
-  """The lines that a terminal has at the end, of text, line breaks and the few control sequences that rich uses."""
+  """Return the lines that a terminal shows at the end. Handles text, line breaks and the few control sequences that rich
+  uses."""
   rows, row = [""], 0
   for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", raw):
     if part == "\n":
@@ -133,7 +135,7 @@ def test_a_real_terminal_shows_a_spinner_then_a_bar_and_keeps_the_lines():
   try:
     while piece := os.read(descriptor, 65536):
       raw += piece
-  except OSError:  # Linux says so at the end of a terminal
+  except OSError:  # Linux raises it when the other end of the terminal is closed
     pass
   os.close(descriptor)
   assert process.wait() == 0, raw
@@ -142,11 +144,11 @@ def test_a_real_terminal_shows_a_spinner_then_a_bar_and_keeps_the_lines():
   assert re.search(r"[⠀-⣿] opening the data 0:00:00", plain)
   assert re.search(r"[⠀-⣿] compiling the train step 0:00:01", plain)
   assert plain.index("compile the train step is being compiled") < plain.index(" compiling the train step 0:00:00")
-  assert "\x1b[?25l" not in text  # the cursor stays, also for who kills the process
+  assert "\x1b[?25l" not in text  # the cursor is never hidden, so it is visible after the process is killed
   *lines, bar = shown_by_a_terminal(text)
   assert lines[:2] == ["compile the train step is being compiled", "start   from step 0"]
   assert [line.split()[1] for line in lines[2:-1]] == ["1", *map(str, range(2, 51, 2))]
-  assert lines[-1] == "finished " + "x" * 200  # no line break of ours in it
+  assert lines[-1] == "finished " + "x" * 200  # a long line is not wrapped
   assert bar.startswith("step 50/50")
 
 
@@ -171,7 +173,7 @@ def test_a_notebook_has_one_line_that_changes_and_keeps_some(monkeypatch):
       progress.step({"step": step, **ROW})
     progress.say("finished")
   shown = []
-  for line in stream.getvalue().split("\n"):  # as a browser shows them: a carriage return goes back to the beginning of a line
+  for line in stream.getvalue().split("\n"):  # a browser continues at the start of the line after a carriage return
     text = ""
     for part in line.split("\r"):
       text = part + text[len(part) :]
@@ -180,7 +182,8 @@ def test_a_notebook_has_one_line_that_changes_and_keeps_some(monkeypatch):
   assert steps == [1, 2, 5, *range(10, 151, 10)]
   assert shown[-2:] == ["finished", ""]
   assert len(stream.getvalue().split("\r")) < 60
-  # IPython in a terminal has no kernel, and a file is no notebook.
+  # Only the standard output of an IPython kernel is a notebook: IPython in a terminal has no kernel, and the other case is a
+  # file.
   shell.kernel = None
   file = io.StringIO()
   for kernel, target in ((None, stream), (object(), file)):

@@ -1,4 +1,4 @@
-"""What is told of a run that goes on with other values than its checkpoint was saved with."""
+"""The lines about changed settings when a run resumes with other values than those in its checkpoint."""
 
 import re
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ RATE = ["learning_rate=1e-3", "warmup_steps_fraction=0"]
 
 
 def program(*words: str, rows: int = 8) -> Any:
-  """As much of a program as is looked at."""
+  """Return a stand-in for a program with the attributes that ``changes`` reads."""
   return SimpleNamespace(
     config=load_config("gemma4-tiny", [*RATE, *words]).config,
     global_batch=rows,
@@ -26,7 +26,7 @@ def program(*words: str, rows: int = 8) -> Any:
 
 @pytest.fixture
 def told(tmp_path):
-  """(words then, words now) -> the lines, for a checkpoint of step 50."""
+  """A function from the settings of the checkpoint (of step 50) and those of the resumed run to the reported lines."""
 
   def told(then, now, rows=8, without=(), versions=None):
     stored = manifest.record(program(*then).config)
@@ -97,7 +97,8 @@ def test_a_key_that_is_newer_than_the_checkpoint_had_its_default(told):
 
 
 def test_the_learning_rate_is_compared_with_the_stored_configurations(told):
-  # Cosine to a tenth, in the middle of 100 steps (0.1 + 0.9 / 2) and at a quarter of 200 (0.1 + 0.9 * (1 + cos(pi / 4)) / 2).
+  # A cosine that ends at a tenth: 0.1 + 0.9 / 2 in the middle of 100 steps, 0.1 + 0.9 * (1 + cos(pi / 4)) / 2 at a quarter of
+  # 200 steps.
   assert told(["steps=100"], ["steps=200"])[1:] == [
     "note    the learning rate of step 51 is 0.000868; with the checkpoint's configuration it would be 0.00055; "
     "lr_schedule_steps=100 keeps the schedule's length"

@@ -17,7 +17,7 @@ from maxtext_like.training.loop.signals import StopRequest, StopRequested
 
 
 def start(body):
-  """Starts a program that prints ``ready`` when it listens."""
+  """Start a program that prints ``ready`` when it listens for signals."""
   program = textwrap.dedent(
     """
     import signal, sys, time
@@ -67,7 +67,7 @@ def test_another_signal_within_a_second_of_the_first_is_the_same_request(first, 
     process.send_signal(number)
     time.sleep(0.005)
   out, err = process.communicate(timeout=120)
-  assert process.returncode in {130 if number == signal.SIGINT else 42 for number in (first, second)}  # whichever came first
+  assert process.returncode in {130 if number == signal.SIGINT else 42 for number in (first, second)}  # either may be first
   assert "stopped by SIG" in out
   assert "quitting" not in err
 
@@ -77,7 +77,7 @@ def test_another_signal_within_a_second_of_the_first_is_the_same_request(first, 
   [(signal.SIGINT, signal.SIGINT, 0.0), (signal.SIGTERM, signal.SIGINT, 1.1), (signal.SIGTERM, signal.SIGTERM, 1.1)],
 )
 def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second, pause):
-  # sleep() of libc runs no bytecode of the main thread, as a long compilation does not.
+  # During sleep() of libc the main thread runs no bytecode, as during a long compilation.
   process = start("import ctypes\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)\nctypes.CDLL(None).sleep(60)")
   process.send_signal(first)
   assert process.stderr is not None
@@ -85,7 +85,7 @@ def test_the_second_signal_quits_even_when_the_main_thread_is_deaf(first, second
   assert "stopping after this step" in process.stderr.readline()
   time.sleep(pause)
   process.send_signal(second)
-  _, err = process.communicate(timeout=50)  # less than one sleep takes
+  _, err = process.communicate(timeout=50)  # shorter than one sleep
   assert process.returncode == 128 + second
   assert f"{second.name} again: quitting now" in err
 
@@ -159,7 +159,8 @@ def test_work_that_a_stop_leaves_behind():
 
 
 def test_several_processes_stop_where_all_have_heard_of_it():
-  """Also of a signal that came before this one trained: the others may train by then."""
+  """All processes stop at the same step. A signal that arrived before this process began to train is also shared at its first
+  step, because the others may already train."""
   wishes, known = [], [""]
 
   class Known(Agreement):

@@ -1,4 +1,4 @@
-"""Which step is a spike, how much data it costs, and what a checkpoint remembers of it."""
+"""Loss spikes: which step counts as one, how many batches a rollback skips, and the state in a checkpoint."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ def spikes(*words: str) -> Spikes:
 
 def test_a_spike_is_above_the_factor_times_the_median_of_a_full_window():
   s = spikes()
-  assert [s.observe(step, loss) for step, loss in enumerate([9.0, 1.0, 3.0])] == [None] * 3  # 9 and 3 come before it is full
-  assert s.observe(4, 6.0) is None  # twice the median of 9, 1 and 3, not more
-  found = s.observe(5, 6.1)  # of 1, 3 and 6
+  assert [s.observe(step, loss) for step, loss in enumerate([9.0, 1.0, 3.0])] == [None] * 3  # the window is not full
+  assert s.observe(4, 6.0) is None  # exactly twice the median of 9, 1 and 3
+  found = s.observe(5, 6.1)  # above twice the median of 1, 3 and 6
   assert found == Spike(5, 6.1, 3.0)
   assert str(found) == "step 5: loss 6.1 is a spike (median of the losses before it: 3)"
   assert s.observe(6, 6.1) == Spike(6, 6.1, 3.0)  # a spike is not in the window of the next

@@ -1,4 +1,5 @@
-"""Tests maxtext_like/training/loop/watchdog.py: processes that hang for real, and whose last words nobody reads."""
+"""Tests maxtext_like/training/loop/watchdog.py with processes that really hang, also if their last messages cannot be
+written."""
 
 import os
 import signal
@@ -46,7 +47,8 @@ with watchdog.Watchdog({"step": 0.3, "save": 99}) as watch:
 
 
 def test_last_words_that_nobody_takes_keep_nobody(tmp_path):
-  """Standard error is a full pipe, and the file of the stacks a pipe without a reader."""
+  """The process ends at its limit although standard error is a full pipe, and the file for the stacks is a pipe without a
+  reader."""
   os.mkfifo(tmp_path / "stacks.txt")
   read, write = os.pipe()
   os.set_blocking(write, False)
@@ -119,7 +121,8 @@ with StopRequest() as stop, watchdog.Watchdog({{"step": 99, "exit": 0.3}}) as wa
 
 
 def test_the_way_out_begins_at_the_end_of_the_step(tmp_path):
-  """A step that is longer than the whole way out, and waits for data meanwhile, is finished; then its time begins."""
+  """A step that takes longer than the shutdown limit, and waits for data in the meantime, is finished after a signal. The
+  shutdown time is counted from the end of the step."""
   done = run(tmp_path, """
 with StopRequest() as stop, watchdog.Watchdog({"step": 99, "exit": 0.3}) as watch:
   watch.stop = stop
@@ -150,7 +153,8 @@ with StopRequest() as stop, watchdog.Watchdog({"step": 0.3, "exit": 0.1}) as wat
 
 
 def test_what_is_read_for_another_thread_is_not_its_time(tmp_path):
-  """A large state takes longer than the start; one that is still being read when nobody waits any more harms nobody."""
+  """A read for a waiting thread has its own, longer limit, because a large state takes longer than the start. If the waiting
+  thread no longer waits when the read ends, the bookkeeping stays correct."""
   done = run(tmp_path, """
 with watchdog.Watchdog({"compile": 0.5}) as watch:
   watch.state_bytes = 500_000_000

@@ -1,4 +1,4 @@
-"""An adapter on attention with an indexer, in rows longer than a tile of queries."""
+"""An adapter on sparse attention with an indexer, for rows that are longer than a tile of queries."""
 
 import jax
 import numpy as np
@@ -22,7 +22,8 @@ SMALL = ["num_decoder_layers=1", "first_num_dense_layers=1", "emb_dim=32", "mlp_
   ],
 )
 def test_trained_in_tiles_it_has_the_losses_and_gradients_of_the_whole_row(words, gathers, monkeypatch):
-  """Rows of 16 positions in tiles of 5, of two documents and padding. Chosen keys are gathered where kv_b is as declared."""
+  """Rows of 16 positions with two documents and padding, in tiles of 5, give the losses and gradients of one tile. The selected
+  keys are gathered only if kv_b is neither adapted nor quantized."""
   taken, gather = [], MLA._gathered
   monkeypatch.setattr(MLA, "_gathered", lambda *given: taken.append(given) or gather(*given))
   assert LENGTH <= sparse_attention_tiles.TILE

@@ -1,4 +1,4 @@
-"""The loss against numbers written out, and its chunks against the whole."""
+"""The loss against hand-computed numbers, and the loss in chunks against the loss in one piece."""
 
 import itertools
 
@@ -89,19 +89,20 @@ def test_chunks_equal_the_whole_with_gradients(chunks):
   assert cut_terms.keys() == whole_terms.keys() == {"cross_entropy", "z_loss"}
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), cut_terms, whole_terms)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), cut_grads, whole_grads)
-  # Another cotangent than the expected one arrives.
+  # The incoming cotangent differs from the expected one.
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), total(chunks, 0.5)[1], cut_grads)
 
 
 def test_gradients_of_chunks_add_up_in_float32_under_16_bit_weights():
-  """Each chunk's is float32, so that the sum is rounded once: what the whole's gradient is rounded to."""
+  """The gradient of each chunk is float32, so that the sum is rounded to bfloat16 once, as the gradient in one piece is."""
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
   batch = toy_batch()
   whole, cut = (
     jax.grad(lambda p, n=n: LanguageModeling(toy_decoder(), 0.0, n)(p, batch)[0])(params)["head"]["kernel"] for n in (1, 7)
   )
   assert cut.dtype == jnp.bfloat16
-  # A last place of difference where float32 sums fell on the other side of a rounding; piecewise rounding spoils half of them.
+  # Different orders of float32 sums can change the last bit of a rounded number. Rounding each chunk would change half of all
+  # numbers.
   assert np.mean(np.asarray(cut) != np.asarray(whole)) < 0.1
 
 
@@ -116,7 +117,8 @@ def test_small_pieces_are_for_a_frozen_head(model, head):
 
 
 def test_a_16_bit_head_has_no_copy_in_float32():
-  """Only the sum of its gradients is: a copy before the loop would be as large, for the whole step."""
+  """Only the sum of its gradients is float32. A float32 copy of the head before the loop would be as large as that sum and stay
+  in memory."""
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(toy_decoder().params(), jax.random.key(1)))
   loss = lambda p: LanguageModeling(toy_decoder(), 0.0, 7)(p, toy_batch())[0]
   before = itertools.takewhile(lambda e: e.primitive.name != "scan", jax.make_jaxpr(jax.grad(loss))(params).eqns)

@@ -1,4 +1,4 @@
-"""The train step with another objective than language modeling: one with two rows a sample and a model to compare with."""
+"""The train step with another objective than language modeling. It has two rows per sample and a frozen reference model."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from tests.training.toy import B, T, V, toy_batch, toy_config, toy_decoder, toy_
 
 @dataclass(frozen=True)
 class Preference:
-  """-log sigmoid of how much more the model prefers the first of two rows than the reference does."""
+  """Minus log sigmoid of the margin: how much more the model prefers the first of two rows than the reference model does."""
 
   decoder: Any
 
@@ -69,7 +69,7 @@ class Preference:
 
 
 def pairs() -> dict[str, np.ndarray]:
-  """[B, 2, T]: two batches of rows, side by side."""
+  """Return two batches stacked as pairs of rows, [B, 2, T]."""
   first, second = toy_batch(0), toy_batch(1)
   return {name: np.stack([first[name], second[name]], axis=1) for name in first}
 

@@ -1,4 +1,4 @@
-"""8-bit codes of moments, against a search of the written-out table."""
+"""8-bit codes of moments against a search of the complete table."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ KINDS = pytest.mark.parametrize("signed", [True, False])
 
 
 def table(signed: bool) -> np.ndarray:
-  """The 256 shares, in order: Dettmers et al. 2022, section 2.1, in float64."""
+  """Return the 256 fractions in ascending order (Dettmers et al. 2022, section 2.1), float64."""
   shares = [0.0, 1.0]
   for power in range(7):
     ends = np.linspace(0.1, 1, 2**power * (1 if signed else 2) + 1)
@@ -40,7 +40,7 @@ def table(signed: bool) -> np.ndarray:
 
 
 def written(x: np.ndarray, signed: bool) -> np.ndarray:
-  """The codes of blocks [..., n], by a search of the whole table."""
+  """Return the codes of blocks [..., n] by a search of the complete table."""
   most = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
   codes = np.abs((x / np.where(most > 0, most, 1))[..., None] - table(signed)).argmin(-1)
   return codes if signed else np.where(x > 0, np.maximum(codes, 1), codes)
@@ -55,12 +55,12 @@ def coded(x):
 
 @KINDS
 def test_the_codes_are_those_of_the_table_and_of_bitsandbytes(signed):
-  """bitsandbytes 0.50.2, ``create_dynamic_map(signed)`` in float32: all of its numbers, to 3e-7 of each."""
+  """All numbers of ``create_dynamic_map(signed)`` in float32 of bitsandbytes 0.50.2, with a relative tolerance of 3e-7."""
   every = Blocks(jnp.arange(256, dtype=jnp.uint8), jnp.ones(1))
   found = jax.jit(lambda c: from_blocks(decode(c, Layout(-1, 256), signed=signed), Layout(-1, 256)))(every)
   np.testing.assert_allclose(found, table(signed), rtol=3e-7)
   if signed:
-    np.testing.assert_allclose(found, dynamic_map(), rtol=3e-7)  # which is theirs to the bit
+    np.testing.assert_allclose(found, dynamic_map(), rtol=3e-7)  # equals bitsandbytes bit for bit
   theirs = {True: (0, 127, 128, 254, 255), False: (0, 1, 128, 254, 255)}[signed]
   said = {True: (-0.99296874, 0, 5.5e-07, 0.99296874, 1), False: (0, 3.25e-07, 0.11054687, 0.9964844, 1)}[signed]
   np.testing.assert_allclose(np.asarray(found)[list(theirs)], said, rtol=3e-7)
@@ -75,9 +75,10 @@ def test_codes_are_the_nearest(signed):
   expected = written(x, signed)
   exact = (x.astype(np.float64) / np.abs(x).max(-1, keepdims=True))[..., None]
   distances = np.abs(exact - table(signed)[np.stack([codes, expected], -1)])
-  assert np.all((codes == expected) | (np.abs(np.diff(distances)[..., 0]) < 1e-7))  # between two
+  assert np.all((codes == expected) | (np.abs(np.diff(distances)[..., 0]) < 1e-7))  # halfway between two codes
   assert np.mean(codes == expected) > 0.9999
-  # Encoded again, what was decoded is the same; but where the largest is below 0, as there is no -1.
+  # Decoded numbers encode to the same codes. Blocks whose largest magnitude is negative are excluded, because the code has no
+  # -1.
   same = np.abs(back).max(-1) == np.abs(x).max(-1)
   assert np.mean(same) > 0.4
   np.testing.assert_array_equal(coded(back)[signed][0].codes[same], codes[same])
@@ -90,17 +91,17 @@ NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @given(hnp.arrays(np.float32, (3, LENGTH), elements=NUMBERS), st.sampled_from([1.0, 1e-20, 1e-38]))
 def test_what_comes_back_is_near(x, unit):
   x = (x * np.float32(unit)).astype(np.float32)
-  # Most machines flush what is below `tiny` to zero: what comes back of the least that is left here is above it.
+  # Most machines flush numbers below `tiny` to zero. The smallest numbers kept here decode to numbers above it.
   x = np.where(np.abs(x) < 2 * np.finfo(np.float32).tiny, 0, x)
   most = np.abs(x.astype(np.float64)).max(-1, keepdims=True)
   for signed, (stored, back) in coded(x).items():
     exact, back = (x if signed else np.abs(x)).astype(np.float64), np.asarray(back, np.float64)
     np.testing.assert_array_equal(stored.scale, most)
     assert np.all(np.abs(back) <= most)
-    half = 0.9 / (128 if signed else 256) + 1e-6  # of the widest spacing
+    half = 0.9 / (128 if signed else 256) + 1e-6  # half of the widest spacing
     assert np.all(np.abs(back - exact) <= half * most + 2e-38)
     assert np.all(back[exact == 0] == 0)
-    tenth = np.abs(exact) >= 0.1 * most  # where it is finest
+    tenth = np.abs(exact) >= 0.1 * most  # above a tenth of the largest
     assert np.all(np.abs(back - exact)[tenth] <= half * most.repeat(LENGTH, -1)[tenth])
     if signed:
       assert np.all(back * exact >= 0)
@@ -122,15 +123,15 @@ def test_blocks_lie_where_no_device_has_a_part_of_one():
   cases: list[tuple[tuple[int, ...], tuple[str | None, ...], Any]] = [
     ((5376, 21504), ("embed", "mlp"), Layout(-1, 224)),  # 1344 on each of 16 devices
     ((21504, 5376), ("mlp", "embed"), Layout(-2, 224)),
-    ((60, 5376, 32, 256), ("layers", "embed", "heads", "head_dim"), Layout(-1, 256)),  # which nothing splits
+    ((60, 5376, 32, 256), ("layers", "embed", "heads", "head_dim"), Layout(-1, 256)),  # head_dim is never split
     ((32, 512, 5376), ("heads", "head_dim", "embed"), Layout(-2, 256)),
     ((262144, 5376), ("vocab", "embed"), Layout(-1, 168)),
     ((128, 2816, 704), ("expert", "embed", "mlp"), Layout(-1, 44)),
     ((2816, 128), ("embed", "expert"), Layout(-2, 176)),
-    ((5376, 16), ("embed", None), Layout(-2, 168)),  # of an adapter
+    ((5376, 16), ("embed", None), Layout(-2, 168)),  # a factor of an adapter
     ((262144, 35 * 256), ("vocab", "per_layer"), Layout(-1, 140)),
     ((60, 7168), ("layers", None), None),  # norms
-    ((60, 63, 65), ("layers", "embed", "mlp"), None),  # 4095 numbers
+    ((60, 63, 65), ("layers", "embed", "mlp"), None),  # 4095 numbers per layer, too few
     ((64, 64), ("embed", "mlp"), Layout(-2, 4)),
   ]
   for shape, axes, expected in cases:

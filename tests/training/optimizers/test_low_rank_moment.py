@@ -1,4 +1,4 @@
-"""A first moment of low rank against means written out in numpy."""
+"""A low-rank first moment against moving averages computed in NumPy."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ SPEC: Any = {
   "frozen": None,
 }
 MATRICES = {"up": (24, 17), "o": (24, 19), "experts": (2, 21, 16), "table": (12, 40), "stacked": (2, 18, 22)}
-"""Of the leaves that have factors."""
+"""Shapes as batches of matrices, of the leaves that have factors."""
 
 
 def as_matrices(name: str, x: np.ndarray) -> np.ndarray:
@@ -41,7 +41,8 @@ def as_arrays(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def draw(rng: np.random.Generator, *, rank: int | None = None) -> Any:
-  """Directions of an rms of 1; of this rank, their columns and rows the same at every call but for their mixture."""
+  """Return random directions with an RMS of 1. With ``rank`` they have this rank, and all calls share the same row and column
+  spaces."""
   out = {}
   for name, p in SPEC.items():
     if p is None:
@@ -57,7 +58,7 @@ def draw(rng: np.random.Generator, *, rank: int | None = None) -> Any:
 
 
 def advance(directions: list[Any], rank: int = RANK, spec: Any = SPEC) -> tuple[list[Any], Any]:
-  """What becomes of each, and the last state."""
+  """Return the updates made from each direction, and the last state."""
   moment: Any = low_rank_moment(B1, rank, spec)
   state, found = moment.init(directions[0]), []
   update = jax.jit(moment.update)
@@ -69,7 +70,7 @@ def advance(directions: list[Any], rank: int = RANK, spec: Any = SPEC) -> tuple[
 
 @pytest.mark.slow
 def test_directions_within_the_rank_have_the_whole_moment():
-  """A subspace that holds all directions loses nothing: the mean without its bias."""
+  """If the subspace contains all directions, the result is the complete moving average with bias correction."""
   rng = np.random.default_rng(0)
   directions = [draw(rng, rank=2) for _ in range(5)]
   found, _ = advance(directions)
@@ -81,14 +82,14 @@ def test_directions_within_the_rank_have_the_whole_moment():
     for t, (direction, made) in enumerate(zip(directions, found, strict=True), 1):
       mean = B1 * mean + (1 - B1) * np.float64(direction[name])
       if t == 1:
-        continue  # of which the sketch may be of any quality
+        continue  # in the first step the subspace may not be found yet
       expected = mean / (1 - B1**t)
       away = np.linalg.norm(made[name] - expected) / np.linalg.norm(direction[name])
       assert away < 0.08, (name, t, away)
 
 
 def test_the_moment_is_that_of_the_kept_subspace_and_the_rest_goes_on_as_it_is():
-  """Written out with the bases that were kept: the means follow from them, whatever the subspace is."""
+  """The factors and updates follow from the stored bases by the formulas of the module, whatever the subspace is."""
   rng = np.random.default_rng(1)
   directions = [draw(rng) for _ in range(4)]
   moment: Any = low_rank_moment(B1, RANK, SPEC)
@@ -114,7 +115,7 @@ def test_the_moment_is_that_of_the_kept_subspace_and_the_rest_goes_on_as_it_is()
 
 
 def test_the_subspace_is_where_directions_are_large():
-  """A mean of rank 3 under noise: subspace iteration finds it, and keeps nearly all of it."""
+  """A rank-3 mean with added noise: subspace iteration finds its subspace and keeps nearly all of the mean."""
   rng, fixed = np.random.default_rng(2), draw(np.random.default_rng(3), rank=3)
   noisy = [jax.tree.map(lambda f, n: (f + 0.3 * n) / 1.05, fixed, draw(rng)) for _ in range(12)]
   _, state = advance(noisy)
@@ -127,7 +128,7 @@ def test_the_subspace_is_where_directions_are_large():
 
 def test_layers_and_experts_are_matrices_of_their_own():
   rng = np.random.default_rng(4)
-  directions = [jax.tree.map(lambda x: x / 2, draw(rng)) for _ in range(3)]  # of which nothing is clipped
+  directions = [jax.tree.map(lambda x: x / 2, draw(rng)) for _ in range(3)]  # halved, so that nothing is clipped
   found, state = advance(directions)
   alone, _ = advance([{"up": d["stacked"][1]} for d in directions], spec={"up": Param((18, 22), ("embed", "mlp"))})
   np.testing.assert_allclose(found[-1]["stacked"][1], alone[-1]["up"], atol=1e-4)
@@ -156,7 +157,8 @@ def test_what_multiplies_nothing_and_what_is_narrow_keeps_its_moment_whole():
 
 
 def test_zeros_at_first_are_no_end_of_it():
-  """An expert without tokens: its subspace begins when there is a gradient, and zeros later lose nothing."""
+  """An expert without tokens has zero gradients. Its subspace is found at the first nonzero gradient, and later zeros lose
+  nothing."""
   rng = np.random.default_rng(6)
   zeros = jax.tree.map(np.zeros_like, draw(rng))
   same = draw(rng, rank=2)
@@ -172,8 +174,8 @@ def test_zeros_at_first_are_no_end_of_it():
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.floats(-30, 37), st.integers(1, 9), st.booleans()), min_size=2, max_size=5), st.integers(0, 9))
 def test_no_number_is_large_whatever_comes(steps, seed):
-  """Sizes over all powers of ten, any rank, all alike: what is kept is at most 1, and directions are no larger than the bound
-  of Adafactor says."""
+  """For directions of any magnitude and rank, and for constant ones, the stored numbers are at most 1, and the updates stay
+  within the bound of Adafactor's proof, computed for the size of the matrix."""
   rng = np.random.default_rng(seed)
   spec = {"up": SPEC["up"], "experts": SPEC["experts"]}
   directions = []
@@ -193,7 +195,8 @@ def test_no_number_is_large_whatever_comes(steps, seed):
 @pytest.mark.parametrize("rank", [8, 128, 384, nightly(640)])
 @pytest.mark.slow
 def test_columns_that_are_all_alike_have_a_basis_too(rank):
-  """Of directions of rank 1 all sketches are one column: of their Gram matrix nothing but the ridge has a Cholesky factor."""
+  """For directions of rank 1 all sketched columns are multiples of one column. Their Gram matrix has rank 1, so its Cholesky
+  factor exists only because of the added ridge."""
   spec = {"w": Param((2 * rank + 8, 2 * rank + 5), ("embed", "mlp"))}
   rng = np.random.default_rng(0)
   alike = np.outer(rng.normal(size=2 * rank + 8), rng.normal(size=2 * rank + 5)).astype(np.float32)
@@ -207,8 +210,9 @@ def test_columns_that_are_all_alike_have_a_basis_too(rank):
 @pytest.mark.parametrize("error", [3e-5, 1e-3])
 @pytest.mark.slow
 def test_a_basis_stays_finite_when_its_gram_matrix_is_not_accurate(monkeypatch, tokens, error):
-  """Experts with fewer tokens than the rank, and products less accurate than float32, as a GPU's may be. Elimination with the
-  small and negative pivots of such a Gram matrix gave NaN in every one of these."""
+  """Experts have fewer tokens than the rank, and products are less accurate than float32, as they may be on a GPU. Without a
+  lower bound on its pivots, elimination of such a Gram matrix divided by small and negative pivots and gave NaN in all of these
+  cases."""
   rank, rng = 32, np.random.default_rng(0)
   exact = low_rank_moment_module._exact
 
@@ -235,7 +239,8 @@ def test_a_basis_stays_finite_when_its_gram_matrix_is_not_accurate(monkeypatch, 
 
 
 def test_an_update_calls_no_library_of_linear_algebra():
-  """Two batched calls of jaxlib's at a time, of stacks that nothing orders, never end on a CPU with as many threads."""
+  """On a CPU, two batched linear algebra calls of jaxlib that run at the same time deadlock on each other's threads. The
+  updates of several arrays are not ordered, so they must not contain such calls."""
   direction = draw(np.random.default_rng(0))
   moment: Any = low_rank_moment(B1, RANK, SPEC)
   text = jax.jit(moment.update).lower(direction, moment.init(direction)).as_text()
@@ -246,7 +251,8 @@ def test_an_update_calls_no_library_of_linear_algebra():
 @pytest.mark.parametrize("b1", [0.0, 0.9, 1 - 1e-8])
 @pytest.mark.slow
 def test_the_mean_has_no_bias_at_any_decay(b1):
-  """The first direction is its own mean, and float32 is 1 where 1 - 1e-8 is not."""
+  """After one step the mean with bias correction is the direction itself. In float32, 1 - 1e-8 rounds to 1, so the bias
+  correction must not be computed from the rounded decay."""
   direction = draw(np.random.default_rng(0))
   moment: Any = low_rank_moment(b1, RANK, SPEC)
   made, _ = jax.jit(moment.update)(direction, moment.init(direction))
@@ -257,7 +263,8 @@ def test_the_mean_has_no_bias_at_any_decay(b1):
 
 @pytest.mark.slow
 def test_what_a_proof_says_of_a_stack_holds_when_one_expert_has_all_of_it():
-  """After a long time without a gradient an expert's direction is all that clipping leaves, the root of the stack's size."""
+  """After many steps without a gradient, one expert has all of the clipped direction of a stack. Its elements are then as large
+  as clipping allows, about the square root of the stack's size, and must stay within the proved bound."""
   spec = {"stack_0": {"layer_0": {"w": stack({"w": SPEC["experts"]}, 6)["w"]}}}
   words = ("opt_type=adafactor", f"adafactor_momentum_rank={RANK}", "adam_weight_decay=0")
   optimizer: Any = make_optimizer(toy_config(*words).training, spec, "float32")
@@ -274,14 +281,14 @@ def test_what_a_proof_says_of_a_stack_holds_when_one_expert_has_all_of_it():
     numbers = [x for x in jax.tree.leaves(state) if x.dtype != jnp.int32]
     assert max(float(jnp.abs(x).max()) for x in numbers) <= float(known)
     assert all(np.isfinite(x).all() for x in (*numbers, *jax.tree.leaves(direction)))
-  assert float(jnp.abs(direction["stack_0"]["layer_0"]["w"]).max()) > 8  # far above the rms
+  assert float(jnp.abs(direction["stack_0"]["layer_0"]["w"]).max()) > 8  # far above the RMS of 1
 
 
 _compiled: dict = {}
 
 
 def _update(update: Any, direction: Any, state: Any) -> Any:
-  """Compiled once for all examples."""
+  """Apply the update, compiled once for all examples."""
   if not _compiled:
     _compiled["update"] = jax.jit(update)
   return _compiled["update"](direction, state)
@@ -309,7 +316,7 @@ def test_factors_lie_along_the_axes_of_their_parameter():
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.slow
 def test_adafactor_has_it_behind_its_clipped_update(rank):
-  """The clipped update goes through the moment, and decay of weights is added behind it."""
+  """Adafactor applies the low-rank moment to its clipped update, and adds weight decay afterwards."""
   spec = {"up": SPEC["up"]}
   rng = np.random.default_rng(8)
   params = {"up": rng.normal(size=(24, 17)).astype(np.float32)}
@@ -321,7 +328,7 @@ def test_adafactor_has_it_behind_its_clipped_update(rank):
     direction, state = optimizer.update(g, state, params)
     made.append({"up": direction["up"] - 0.2 * params["up"]})
     decay = 1 - float(t) ** -0.8
-    v = decay * v + (1 - decay) * (np.float64(g["up"]) ** 2 + 1e-30)  # of small arrays it is not factored
+    v = decay * v + (1 - decay) * (np.float64(g["up"]) ** 2 + 1e-30)  # not factored for small arrays
     u = g["up"] / np.sqrt(v)
     clipped.append({"up": np.float32(u / max(1.0, np.sqrt(np.mean(u**2))))})
   expected = advance(clipped, rank, spec)[0] if rank else clipped

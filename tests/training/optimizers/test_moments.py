@@ -1,4 +1,4 @@
-"""Rules whose moments are stored in fewer bits, against updates written out in numpy."""
+"""Update rules with moments in fewer bits, against updates computed in NumPy."""
 
 import functools
 import operator
@@ -35,7 +35,7 @@ def draw(seed: int) -> Any:
 
 
 def advanced(*words: str) -> tuple[list[Any], Any]:
-  """Directions of a few updates, and the last state."""
+  """Return the directions of ``STEPS`` updates, and the last state."""
   optimizer = make_optimizer(toy_config(*words).training, SPEC, "float32")
   params, found = draw(0), []
   state = optimizer.init(params)
@@ -51,7 +51,7 @@ def at(keys: tuple[str, ...], tree: Any) -> Any:
 
 
 def stored_and_back(x: np.ndarray, p: Param, signed: bool) -> np.ndarray:
-  """What a moment comes back as, by a search of the table."""
+  """Return a moment after encoding and decoding, by a search of the table."""
   where = layout(p)
   if where is None:
     return x
@@ -72,7 +72,7 @@ def test_adamw_is_what_it_is_with_moments_that_come_back_from_a_table():
       g = get(draw(step + 1)).astype(np.float64)
       m, v, t = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2, step + 1
       direction = m / (1 - 0.8**t) / (np.sqrt(v / (1 - 0.9**t)) + 1e-8)
-      # The update is made of moments as they are before they are stored. A number between two codes may take the other one.
+      # The update uses the moments before they are encoded. A number halfway between two codes may get either code.
       close = np.isclose(get(found[step]), direction, rtol=2e-4, atol=1e-5)
       assert np.mean(close) > (0.9995 if layout(p) else 0.99999), (path, step)
       m, v = stored_and_back(m, p, True), stored_and_back(v, p, False)
@@ -88,7 +88,7 @@ def test_other_rules_have_a_first_moment_of_8_bits(words):
   kept = [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Blocks)) if isinstance(x, Blocks)]
   assert len(kept) == 2
   a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (found, plain))
-  assert np.linalg.norm(a - b) < (0.25 if words[0] == "opt_type=lion" else 0.02) * np.linalg.norm(b)  # a sign may turn
+  assert np.linalg.norm(a - b) < (0.25 if words[0] == "opt_type=lion" else 0.02) * np.linalg.norm(b)  # a sign may flip
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lion", "sgd"])
@@ -130,7 +130,7 @@ def test_pieces_are_updated_as_the_whole_is(monkeypatch, piece):
   optimizer = make_optimizer(toy_config(*words).training, SPEC, "float32")
   params = draw(0)
   text = str(jax.make_jaxpr(optimizer.update)(params, optimizer.init(params), params))
-  assert text.count("scan[") == 3  # layers, and pieces of one; pieces of the table
+  assert text.count("scan[") == 3  # over layers, over pieces of a layer, and over pieces of the table
   pieces = advanced(*words)
   assert jax.tree.structure(pieces) == jax.tree.structure(whole)
   for a, b in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
@@ -142,7 +142,8 @@ def test_pieces_are_updated_as_the_whole_is(monkeypatch, piece):
 
 @given(st.integers(1, 5000), st.integers(1, 700), st.booleans(), st.integers(1, 5000))
 def test_pieces_are_few_and_have_whole_blocks(lead, columns, vocabulary, piece):
-  """A vocabulary of any size, a prime one too: at most four times as many as there have to be."""
+  """For any vocabulary size, also a prime one, there are at most four times as many pieces as necessary, and no piece splits a
+  block."""
   p = Param((lead, columns), ("vocab" if vocabulary else None, None))
   x: Any = jax.ShapeDtypeStruct(p.shape, jnp.float32)
   where = layout(p)

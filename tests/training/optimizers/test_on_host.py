@@ -1,4 +1,5 @@
-"""Moments in the host's memory: the same numbers, and where they are counted. On a CPU both memories are one."""
+"""Moments in host memory: training gives the same numbers, and the estimates count them on the host. On a CPU, device and host
+memory are the same."""
 
 import json
 
@@ -60,7 +61,7 @@ def test_so_are_those_of_other_rules(case):
   assert_bits(metrics, ordinary)
 
 
-# tests/training/step/in_backward/test_step.py has them on meshes that split them.
+# tests/training/step/in_backward/test_configurations.py tests moments in host memory on meshes that shard them.
 
 
 def test_what_they_cannot_be_had_with_is_refused():
@@ -80,7 +81,7 @@ def test_they_count_on_the_host():
   assert there.optimizer == here.optimizer - there.host
   assert bytes_of(stay) + bytes_of(away) == bytes_of(state)
   config = load_config("qwen3-tiny", [*WORDS, AWAY]).config
-  assert memory.estimate(make_program(config)).host == 0  # a CPU's is its own
+  assert memory.estimate(make_program(config)).host == 0  # a CPU has no separate host memory
 
 
 @pytest.mark.parametrize("topology", ["v6e-8", "h200"])
@@ -133,7 +134,8 @@ def test_gpus_that_are_not_there_have_no_host(monkeypatch):
 
 @pytest.mark.slow
 def test_a_look_takes_their_largest_row_by_row():
-  """The one that a device has no room for together."""
+  """A check of the state (``lower_check``) reads host moments row by row, because all of them together may not fit on the
+  device. It finds a non-finite moment as with moments on the device."""
   words = (*THREE, LAYERED, "mu_dtype=bfloat16", "nu_dtype=dynamic8")
   program, state, _ = begun(*words, AWAY)
   state = {**state, "opt_state": jax.tree.map(np.copy, state["opt_state"])}
@@ -152,7 +154,8 @@ def test_a_look_takes_their_largest_row_by_row():
 
 @pytest.mark.slow
 def test_an_xray_has_them_too():
-  """It measures all gradients together, and so reads all moments on the device. Memory is part of a traced array's type."""
+  """The x-ray needs all gradients together and copies all moments to the device. A traced array's type contains its memory, so
+  the program must start with arrays in pinned_host."""
   program, state, batch = begun(*THREE, LAYERED, *EIGHT_BITS, AWAY)
   with use_mesh(program.model.mesh):
     state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, program.abstract_state))
@@ -161,7 +164,7 @@ def test_an_xray_has_them_too():
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_key_and_without(tmp_path):
-  """As one that never had it."""
+  """A run that is resumed with and without the key has the losses of a run that never used it."""
   words = [f"output_dir={tmp_path}", "max_target_length=32", "per_device_batch_size=1", LAYERED, "checkpoint_interval=2"]
   words += ["lr_schedule_type=constant", "warmup_steps_fraction=0", *EIGHT_BITS]
   losses = {}

@@ -1,4 +1,4 @@
-"""Optimizers against updates written out in numpy, over several steps, and learning rates against hand-computed numbers."""
+"""Optimizers against several steps computed in NumPy, and learning rates against hand-computed numbers."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ STEPS = 4
 
 
 def run(grads: dict, params: dict, *overrides: str, weight_dtype: str = "float32") -> dict:
-  """Parameters after STEPS updates with the same gradients times 1, 2, 3, ..."""
+  """Return the parameters after STEPS updates. The gradients of the updates are ``grads`` times 1, 2, 3, ..."""
   config = toy_config(*overrides)
   optimizer = make_optimizer(config.training, SPEC, weight_dtype)
   state = optimizer.init(params)
@@ -43,7 +43,7 @@ def arrays():
 
 
 def written(grads, params, rule, decay):
-  """The same with a rule (gradient, moments, step) -> direction in float64; norms do not decay."""
+  """Return the same parameters in float64, with a rule (gradient, moments, step) -> direction. Norms have no weight decay."""
   out = {}
   for name in ("matrix", "norm"):
     p, moments = params[name].copy(), {}
@@ -145,9 +145,10 @@ def test_factored_moments_are_sharded_along_what_they_keep():
 @pytest.mark.parametrize(("rule", "rank"), [*((rule, 0) for rule in OPT_TYPES), slow("adafactor", 3)])
 @pytest.mark.parametrize("weight_dtype", ["float32", slow("float16")])
 def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
-  """Random sizes of everything, up to the end of float32: a proof never fails, and ordinary sizes have one."""
+  """For random magnitudes up to the largest float32 number, an update that is proved finite is finite, and updates of ordinary
+  magnitudes are proved."""
   rng = np.random.default_rng(0)
-  shape = (130, 129)  # large enough for Adafactor to factor it
+  shape = (130, 129)  # large enough that Adafactor factors it
   spec = {"a": Param(shape, ("embed", "mlp"))}
 
   def size(low, high):
@@ -171,7 +172,7 @@ def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
     grads, p = {"a": draw(*powers)}, {"a": jnp.where(jnp.isfinite(p), p, 0)}
     optimizer = make_optimizer(t, spec, weight_dtype)
     state: Any = optimizer.init(p)
-    if rule != "adafactor":  # whose state no step leaves at less than a share of 1e-30: it stays as it begins
+    if rule != "adafactor":  # its second moments are never below a fraction of 1e-30, so its initial state is kept
       leaves, structure = jax.tree.flatten(state)
       state = jax.tree.unflatten(structure, [x if x.dtype == np.int32 else jnp.abs(draw(*powers)) for x in leaves])
     sizes = (largest(grads), largest(state), largest(p), t.learning_rate)
@@ -183,7 +184,7 @@ def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
     moved = (p["a"].astype(jnp.float32) - t.learning_rate * direction["a"]).astype(weight_dtype)
     finite = all(np.isfinite(np.asarray(x)).all() for x in (moved, *jax.tree.leaves(state)))
     assert finite or not proof, (keys, largest(grads), largest(p))
-    assert not proof or largest(state) <= 1.001 * float(kept) + 6e-8, (  # float16 rounds to multiples of that
+    assert not proof or largest(state) <= 1.001 * float(kept) + 6e-8, (  # 6e-8: float16 rounds to multiples of it
       keys,
       largest(grads),
       kept,
@@ -200,8 +201,9 @@ def test_what_is_certainly_finite_is(rule, rank, weight_dtype):
 @pytest.mark.parametrize("rule", OPT_TYPES)
 @pytest.mark.parametrize("clip", [0.0, 1.0, 2.0, 1e4, 1e12])
 def test_what_is_usually_proved_has_a_proof(rule, clip):
-  """Adafactor's bound is one for small gradients: usual where they are clipped to the default. Layer by layer nobody knows how
-  large those will be that are not clipped, or to next to nothing."""
+  """Adafactor can prove an update finite only for small gradients, so it needs the default clipping threshold of 1. An update
+  layer by layer has no bound on the gradients unless they are clipped to a threshold whose square is far below the float32
+  maximum."""
   spec = {"a": Param((7, 5), ("embed", "mlp"))}
   optimizer = make_optimizer(toy_config(f"opt_type={rule}").training, spec, "bfloat16")
   assert optimizer.usually_proved(clip) == (rule != "adafactor" or clip == 1)
@@ -215,7 +217,8 @@ def test_what_is_usually_proved_has_a_proof(rule, clip):
   ("rule", "mu"), [("adamw", "float32"), ("adamw", "bfloat16"), ("lion", "bfloat16"), ("sgd", "float32")]
 )
 def test_what_is_known_of_a_state_holds_over_many_steps(rule, mu):
-  """Gradients that stay at their largest, so that moments come as near to the bound as they can."""
+  """The known bound holds after 20,000 steps. The gradients stay at their maximum, so that the moments come as close to the
+  bound as possible."""
   t = toy_config(f"opt_type={rule}", f"mu_dtype={mu}", "adam_b1=0.9", "adam_b2=0.999").training
   optimizer = make_optimizer(t, {"a": Param((7,), ("embed",))}, "float32")
   certainly: Any = optimizer.certainly_finite
@@ -233,7 +236,7 @@ def test_what_is_known_of_a_state_holds_over_many_steps(rule, mu):
   state, kept = many(optimizer.init(p))
   largest = max(float(jnp.abs(x.astype(jnp.float32)).max()) for x in jax.tree.leaves(state) if x.dtype != jnp.int32)
   assert largest < 1.01 * float(kept)
-  assert mu == "bfloat16" or largest > 0.9 * float(kept)  # in bfloat16 a mean of many steps stops short of it
+  assert mu == "bfloat16" or largest > 0.9 * float(kept)  # a bfloat16 average stops growing earlier
 
 
 def rates(kind: str, *more: str) -> list[float]:
