@@ -1,7 +1,7 @@
 """Compares one model on many meshes with one device: losses of three SGD steps, and the gradients of the first step.
 
-It is a script, because the number of devices is fixed when a process starts: ``python -m tests.training.meshes MODEL [MESH
-...]``. All meshes start from the same parameters and read the same rows. SGD is used because other optimizers update each
+``python -m tests.training.meshes MODEL [MESH ...]`` is a script, because the number of devices is fixed when a process starts.
+All meshes start from the same parameters and read the same rows. Other optimizers than SGD are not used: they update each
 number in the same way on every mesh, and their updates would have to be compiled for each mesh.
 """
 

@@ -264,7 +264,7 @@ def test_the_mean_has_no_bias_at_any_decay(b1):
 @pytest.mark.slow
 def test_what_a_proof_says_of_a_stack_holds_when_one_expert_has_all_of_it():
   """After many steps without a gradient, one expert has all of the clipped direction of a stack. Its elements are then as large
-  as clipping allows, about the square root of the stack's size, and must stay within the proved bound."""
+  as clipping allows, up to the square root of the stack's size, and must stay within the proved bound."""
   spec = {"stack_0": {"layer_0": {"w": stack({"w": SPEC["experts"]}, 6)["w"]}}}
   words = ("opt_type=adafactor", f"adafactor_momentum_rank={RANK}", "adam_weight_decay=0")
   optimizer: Any = make_optimizer(toy_config(*words).training, spec, "float32")

@@ -1,4 +1,4 @@
-"""What is said before JAX is imported."""
+"""The checks of a run before JAX is imported."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from maxtext_like.training.run.preflight import preflight
 
 
 def finished(place, *words, step=100):
-  """A run with a step that was saved with these words."""
+  """Make a run directory with one complete checkpoint that was saved with these settings."""
   config = manifest.record(load_config("gemma4-tiny", words).config)
   path = place / "gemma4-tiny/checkpoints" / str(step)
   path.mkdir(parents=True)
@@ -33,7 +33,7 @@ def test_a_tower_cannot_be_added(tmp_path):
     ([], True),
     (["steps=50", "log_interval=7", "checkpoint_interval=3"], True),
     (["steps=101"], False),  # there is work to do
-    # Whether these have the same arrays is for the program to say.
+    # These may change the arrays of the state, which only the program can tell.
     (["weight_dtype=bfloat16"], False),
     (["mu_dtype=bfloat16"], False),
     (["opt_type=lion"], False),

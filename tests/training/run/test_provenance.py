@@ -1,4 +1,4 @@
-"""env.json: what changes a run is kept, secrets are not."""
+"""env.json records everything that may change a run, without secrets."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ SECRETS = """
 def test_no_secret_is_kept(monkeypatch):
   for i, name in enumerate(SECRETS):
     monkeypatch.setenv(name, f"hunter{i}")
-  # Names that are kept, with secrets inside what they hold.
+  # Variables that are recorded, with secrets inside their values.
   monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "https://me:hunter@host/cache?token=hunter")
   monkeypatch.setenv("LIBTPU_INIT_ARGS", "--a=b --auth_token=hunter --c=hf_hunterhunterhunter")
   monkeypatch.setenv("JAX_ENABLE_X64", "0")
@@ -34,7 +34,7 @@ def test_no_secret_is_kept(monkeypatch):
 
 
 def test_a_link_that_leads_nowhere_is_no_code(tmp_path, monkeypatch):
-  """An editor locks a file so."""
+  """A dangling link does not change the fingerprint of the code. Editors such as Emacs lock a file with such a link."""
   (tmp_path / "training").mkdir()
   (tmp_path / "a.py").write_text("a = 1\n")
   monkeypatch.setattr(provenance, "__file__", str(tmp_path / "training" / "run" / "provenance.py"))

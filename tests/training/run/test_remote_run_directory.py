@@ -1,4 +1,4 @@
-"""Remote run directories on emulated stores: one holder, files that follow, a store that fails."""
+"""Remote run directories on emulated stores: the lock, files that are copied in the background, and stores that fail."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(params=["gs", slow("s3")])
 def place(request, monkeypatch, tmp_path):
-  """Where runs are, empty; and this machine's cache is."""
+  """An empty folder for runs in a store. The local copies of this machine are in ``tmp_path / "copies"``."""
   store_of(request.param)
   monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "copies"))
   monkeypatch.setattr(remote_run_directory, "BEAT_SECONDS", 0.05)
@@ -68,7 +68,7 @@ def test_files_follow_and_are_what_the_next_start_begins_with(place, monkeypatch
     (directory.path / "profile").mkdir()
     (directory.path / "profile" / "state").write_bytes(b"large")
     (directory.path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n')
-  assert content(place / "run" / "metrics.jsonl").count(b"\n") == 2  # the end is there when it is left
+  assert content(place / "run" / "metrics.jsonl").count(b"\n") == 2  # the last lines are copied on exit
   assert [name.rpartition("/")[2] for name in there(place / "run")] == ["config.yml", "metrics.jsonl"]
   monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "another machine" / "copies"))
   store_of(place).remove("/".join((place / "run" / "config.yml").parts[1:]))
@@ -84,13 +84,13 @@ def test_the_run_of_a_holder_elsewhere_is_refused_while_it_lives_and_taken_over_
   with pytest.raises(UserError, match="in use by process 7 on elsewhere"), RemoteRunDirectory(str(place), "run"):
     pass
   assert there(place / "run") == ["/".join((place / "run" / "run.lock").parts[1:])]  # nothing else was written
-  lock._stop.set()  # as of a process that was stopped
+  lock._stop.set()  # no heartbeat any more, as for a stopped process
   with RemoteRunDirectory(str(place), "run") as directory:
     assert json.loads(content(place / "run" / "run.lock"))["token"] == directory.holder
     directory.require_shared(directory.holder)
     assert "taken over" in caplog.text
     lock._stop.clear()
-    threading.Thread(target=lock._beat, daemon=True).start()  # it goes on, and learns that it has lost the run
+    threading.Thread(target=lock._beat, daemon=True).start()  # the process resumes, and finds that the run was taken over
     wait_for(lambda: lost)
     assert "took it over" in lost[0]
     lock.release()

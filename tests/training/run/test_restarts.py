@@ -1,4 +1,4 @@
-"""Tests maxtext_like/training/run/restarts.py: starts that get nowhere are counted, those of a person are not."""
+"""Tests maxtext_like/training/run/restarts.py: starts without progress are counted, unless a user has to act."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def test_a_run_that_only_restarts_ends(tmp_path):
     with pytest.raises(NoProgressError, match=r"started 4 times in a row .* still step 40") as caught:
       start(run, 40)
     assert caught.value.exit_code == 3
-    with pytest.raises(NoProgressError):  # and stays so until a person looks
+    with pytest.raises(NoProgressError):  # and every later start fails too
       start(run, 40)
     start(run, 40, RetryableError("again"), limit=0)
     start(run, 50, RetryableError("again"))

@@ -1,4 +1,4 @@
-"""What a run's directory says of checkpoints that are not there."""
+"""How a run directory shows that checkpoints are missing."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ CONFIG = "checkpoint:\n  enable_checkpointing: {}  # where from\n  checkpoint_in
 
 @pytest.fixture
 def run(tmp_path):
-  """A directory of a run that finished 45 steps and has no checkpoints."""
+  """The directory of a run that finished 45 steps and has no checkpoints."""
   rows = [json.dumps({"step": step}) for step in range(1, 46)]
   (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 46, "lo']))
   return tmp_path
@@ -36,7 +36,7 @@ def test_the_newest_saved_step_tells_loss_from_a_run_without_a_checkpoint(run):
   resume_state.record_newest(run, None)
   assert (
     resume_state.read(run, run / "checkpoints").evidence == ()
-  )  # 45 steps, and none was ever saved: killed before, or the disk was full
+  )  # 45 steps without a save: the run was killed before the first save, or the disk was full
   resume_state.record_newest(run, 40)
   evidence = resume_state.read(run, run / "checkpoints").evidence
   assert evidence == (
@@ -53,7 +53,7 @@ def test_the_newest_saved_step_tells_loss_from_a_run_without_a_checkpoint(run):
   [
     (CONFIG.format("true", 10, 1000), True),
     (CONFIG.format("true", 100, 1000), False),
-    (CONFIG.format("true", 100, 45), True),  # the last step is saved whatever the interval
+    (CONFIG.format("true", 100, 45), True),  # the last step is saved, whatever the interval is
     (CONFIG.format("false", 10, 1000), False),
     ("", True),
     ("checkpoint: [", True),
@@ -85,7 +85,7 @@ def test_a_later_step_that_is_gone(run):
   assert resume_state.missing_step(run, run / "checkpoints", None) is None
   assert resume_state.missing_step(run, run / "checkpoints", 40) is None
   assert resume_state.missing_step(run, run / "checkpoints", 20) == 40
-  (run / "checkpoints/40.corrupt").mkdir(parents=True)  # told by whoever moved it
+  (run / "checkpoints/40.corrupt").mkdir(parents=True)  # the process that renamed it has reported it
   assert resume_state.missing_step(run, run / "checkpoints", 20) is None
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of ``maxtext-like train``: files, going on, refusals and exit codes."""
+"""Complete runs of ``maxtext-like train``: files, resumes, refusals and exit codes."""
 
 import json
 import os
@@ -36,7 +36,7 @@ KEYS |= {"tflops_per_device", "skipped", "clipped"}
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-  """A place for runs with a compilation cache of its own, so that the same program is compiled once."""
+  """A folder for runs. Its compilation cache (see ``train``) is shared, so that the same program is compiled once."""
   place = tmp_path_factory.mktemp("runs")
   return place
 
@@ -100,7 +100,7 @@ def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken, capsys):
   assert train(workplace, "broken", "steps=3", "module_api=linen", "eval_interval=4", "eval_steps=1") == 0
   too_short = "note    the run ends at step 3, before the first evaluation (eval_interval=4)\n"
   assert too_short in capsys.readouterr().out
-  # What a killed run may leave behind its last checkpoint.
+  # A killed run may leave such lines after those of its last checkpoint.
   with (workplace / "broken/metrics.jsonl").open("a") as file:
     file.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')
   assert train(workplace, "broken", "steps=4", "eval_interval=4", "eval_steps=1") == 0
@@ -164,7 +164,8 @@ def main_thread_waits_for_a_batch() -> bool:
 
 @pytest.mark.slow
 def test_a_stop_while_the_data_stall_keeps_the_finished_steps(workplace, tmp_path, monkeypatch, capsys):
-  """SIGTERM when the loop waits for a batch that does not come: what was trained is saved, what was not drawn is read again."""
+  """On SIGTERM while the loop waits for a batch that never arrives, the finished steps are saved. The resumed run reads the
+  same data as a run without a stop."""
   path = tmp_path / "records.jsonl"
   path.write_text("".join(json.dumps({"text": f"{i} of the records that are short"}) + "\n" for i in range(200)))
   words = [
@@ -180,7 +181,7 @@ def test_a_stop_while_the_data_stall_keeps_the_finished_steps(workplace, tmp_pat
   def from_a_disk_that_hangs(*given, **keys):
     if threading.current_thread().name == "maxtext-like-data" and next(reads) >= 16:
       seen = 0
-      while seen < 20:  # a batch that is there is taken in less time
+      while seen < 20:  # a batch that is ready is taken in less time
         seen = seen + 1 if main_thread_waits_for_a_batch() else 0
         time.sleep(0.01)
       if not thawed.is_set():
@@ -191,7 +192,7 @@ def test_a_stop_while_the_data_stall_keeps_the_finished_steps(workplace, tmp_pat
 
   with monkeypatch.context() as patched:
     patched.setattr(BytesTokenizer, "encode", from_a_disk_that_hangs)
-    patched.setattr(Prefetch.stop, "__defaults__", (0.05,))  # seconds for a thread that does not end
+    patched.setattr(Prefetch.stop, "__defaults__", (0.05,))  # seconds to wait for a thread that does not end
     assert train(workplace, "stalled", "steps=100", *words) == 42
     thawed.set()
   (checkpoint,) = (workplace / "stalled/checkpoints").iterdir()
@@ -237,7 +238,7 @@ def test_no_resume_into_a_used_directory(workplace, unbroken, capsys):
 def test_weights_of_another_run(workplace, unbroken):
   assert train(workplace, "second", "steps=1", f"init_from={workplace / 'unbroken'}") == 0
   (row,) = metrics(workplace, "second")
-  # Fresh weights would give the first loss of the other run to the last bit, since the batch is the same.
+  # New random weights would give the first loss of the other run bit for bit, because the batch is the same.
   assert abs(row["loss"] - unbroken[0]["loss"]) > 1e-3
   checks = json.loads((workplace / "second/finiteness.json").read_text())
   assert checks["loss1"]["result"] == "not run"
@@ -246,7 +247,7 @@ def test_weights_of_another_run(workplace, unbroken):
 @pytest.mark.slow
 def test_a_non_finite_update_ends_with_3_and_is_not_saved(workplace, capsys):
   words = ["opt_type=sgd", "learning_rate=1e7", "weight_dtype=float16", "gradient_clipping_threshold=0", "steps=3"]
-  words += ["replay_failed_step=false"]  # looked through in tests/analysis/test_failed_step.py
+  words += ["replay_failed_step=false"]  # tested in tests/analysis/test_failed_step.py
   assert train(workplace, "huge", *words) == 3
   out, err = capsys.readouterr()
   assert "step 1: non-finite parameters in" in err
@@ -281,13 +282,14 @@ def test_too_large_for_the_machine_ends_with_4(workplace, capsys):
 
 
 def test_a_start_that_fails_before_anything_is_read_is_counted(workplace, capsys):
-  """A mirror that never answers (below a file, there can be no directory) would let a scheduler start it for ever."""
+  """If starts that fail early were not counted, a scheduler would restart a run with an unreachable mirror forever. The
+  mirror's path is below a file, so it cannot be created."""
   (workplace / "file").write_text("")
   words = [f"checkpoint_mirror={workplace}/file/mirror", "max_restarts_without_progress=1"]
   assert train(workplace, "unanswered", "dataset_path=nowhere", "dataset=text", *words) == 2
   assert not (workplace / "unanswered").exists()
   assert train(workplace, "unanswered", *words) == 42
-  # What a person has to mend is not counted, and does not wipe out what was.
+  # An error that the user must fix is not counted, and does not reset the count.
   assert train(workplace, "unanswered", "per_device_batch_size=3000000", *words) == 4
   assert json.loads((workplace / "unanswered/restarts.json").read_text())["starts"] == 1
   assert train(workplace, "unanswered", *words) == 42
@@ -312,7 +314,7 @@ def test_a_signal_leaves_the_step_its_time_and_a_restore_has_its_own(workplace, 
   def end_of(loss):
     if events.count("end") == 1:  # the second step
       os.kill(os.getpid(), signal.SIGTERM)
-      time.sleep(1.5)  # three looks of the watchdog
+      time.sleep(1.5)  # three ticks of the watchdog
     events.append("end")
     return end_of_step(loss)
 
@@ -350,7 +352,7 @@ def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplac
   assert "steps: null  # follows from epochs" in (workplace / "epochs/config.yml").read_text()
   assert train(workplace, "epochs", *words, "epochs=1") == 0
   assert "already at step 3 of 3; raise epochs to continue" in capsys.readouterr().out
-  assert main(["train", str(workplace / "epochs/config.yml"), "epochs=2"]) == 0  # the last batch of one was filled up
+  assert main(["train", str(workplace / "epochs/config.yml"), "epochs=2"]) == 0  # the last batch of an epoch was filled up
   shown = capsys.readouterr().out
   assert "changed epochs: was 1, is 2" in shown
   assert "epochs  2 of 11 documents: 22 rows, 6 steps, 3 more of 4" in shown
@@ -368,7 +370,7 @@ def test_a_run_by_epochs_counts_its_steps_and_with_more_of_them_goes_on(workplac
     nightly(1, 9, "epochs  1 of 11 documents: 11 rows, 9 steps, 7 more of 1"),
   ],
 )
-@pytest.mark.slow  # the rows that are left: tests/data/test_epochs.py
+@pytest.mark.slow  # tests/data/test_epochs.py tests the remaining rows
 def test_with_other_batches_a_run_by_epochs_trains_the_rows_that_are_left(
   workplace, unbroken, tmp_path, capsys, size, steps, shown
 ):

@@ -1,4 +1,5 @@
-"""Tests maxtext_like/training/run/run_directory.py: the lock against living, dead and distant holders; unusable paths."""
+"""Tests maxtext_like/training/run/run_directory.py: the lock when its holder is running, dead or on another host, and unusable
+paths."""
 
 import contextlib
 import json
@@ -16,7 +17,7 @@ from maxtext_like.training.run.run_directory import RunDirectory
 
 
 def can_mount():
-  """Says whether this user may mount a tmpfs in a namespace of its own."""
+  """Return True if this user may mount a tmpfs in a separate mount namespace."""
   if shutil.which("unshare") is None:
     return False
   return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
@@ -73,14 +74,14 @@ def holder(tmp_path):
 
 @pytest.fixture
 def abroad(monkeypatch):
-  """This process sees the holder's as one of another host, whose processes it cannot look at."""
+  """To this process the holder seems to run on another host, whose processes it cannot inspect."""
   identity = run_directory._identity
   monkeypatch.setattr(run_directory, "_identity", lambda: {**identity(), "host": "far-away", "boot": "another"})
   monkeypatch.setattr(run_directory, "_WATCH_SECONDS", 1.0)
 
 
 def test_second_process_is_refused_and_told_who(tmp_path, holder):
-  """F18."""
+  """A second process on the same run directory is refused, with the holder's process id, host and start time (F18)."""
   with pytest.raises(UserError) as caught, RunDirectory(tmp_path, "run"):
     pass
   lock = json.loads((tmp_path / "run" / "run.lock").read_text())
@@ -98,7 +99,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, holder, caplog, reap
   if reaped:
     holder.wait()
   else:
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table as a zombie
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # dead, but still in the process table as a zombie
   with RunDirectory(tmp_path, "run") as run:
     assert json.loads((run.path / "run.lock").read_text())["pid"] == os.getpid()
   assert f"taking over the lock of process {holder.pid} on " in caplog.text
@@ -121,7 +122,8 @@ def test_a_living_holder_on_another_host_is_left_alone(tmp_path, holder, caplog,
 
 
 def test_a_holder_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path, abroad):
-  """Fence: SIGSTOP between a row and the next look at the lock, a takeover from another host, SIGCONT."""
+  """A holder is stopped with SIGSTOP before it checks the lock again, another host takes over, and SIGCONT resumes it. It must
+  end without writing anything."""
   with holding(tmp_path, "run", "pausing") as holder:
     assert holder.stdout is not None
     assert holder.stdout.readline() == "written\n"
@@ -140,7 +142,8 @@ def test_a_holder_that_was_stopped_and_taken_over_writes_nothing_more(tmp_path, 
 
 
 def test_a_file_that_was_all_but_replaced_stays_the_next_holders(tmp_path, abroad):
-  """SIGSTOP within the fsync of a file, a takeover, SIGCONT: the look before the write is long past."""
+  """A holder is stopped with SIGSTOP during the fsync of a file, another host takes over, and SIGCONT resumes it. It checked
+  the lock before the write, but must not replace the new holder's file."""
   with holding(tmp_path, "run", "replacing") as holder:
     assert holder.stdout is not None
     assert holder.stdout.readline() == "all but renamed\n"
@@ -155,7 +158,8 @@ def test_a_file_that_was_all_but_replaced_stays_the_next_holders(tmp_path, abroa
 
 
 def test_no_takeover_falls_into_what_two_must_not_do(tmp_path, monkeypatch, abroad):
-  """Stopped while it gives a checkpoint its name, the holder keeps the directory until it is dead."""
+  """A holder that is stopped in an exclusive section, such as the rename of a checkpoint, keeps the directory until it is
+  dead."""
   monkeypatch.setattr(run_directory, "_GUARD_SECONDS", 0.3)
   with holding(tmp_path, "run", "exclusive") as holder:
     assert holder.stdout is not None
@@ -278,7 +282,7 @@ def file_in_the_way(path):
   "make", [loop, file_in_the_way, lambda path: path / ("x" * 300), lambda path: "/proc/none", lambda path: "a\0b"]
 )
 def test_unusable_paths_are_user_errors(tmp_path, make):
-  """F20."""
+  """A path that cannot be a directory gives a UserError instead of a traceback (F20)."""
   path = make(tmp_path)
   with pytest.raises(UserError) as caught, RunDirectory(path, "run"):
     pass
@@ -320,7 +324,7 @@ def test_what_was_made_for_nothing_is_removed(tmp_path):
   (tmp_path / "there").mkdir()
   with RunDirectory(tmp_path, "there"):
     pass
-  assert (tmp_path / "there").is_dir()  # it was before
+  assert (tmp_path / "there").is_dir()  # it existed before
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.lock", "run.lock.guard", "goodput.json"])
@@ -337,12 +341,12 @@ def test_a_file_that_is_no_regular_file_is_refused_and_not_read(tmp_path, name, 
   with pytest.raises(UserError, match=f"{name}.* not a regular file") as caught, RunDirectory(tmp_path, "run"):
     pass
   assert "fix: remove it" in str(caught.value)
-  with pytest.raises(UserError, match=f"{name}.* not a regular file"):  # files that a start reads before it holds the directory
+  with pytest.raises(UserError, match=f"{name}.* not a regular file"):  # a start reads them before it has the lock
     resume_state.read(tmp_path / "run", tmp_path / "run" / "checkpoints")
 
 
 def test_a_directory_with_the_name_of_a_file_is_refused(tmp_path):
-  (tmp_path / "run" / "goodput.json").mkdir(parents=True)  # a statistic: it does not end a run
+  (tmp_path / "run" / "goodput.json").mkdir(parents=True)  # only a statistic, so it does not end a run
   with RunDirectory(tmp_path, "run"):
     pass
   for name in ("newest_checkpoint.json", "metrics.jsonl", "config.yml"):

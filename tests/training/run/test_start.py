@@ -16,7 +16,7 @@ from maxtext_like.training.run.start import high_rate_note
     ("gemma3-4b", ("lora_rank=4",), False),
     ("gemma3-4b", ("lora_from=y",), False),
     ("gemma3-4b", ('trainable_parameters_mask=[".*mlp.*"]',), False),
-    ("deepseek3.2-671b", ("indexer_sparse_training=false",), False),  # trains the indexer alone, which is new
+    ("deepseek3.2-671b", ("indexer_sparse_training=false",), False),  # trains only the new indexer
     ("deepseek3.2-671b", ("indexer_sparse_training=true",), True),
   ],
 )

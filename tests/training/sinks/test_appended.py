@@ -1,4 +1,4 @@
-"""A file that grows by whole pieces, on a disk that fills up in the middle of one."""
+"""A file that grows by complete pieces, on a disk that becomes full in the middle of a piece."""
 
 import os
 
@@ -8,7 +8,7 @@ from maxtext_like.training.sinks.appended import AppendedFile
 
 
 def failing_write(monkeypatch, room):
-  """The disk takes ``room`` bytes more."""
+  """Make writes fail after ``room`` more bytes."""
   real = os.write
 
   def write(descriptor, data):

@@ -1,4 +1,4 @@
-"""Events and their records against tensorboardX, which has the format by protobuf."""
+"""TensorBoard events and their records against tensorboardX, which uses protobuf."""
 
 import math
 

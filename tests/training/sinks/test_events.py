@@ -1,4 +1,4 @@
-"""TensorBoard events, read back as TensorBoard reads them."""
+"""TensorBoard events, read back as TensorBoard does."""
 
 import struct
 
@@ -9,7 +9,7 @@ from maxtext_like.training.sinks.events import Events
 
 
 def events(directory):
-  """Events of a run, with every checksum looked at."""
+  """Return the events of a run, and check every checksum."""
   (path,) = (directory / "tensorboard").iterdir()
   content, found = path.read_bytes(), []
   while content:

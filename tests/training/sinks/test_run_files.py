@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl, events and whole files of a run."""
+"""metrics.jsonl, samples.jsonl, events and other files of a run."""
 
 import json
 import threading
@@ -46,9 +46,9 @@ def test_going_on_drops_the_lines_of_steps_that_are_done_again(tmp_path, caplog)
   assert not (tmp_path / "absent.jsonl").exists()
   before = path.stat().st_ino
   assert keep_until(path, 4) == []
-  assert path.stat().st_ino == before  # not written where nothing goes
+  assert path.stat().st_ino == before  # not rewritten if no line is removed
   keep_until(path, 3)
-  assert dropped.read_text().endswith('{"step": 6, "lo\n{"step": 4, "loss": 0.5}\n')  # behind what was there
+  assert dropped.read_text().endswith('{"step": 6, "lo\n{"step": 4, "loss": 0.5}\n')  # appended to the earlier lines
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_going_on_drops_the_lines_of_steps_that_are_done_again(tmp_path, caplog)
 def test_rows_of_finished_steps_that_are_missing_are_reported_when_a_run_resumes(tmp_path, caplog, there, said):
   path = tmp_path / "metrics.jsonl"
   path.write_text("".join(f'{{"step": {step}}}\n' for step in there))
-  (tmp_path / "samples.jsonl").write_text('{"step": 2}\n')  # has no row for each step
+  (tmp_path / "samples.jsonl").write_text('{"step": 2}\n')  # samples need not have a row per step
   with RunFiles(tmp_path, tensorboard=False, step=5):
     pass
   missing = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
@@ -123,7 +123,8 @@ def test_a_run_that_goes_back_drops_the_rows_of_the_steps_since(tmp_path):
 
 
 def test_too_many_rows_behind_a_dead_disk_never_cost_the_way_back(tmp_path, monkeypatch, caplog):
-  """The file has no step twice, however many rows are lost."""
+  """If too many rows wait for a failing disk, rows are lost, but not the rewind to an earlier step. So no step is in the file
+  twice."""
   monkeypatch.setattr(output, "_FIRST_RETRY_SECONDS", 0.01)
   dead, append = threading.Event(), AppendedFile.append
 
@@ -139,7 +140,7 @@ def test_too_many_rows_behind_a_dead_disk_never_cost_the_way_back(tmp_path, monk
     files.flush()
     assert len(rows(tmp_path / "metrics.jsonl")) == 3
     dead.set()
-    files.row({"step": 4, "loss": 9.0})  # which the disk is tried with
+    files.row({"step": 4, "loss": 9.0})  # the write of this row fails
     deadline = time.monotonic() + 30
     while not caplog.records and time.monotonic() < deadline:
       time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Outputs that neither wait nor raise: standard output on pipes and devices that do, and any output that fails or hangs."""
+"""Outputs that neither wait nor raise, although the pipe, device or disk that they write to blocks or fails."""
 
 import io
 import os
@@ -13,7 +13,7 @@ from maxtext_like.training.sinks.output import Guarded, Output, guarded_output
 
 @pytest.fixture
 def told(monkeypatch):
-  """What goes to standard error."""
+  """The lines written to standard error."""
   lines = []
   monkeypatch.setattr(output, "say_on_stderr", lines.append)
   return lines
@@ -51,15 +51,15 @@ def test_a_reader_that_left_costs_lines_and_nothing_else(pipe, told):
   first, last = told
   assert first.startswith("standard output: Broken pipe; training ")
   assert last == "standard output: 5 lines not written: Broken pipe"
-  os.write(stream.fileno(), b"a library writes by itself")  # into /dev/null
+  os.write(stream.fileno(), b"a library writes by itself")  # goes to /dev/null
 
 
 def test_a_reader_that_sleeps_holds_up_nobody_and_gets_all_when_it_wakes(pipe, monkeypatch):
   read, stream = pipe
   monkeypatch.setattr(output, "WAITING", 10_000)
   out = Output(stream)
-  lines = [f"{i:0100}\n" for i in range(2000)]  # 200 KB; the pipe takes 64
-  for line in lines:  # nobody reads until all were taken
+  lines = [f"{i:0100}\n" for i in range(2000)]  # 200 KB; the pipe holds 64 KB
+  for line in lines:  # nothing is read until all are written
     out.write(line)
   got = b""
   while len(got) < 2000 * 101:
@@ -106,7 +106,7 @@ def wait_until(condition, seconds=60.0):
 
 
 class Disk:
-  """Takes items until it is stopped."""
+  """Stores items. ``free.clear()`` makes writes block, and ``error`` makes them fail."""
 
   def __init__(self):
     self.items, self.error = [], None
@@ -122,7 +122,7 @@ class Disk:
 
 @pytest.fixture
 def place(monkeypatch):
-  """(disk, guarded place, told lines), tried again every 10 ms."""
+  """(disk, guarded writer to it, reported lines). Failed writes are retried after 10 ms."""
   monkeypatch.setattr(output, "_FIRST_RETRY_SECONDS", 0.01)
   disk, told = Disk(), []
   return disk, Guarded("m.jsonl", disk.write, "row", told.append), told
@@ -134,7 +134,7 @@ def test_what_failed_is_written_later_in_order_and_told_once(place):
   for i in range(5):
     writer.put(i)
   wait_until(lambda: told)
-  time.sleep(0.05)  # more tries, all in vain
+  time.sleep(0.05)  # more retries, which all fail
   assert disk.items == []
   disk.error = None
   wait_until(lambda: disk.items == [0, 1, 2, 3, 4])
@@ -162,7 +162,7 @@ def test_a_write_that_never_returns_holds_up_nobody(place, monkeypatch):
   writer.put(0)
   writer.flush(0.05)
   begin = time.monotonic()
-  writer.flush(60)  # it was waited for once
+  writer.flush(60)  # returns at once, because an earlier flush timed out
   assert time.monotonic() - begin < 30
   writer.put(1)
   (line,) = told
@@ -188,7 +188,7 @@ def test_the_oldest_go_when_too_many_wait_and_a_key_takes_the_place_of_its_own(p
   disk.free.set()
   writer.close(10)
   assert disk.items[-1] == 3
-  assert len(disk.items) <= 2  # the one under way, and the newest
+  assert len(disk.items) <= 2  # the one being written, and the newest
 
 
 def test_a_fault_of_ours_costs_its_item_alone(place):

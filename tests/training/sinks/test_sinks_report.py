@@ -1,4 +1,4 @@
-"""report.html."""
+"""The report of a run, report.html: tables, curves and axes."""
 
 import re
 
@@ -53,7 +53,7 @@ def test_metrics_of_tasks_have_a_table_and_curves():
   assert "<h2>Tasks" not in page([{"step": 1, **ROW}])
 
 
-@pytest.mark.parametrize("name", ["clamped", "rescued"])  # the second: files of earlier versions
+@pytest.mark.parametrize("name", ["clamped", "rescued"])  # "rescued" in files of earlier versions
 def test_clamped_values_are_counted(name):
   assert "3 values clamped" in page([{"step": 1, **ROW, name: 3}])
 

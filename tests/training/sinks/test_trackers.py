@@ -1,6 +1,7 @@
-"""Weights & Biases and MLflow, offline: what they are told, that nobody waits for them, and who they are loaded for.
+"""Weights & Biases and MLflow, offline: the rows they receive, that training does not wait for them, and when they are
+imported.
 
-With the packages themselves where they are installed, which is not asked for: ``pip install -e '.[wandb,mlflow]'``.
+Two tests use the real packages and are skipped if these are not installed (``pip install -e '.[wandb,mlflow]'``).
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ CONFIG = load_config("gemma3-tiny", ["wandb_project=p", "mlflow_experiment=e", "
 
 
 def write(directory: Path, names=("wandb", "mlflow"), rows=ROWS) -> list[str]:
-  """Rows through the files of a run; what was not written."""
+  """Write rows through the files of a run, and return the lines about lost rows."""
   found = trackers(CONFIG.config.logging, Tracked.of(directory, CONFIG.config))
   with RunFiles(directory, tensorboard=False, step=0, trackers={name: found[name] for name in names}) as files:
     for row in rows:
@@ -36,7 +37,7 @@ def write(directory: Path, names=("wandb", "mlflow"), rows=ROWS) -> list[str]:
 
 @pytest.fixture
 def wandb(monkeypatch):
-  """In the place of the package: keeps what it is told."""
+  """A replacement for the package that records its calls."""
   told = SimpleNamespace(inits=[], rows=[], finished=0, error=None, wait=threading.Event())
   told.wait.set()
 
@@ -67,7 +68,7 @@ def test_it_is_told_each_row_once_offline_and_goes_on_as_the_same_run(wandb, tmp
     "train/perplexity": pytest.approx(7.389, rel=1e-3),
     "eval/loss/web": 3.5,
   }
-  assert wandb.rows[1] == {"step": 2}  # NaN is a gap
+  assert wandb.rows[1] == {"step": 2}  # NaN is left out
   assert wandb.finished == 1
   assert write(tmp_path, ["wandb"], [{"step": 4}]) == []
   one, other = wandb.inits
@@ -95,7 +96,7 @@ def test_nobody_waits_for_one_that_hangs(wandb, tmp_path, monkeypatch):
 
 
 def test_a_package_that_is_not_there_is_refused_before_anything_begins(monkeypatch, tmp_path):
-  (tmp_path / "wandb").mkdir()  # as an offline run leaves it, which is no package
+  (tmp_path / "wandb").mkdir()  # an offline run leaves such a folder; it is not the package
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else SimpleNamespace(origin=None))
   loaded = load_config("gemma3-tiny", ["wandb_project=p", "mlflow_experiment=e", f"output_dir={tmp_path}"])
@@ -117,14 +118,14 @@ def test_neither_is_loaded_unless_a_row_is_for_it():
   subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.filterwarnings("ignore")  # of others, about themselves
+@pytest.mark.filterwarnings("ignore")  # warnings of third-party packages
 def test_wandb_itself(tmp_path):
   pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
   assert write(tmp_path, ["wandb"]) == []
-  time.sleep(1)  # it names what a life wrote by the second that it began in
+  time.sleep(1)  # wandb names the folder of a start by the second in which it begins
   assert write(tmp_path, ["wandb"], [{"step": 4, "loss": 0.5}]) == []
   number = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
-  assert len(list(tmp_path.glob(f"wandb/offline-run-*-{number}/run-{number}.wandb"))) == 2  # one of each life, synced as one
+  assert len(list(tmp_path.glob(f"wandb/offline-run-*-{number}/run-{number}.wandb"))) == 2  # one per start, synced as one run
 
 
 @pytest.mark.filterwarnings("ignore")
