@@ -1,4 +1,4 @@
-"""What XLA is told about a train step."""
+"""The compiler options of a train step."""
 
 import jax
 import pytest
@@ -47,6 +47,6 @@ def test_a_users_word_holds(monkeypatch, tmp_path):
 
 
 def test_the_flags_are_options_of_this_xla():
-  """One that it does not know would end a run on a GPU, where no test of ours runs."""
+  """XLA must know each option. An unknown one would end every run on a GPU, and the tests do not run on a GPU."""
   step = jax.jit(lambda x: x + 1, compiler_options={TRITON: False})
   assert step(1) == 2

@@ -1,4 +1,4 @@
-"""Optimizer state where a run resumes with other trained parameters, and the stages of DeepSeek V3.2."""
+"""The optimizer state of a run that resumes with other trained parameters, and the training stages of DeepSeek V3.2."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def optimizer_of(*words: str) -> Optimizer:
 
 
 def without_new(state: Any) -> Any:
-  """The state as it is restored from a run that trained "old" alone."""
+  """Return the state as it is restored from the checkpoint of a run that trained only "old"."""
   missing = lambda path: any(getattr(key, "key", None) == "new" for key in path)
   lacking = lambda path, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=PLACE) if missing(path) else x
   return jax.tree_util.tree_map_with_path(lacking, state)
@@ -39,8 +39,8 @@ def of_adam(state: Any) -> Any:
 
 @pytest.mark.parametrize("nu_dtype", ["float32", "dynamic8"])
 def test_new_moments_beside_old_ones_make_updates_of_the_usual_size(nu_dtype):
-  """Of a gradient that is always 1, Adam's update is 1 from the first step on. With the count of the old moments that of a new
-  parameter would be 6.6 after 10 steps."""
+  """For a constant gradient of 1, Adam's update is 1 from the first step on. If new moments used the step count of the old
+  ones, the update of a new parameter would be 6.6 after 10 steps."""
   optimizer = optimizer_of("adam_b1=0.9", "adam_b2=0.999", f"nu_dtype={nu_dtype}")
   ones = jax.tree.map(jnp.ones_like, PARAMS)
   update, state = jax.jit(optimizer.update), jax.jit(optimizer.init)(PARAMS)
@@ -86,7 +86,7 @@ SMALL += ["moe_mlp_dim=16", "max_target_length=32", "per_device_batch_size=2", "
 
 
 def arrays(run: Any, step: int, prefix: str = "params.") -> dict[str, np.ndarray]:
-  """The arrays of a step, by name."""
+  """Return the arrays of a checkpoint by name."""
   directory = run / "checkpoints" / str(step)
   leaves = {name: x for name, x in manifest.read(directory).leaves.items() if name.startswith(prefix)}
   like = {name: jax.ShapeDtypeStruct(x["shape"], x["dtype"], sharding=PLACE) for name, x in leaves.items()}
@@ -95,7 +95,7 @@ def arrays(run: Any, step: int, prefix: str = "params.") -> dict[str, np.ndarray
 
 @pytest.mark.slow
 def test_v3_then_the_warm_up_of_the_indexer_then_sparse_attention(tmp_path, capsys):
-  """The commands of docs/guides/resume.md, at a tiny size."""
+  """The commands of docs/guides/resume.md with a tiny model."""
 
   def train(model: str, run: str, *words: str) -> str:
     assert main(["train", model, *SMALL, f"output_dir={tmp_path}", f"run_name={run}", *words]) == 0

@@ -1,4 +1,5 @@
-"""Dynamic loss scaling: halve and forget, count and double, within bounds."""
+"""Dynamic loss scaling: an overflow halves the scale and resets the count of finite steps; enough finite steps double the
+scale. Both stay within bounds."""
 
 import json
 
@@ -39,7 +40,8 @@ def test_initial():
 
 @pytest.mark.slow
 def test_it_begins_anew_with_float16_and_with_another_first_one(tmp_path):
-  """A run leaves float16 where x-ray says so, and comes back; a lower first scale counts at a resume too, once."""
+  """A run changes to another dtype after overflows and later returns to float16, or it resumes with a lower loss_scale_init. In
+  both cases the loss scale starts at loss_scale_init, once."""
   words = ["qwen3-tiny", "num_decoder_layers=1", "max_target_length=16", "per_device_batch_size=1", "checkpoint_period=1"]
   words += [f"output_dir={tmp_path}", "run_name=a", f"compilation_cache_dir={tmp_path}/cache"]
   scales = []

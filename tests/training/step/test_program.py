@@ -1,4 +1,4 @@
-"""Programs of real models: three faces, scanned or not, on one device or eight."""
+"""Programs of real models: with the three module APIs, with and without scan, on one device and on eight."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def test_the_faces_are_one_program(model):
   assert texts["plain"] == texts["linen"] == texts["nnx"]
 
 
-@pytest.mark.nightly  # tests/layers/test_decoder.py and tests/models/test_golden.py have the same of values and gradients
+@pytest.mark.nightly  # tests/layers/test_decoder.py and tests/models/test_golden.py compare values and gradients
 def test_scan_on_and_off_give_the_same_losses():
   few = ["num_decoder_layers=4", "inhomogeneous_layer_cycle_interval=2"]  # two rows of a scanned block
   scanned, looped = (losses(small_config("gemma4-tiny", *few, f"scan_layers={scan}")) for scan in ("true", "false"))
@@ -44,14 +44,15 @@ def run_small(model: str, *words: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3-tiny", nightly("qwen3-moe-tiny")])
 def test_eight_devices_give_the_losses_of_one(model):
-  """Whole steps; ``test_parallelism`` has the gradients of every family.
+  """Complete steps have the losses and gradient norms of one device. ``test_parallelism`` compares the gradients of every
+  family.
 
-  The loss is computed in chunks, with a tied and an untied head: its gradients are made and added up on all devices.
+  The loss is computed in chunks, with a tied and an untied head, so the head's gradients are summed over chunks and devices.
   """
   found = run_small(model, "num_decoder_layers=2", "num_vocab_tiling=3")
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])  # loss and gradient norm of step 1, 2, 3
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=1e-5)
-  # Norms of gradients behind a narrow norm (per-layer inputs) show the order of sums more than losses do.
+  # Gradient norms depend on the order of sums more than losses do.
   np.testing.assert_allclose(eight[1::2], one[1::2], rtol=1e-4)
   assert found["whole"] == []
 
@@ -73,7 +74,8 @@ def test_more_chunks_than_positions():
 
 @pytest.mark.slow
 def test_a_step_looks_placeholders_up_as_padding():
-  """Image, video and audio tokens in text, without a tower: loss and gradients are those of padding's row, as in generate."""
+  """Image, video and audio tokens in text, without a tower, are looked up as padding, as in generate. The loss is that of
+  padding tokens. The gradient differs, because only real padding trains the row of padding."""
   words = ["num_decoder_layers=3", "num_kv_shared_layers=0", "use_double_wide_mlp=false", "per_device_batch_size=2"]
   words += ["vocab_size_per_layer_input=300", "emb_dim=32", "mlp_dim=32"]
   program = make_program(small_config("gemma4-e2b-tiny", *words))

@@ -1,4 +1,5 @@
-"""Stochastic rounding: neighbors only, the exact mean, the same bits wherever and whenever, and in the train step."""
+"""Stochastic rounding: the results are neighbors with the exact mean, the bits do not depend on the devices, and the train step
+keeps small updates."""
 
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def rounded(x, name: str, bits) -> np.ndarray:
 
 
 def neighbors(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-  """The numbers of a format below and above, among all it has."""
+  """Return the numbers of a format next below and above x, found among all numbers of the format."""
   kind = np.dtype(KINDS[name])
   codes = np.arange(2 ** (8 * kind.itemsize), dtype=f"uint{8 * kind.itemsize}").view(kind).astype(np.float32)
   codes = np.unique(codes[np.isfinite(codes)])
@@ -50,9 +51,9 @@ def test_the_result_is_a_neighbor_and_its_mean_is_exact(name: str):
   x = np.concatenate([rng.normal(size=9) * size for size in sizes]).astype(np.float32)
   x = x[np.abs(x) <= largest]
   if name == "bfloat16":
-    x = x[np.abs(x) > 2 * tiny]  # below, float32's own numbers are subnormal, and machines flush them
+    x = x[np.abs(x) > 2 * tiny]  # smaller numbers are subnormal in float32, and machines flush them
   low, high = neighbors(x, name)
-  # Evenly spaced bits stand for all of them: the mean over them is the expectation.
+  # Evenly spaced bits represent all possible bits, so the mean over them is the expectation.
   count = 4096
   bits = (np.arange(count, dtype=np.uint64) * (2**32 // count)).astype(np.uint32)
   found = rounded(np.tile(x, (count, 1)), name, np.tile(bits[:, None], (1, len(x)))).astype(np.float64)
@@ -103,13 +104,14 @@ def test_bits_depend_on_seed_step_and_path_and_not_on_the_devices():
   other = jax.jit(lambda e: StochasticRounding(2)(e, like, jnp.asarray(3)))(exact)
   assert (first["a"] != other["a"]).any()
   alone = jax.jit(lambda e: StochasticRounding(1)(e, {"a": like["a"]}, jnp.asarray(3)))({"a": exact["a"]})
-  np.testing.assert_array_equal(first["a"], alone["a"])  # another parameter moves none
+  np.testing.assert_array_equal(first["a"], alone["a"])  # other parameters do not change the bits
 
 
 def test_small_updates_arrive_within_a_spacing_or_two():
-  """Errors in spacings of numbers near 1.5, after as many steps: of updates that stay as they are, and of some that turn.
+  """Errors after 400 steps, in spacings of numbers near 1.5, are small for constant updates and reduced for updates that change
+  sign.
 
-  Bits drawn anew in each step would be off by the root of a sixth of the steps: 8.2, and up to four times that.
+  With independent bits in each step their standard deviation would be sqrt(steps / 6) = 8.2, and the largest four times that.
   """
   count, steps, spacing = 2000, 400, 2.0**-7
   rng = np.random.default_rng(0)
@@ -146,7 +148,7 @@ def test_the_train_step_keeps_what_rounding_to_nearest_would_lose():
   for _ in range(steps):
     state, metrics = step(state, toy_batch(), UNKNOWN)
     assert not bool(metrics["skipped"])
-    # No update reaches half of bfloat16's spacing at 0.125, so that to nearest no larger number would ever move.
+    # No update reaches half of bfloat16's spacing at 0.125. So rounding to nearest would never change a larger weight.
     assert rate * float(metrics["grad_norm"]) < 0.125 * 2**-9
     first = first or jax.device_get(state["params"])
   again, _ = step({**state, "step": jnp.zeros((), jnp.int32), "params": before}, toy_batch(), UNKNOWN)
@@ -157,9 +159,10 @@ def test_the_train_step_keeps_what_rounding_to_nearest_would_lose():
 
 
 def test_random_bits_are_even_and_tell_nothing_of_each_other():
-  """Each of the 32 bits of 2**16 numbers: half are set, and they agree with half of those beside, below and of other keys.
+  """Each of the 32 bits is set in half of 2**16 numbers. It agrees in half of them with the same bit of the next column, of the
+  next row and of two other keys, and with the next lower bit.
 
-  The standard deviation of such a share is 1/512; 32 bits in six comparisons stay within 4.5 of them.
+  The standard deviation of such a fraction is 1/512. All fractions are within 4.5 standard deviations of a half.
   """
   keys = [jax.random.key_data(jax.random.fold_in(jax.random.key(0), i)) for i in range(3)]
   first, second, other = (np.asarray(random_bits(key, (128, 512))) for key in keys)

@@ -1,4 +1,4 @@
-"""DeepSeek's balancing without a gradient: the sign rule, rows of a stack, and when it does not act."""
+"""DeepSeek's balancing of experts by a bias without a gradient: the sign rule, rows of a stack, and when it is not applied."""
 
 import jax
 import jax.numpy as jnp

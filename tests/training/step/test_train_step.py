@@ -1,4 +1,4 @@
-"""The train step on a toy decoder: the update, accumulation, clipping, and what never happens with non-finite numbers."""
+"""The train step on a toy decoder: the update, accumulation, clipping, and non-finite numbers, which never change the state."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from maxtext_like.training.step.train_step import NO_UPDATE, UNKNOWN
 from tests.tiers import slow
 from tests.training.toy import toy_batch, toy_config, toy_decoder, toy_look, toy_step, with_precision
 
-CHECK, NO_CHECK = jnp.asarray(UNKNOWN), jnp.asarray([100.0, 100.0])  # the second is enough to do without a second look
+CHECK, NO_CHECK = jnp.asarray(UNKNOWN), jnp.asarray([100.0, 100.0])  # no bounds; bounds that prove updates finite
 SGD = ("opt_type=sgd", "sgd_momentum=0", "learning_rate=0.5")
 
 
@@ -23,7 +23,7 @@ def same(a, b) -> bool:
 
 
 def reference(params, batch):
-  """Mean loss over the real targets and its gradients, written out."""
+  """Return the mean loss over the real targets and its gradients."""
 
   def mean(p):
     return LanguageModeling(toy_decoder())(p, batch)[0] / np.sum(batch["targets"] != -100)
@@ -59,7 +59,7 @@ def test_the_check_changes_no_number(plain):
   (seen, a), (proved, b) = step(state, toy_batch(), CHECK), step(state, toy_batch(), NO_CHECK)
   known = a.pop("magnitude_bound"), b.pop("magnitude_bound")
   assert same((seen, a), (proved, b))
-  assert np.all(known[0] <= known[1])  # looked at, and what follows from what was known before
+  assert np.all(known[0] <= known[1])  # measured, and derived from the bounds before the step
 
 
 def test_no_real_target_is_loss_0_and_not_0_over_0(plain):
@@ -90,7 +90,8 @@ def test_accumulation_equals_the_large_batch(plain):
   ],
 )
 def test_the_loss_is_told_the_cotangent_that_arrives(words):
-  """In chunks its gradients are made before, so that float16 needs the right one. Another would spoil every gradient here."""
+  """A loss in chunks computes its gradients in the forward pass. It therefore needs the loss scale in advance, which is part of
+  the cotangent in float16. In this test any other cotangent makes every gradient NaN."""
 
   @jax.custom_vjp
   def spoil_unless_equal(loss, expected):
@@ -185,7 +186,8 @@ def test_an_optimizer_that_holds_what_is_not_finite_is_named_and_nothing_is_appl
   bad = [x for x, good in zip(labels, metrics["finite"]["state_optimizer"], strict=True) if not good]
   assert bad == ([f"{moment}.layers.2.kernel"] if not np.isfinite(poison) else [])
   assert np.isfinite(metrics["magnitude_bound"][1]) == np.isfinite(poison)
-  # The square root of a negative second moment is NaN in the parameters. What was known of another state is of no help.
+  # The square root of a negative second moment makes the parameters NaN. With bounds that are not those of this state, the step
+  # would apply this update.
   assert bool(metrics["finite"]["parameters"].all()) == (poison == np.inf)
   if poison != np.inf:
     _, metrics = step(state, toy_batch(), NO_CHECK)
@@ -193,7 +195,7 @@ def test_an_optimizer_that_holds_what_is_not_finite_is_named_and_nothing_is_appl
 
 
 def step_params(state):
-  """The trained parameters of the toy."""
+  """Return the trained parameters of the toy: all except the biases."""
   layer = {**state["params"]["stack_0"]["layer_0"], "bias": None}
   return state["params"] | {"stack_0": {"layer_0": layer}}
 
@@ -203,7 +205,8 @@ HUGE = 2.0**70
 
 @pytest.mark.parametrize("threshold", [0, 0.01])
 def test_numbers_whose_squares_leave_float32_are_finite(threshold):
-  """The whole loss times 2^70: gradients of 1e21, which are clipped to what those of the loss itself are clipped to."""
+  """With the loss times 2^70 the gradients are about 1e21, and their squares overflow float32. They still count as finite, and
+  clipping gives the parameters of the unscaled loss."""
   config = toy_config("opt_type=sgd", "sgd_momentum=0", "learning_rate=1e-3", f"gradient_clipping_threshold={threshold}")
   step, state = toy_step(config, decoder=toy_decoder())
 
@@ -240,7 +243,7 @@ def test_a_norm_beyond_float32_is_infinite_and_clips_right_all_the_same():
 
 @pytest.mark.parametrize("largest", [1e-3, 1e9, 1e20])
 def test_what_is_clipped_is_finite_by_any_threshold(largest):
-  """Of a norm that is told in parts of 2^96 too."""
+  """The norm is beyond float32, so it is stored in units of 2^96. The clipped numbers are still finite and accurate."""
   tree = {"a": jnp.asarray([1e38, -3.0, 1e22]), "b": jnp.asarray([2e37])}
   clipped = jax.jit(lambda t: clip(t, split_squares(t).norm(), largest))(tree)
   norm = (1e38**2 + 2e37**2 + 1e22**2) ** 0.5
@@ -281,7 +284,7 @@ def test_ordinary_steps_are_proved_finite_and_evaluated_once():
 
 @pytest.fixture(scope="module")
 def forms():
-  """The fast form and the checked one, and the state."""
+  """(fast form, checked form, initial state)."""
   config = toy_config("opt_type=adamw", "learning_rate=1e-2", "gradient_clipping_threshold=1")
   step, state = toy_step(config, decoder=toy_decoder())
   return jax.jit(dataclasses.replace(step, checked=False)), jax.jit(step), state
@@ -324,7 +327,7 @@ def test_the_usual_form_does_nothing_where_it_has_no_proof(forms, what):
   assert not bool(metrics["decided"])
   assert same(new, given)
   assert np.isinf(metrics["magnitude_bound"]).all()
-  after, metrics = usual(new, toy_batch(1), metrics["magnitude_bound"])  # what was started behind it
+  after, metrics = usual(new, toy_batch(1), metrics["magnitude_bound"])  # a step that was launched after it
   assert same(after, given)
   assert not bool(metrics["decided"])
   after, metrics = checked(new, batch, CHECK)
@@ -353,7 +356,8 @@ def test_a_gradient_whose_square_leaves_float32_is_not_called_infinite_but_clipp
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite_takes_no_careful_form_of_adafactor(wrong):
-  """Which has the steps of all arrays in memory: a run need not have room for it."""
+  """The checked form of Adafactor holds the updates of all arrays in memory, and a run may not have room for it. So the fast
+  form itself rejects a non-finite gradient: it skips the update and decides the step."""
   step, state = toy_step(toy_config("opt_type=adafactor", "gradient_clipping_threshold=1"), decoder=toy_decoder())
   assert step.optimizer.usually_proved(1.0)
 
@@ -384,7 +388,7 @@ def test_an_overflow_of_float16_is_usual():
   assert bool(metrics["skipped"])
   assert bool(metrics["decided"])
   assert (float(new["loss_scale"]["scale"]), int(new["step"])) == (2.0**23, 1)
-  same_again, metrics = usual(state, toy_batch(), CHECK)  # but not behind a step that has to be taken again
+  same_again, metrics = usual(state, toy_batch(), CHECK)  # but not after a step that must be repeated
   assert not bool(metrics["decided"])
   assert same(same_again, state)
 

@@ -1,4 +1,4 @@
-"""What is trained: splitting and merging, regular expressions, and refusals."""
+"""The selection of trained parameters: splitting and merging, regular expressions, and refusals."""
 
 import jax
 import pytest

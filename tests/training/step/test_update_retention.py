@@ -1,4 +1,4 @@
-"""update_survival: against sums written out in float64, in the ordinary step and layer by layer."""
+"""update_survival against sums computed in float64, in the ordinary step and layer by layer."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ SGD = ("opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0")
 
 
 def shares(*words: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Of a step of the toy, and the same from its parameters before and after in float64."""
+  """Return the metrics of a toy step, and the same metrics computed in float64 from the parameters before and after it."""
   config = toy_config(*SGD, *words)
   step, state = toy_step(config, decoder=toy_decoder())
   dtype = config.precision.weight_dtype

@@ -18,7 +18,7 @@ from tests.training.test_parallelism import run
   ],
 )
 def test_meshes_give_the_losses_of_one_device(model, clip, meshes):
-  """With moments in the host's memory, of which tests/training/optimizers/test_on_host.py has the bits on one device."""
+  """The moments are in host memory. tests/training/optimizers/test_on_host.py compares such steps bit for bit on one device."""
   words = ("num_decoder_layers=3", f"clip={clip}", "gradient_clipping_threshold=0.5", "optimizer_memory_host_offload=true")
   found = run("tests.training.meshes_in_backward", model, *words, *meshes)
   one = found.pop("one")

@@ -1,4 +1,4 @@
-"""What each layer has of the gradients' squares, and runs that remember it (``clip: running``)."""
+"""Each layer's share of the squared gradient norm (``clip: running``), and runs that resume with the stored shares."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ WORDS += ["optimizer_in_backward=true", "gradient_clipping_threshold=0.3", "chec
 
 
 def train(place: Path, name: str, *words: str) -> list[float]:
-  """The losses so far."""
+  """Train, and return all losses of the run so far."""
   assert main(["train", *WORDS, f"output_dir={place}", f"run_name={name}", f"compilation_cache_dir={place}/cache", *words]) == 0
   return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").read_text().splitlines()]
 
@@ -67,7 +67,8 @@ def test_gradients_that_tell_nothing_change_nothing(empty):
 
 @pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_and_from_steps_without_them(tmp_path):
-  """A run that begins again has what the unbroken one had; one whose steps were clipped otherwise begins with equal shares."""
+  """A resumed run has the losses of a run without a stop. A run can also resume after steps with another ``clip``, whose
+  checkpoint has no shares."""
   unbroken = train(tmp_path, "run", "clip=running", "steps=4")
   shutil.rmtree(tmp_path / "run/checkpoints/4")
   assert train(tmp_path, "run", "clip=running", "steps=4")[-2:] == unbroken[-2:]

@@ -1,4 +1,4 @@
-"""Tables that are updated piece by piece, against the same update at once."""
+"""Tables that are updated piece by piece, against the same update in one piece."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ WORDS = (
   "mu_dtype=dynamic8", "nu_dtype=dynamic8", "adam_weight_decay=0.1", "stochastic_rounding=true", "update_survival_every=1",
 )  # fmt: skip
 PIECE = 3000
-"""Numbers; the two tables have several times as many, and the norm has fewer."""
+"""Numbers in a piece. Each of the two tables has several pieces, and the norm has fewer numbers than a piece."""
 
 
 @pytest.fixture(scope="module", params=[304, slow(307)], ids=["alike", "the last shorter"])
@@ -30,8 +30,8 @@ def program(request):
 
 
 def arguments(program, broken=None) -> tuple[Any, Any, Any]:
-  """Gradients, a state two steps on, and parameters of what lies in no stack; broken: the table whose moment is infinite in its
-  last piece."""
+  """Return gradients, the optimizer state after two steps, and parameters, for the parameters outside the stacks. The first
+  moment of the table ``broken`` is infinite in its last piece."""
   rng = np.random.default_rng(0)
   shapes = jax.tree.leaves(take(program.abstract_state["params"], ()))
   structure = jax.tree.structure(take(program.abstract_state["params"], ()))
@@ -71,7 +71,8 @@ def in_pieces(monkeypatch, *given, **how) -> Updated:
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.slow
 def test_pieces_give_the_bits_of_the_whole(program, monkeypatch, checked):
-  """But for sums over an array, and of a few numbers a code or the last bit, as XLA fuses what multiplies and adds them."""
+  """All bits are equal, except for sums over an array, and for codes or last bits of a few numbers. These depend on how XLA
+  fuses multiplications and additions."""
   arrays = arguments(program)
   whole, pieces = updated(program, arrays, checked=checked), in_pieces(monkeypatch, program, arrays, checked=checked)
   assert jax.tree.structure(pieces) == jax.tree.structure(whole)
@@ -100,7 +101,7 @@ def test_nothing_is_written_that_may_not_be(program, monkeypatch, checked):
 
 
 def test_what_is_not_finite_is_seen_before_anything_is_written(program, monkeypatch):
-  """In the last piece of one table, when the others are through."""
+  """The infinite moment is in the last piece of one table, and all other pieces are finite. Still no piece is written."""
   arrays = arguments(program, broken="embedding")
   found = in_pieces(monkeypatch, program, arrays, checked=True)
   assert not found.allowed
@@ -117,6 +118,6 @@ def test_each_table_is_a_loop_that_writes_where_it_lies(program, monkeypatch):
   whole = PartUpdate(step, step.optimizer.parts[()], jnp.int32(0), jnp.float32(1), None, lambda x: x, lambda x: x)
   monkeypatch.setattr(moments, "PIECE", PIECE)
   text = str(jax.make_jaxpr(whole.__call__)(grads, state, params, jnp.ones((), bool)))
-  assert text.count(" dynamic_update_slice ") >= 10  # of either table and its moments, which are codes and scales
+  assert text.count(" dynamic_update_slice ") >= 10  # each of two tables, and codes and scales of its two moments
   rows, columns = params["embedding"]["table"].shape
   assert f"f32[{rows},{columns}]" not in text

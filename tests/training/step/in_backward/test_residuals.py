@@ -1,4 +1,4 @@
-"""What a pull-back holds, from one loop to another."""
+"""The arrays of a pull-back that one loop keeps for another loop."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,8 @@ from maxtext_like.training.step.in_backward.residuals import Residuals
 
 
 def test_a_loop_keeps_nothing_of_what_the_other_is_given():
-  """Weights, what the layers read and what they close over come from where they lie; what was computed is kept."""
+  """The second loop receives weights, layer inputs and closed-over arrays again, so the first loop keeps only what it
+  computed."""
   L, D = 3, 5
   w, x, shared = (
     jnp.arange(1.0, 1 + L * D * D).reshape(L, D, D) / 99,

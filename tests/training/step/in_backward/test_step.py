@@ -1,4 +1,4 @@
-"""Layers that are updated as the backward pass gets to them, against the ordinary step."""
+"""Layers that are updated in the backward pass, against the ordinary step."""
 
 import functools
 from typing import Any
@@ -30,7 +30,8 @@ LAYERED = "optimizer_in_backward=true"
 
 
 def compiled(model: str, *words: str) -> tuple[TrainProgram, Any, Any, Any]:
-  """(program, its step, a first state, a batch), made once for the same keys in whatever order; a later word wins."""
+  """Return (program, compiled step, initial state, batch). Calls with the same settings, in any order, share one result. A
+  later word overrides an earlier one."""
   return _compiled(model, _keys(words))
 
 
@@ -42,7 +43,7 @@ def _compiled(model: str, keys: tuple[tuple[str, str], ...]) -> tuple[TrainProgr
 
 
 def begun(model: str, *words: str) -> tuple[TrainProgram, Any, Any]:
-  """(program, a first state, a batch) of ``compiled``, without the compiled step."""
+  """Return (program, initial state, batch) of ``compiled`` without compiling the step."""
   return _begun(model, _keys(words))
 
 
@@ -60,7 +61,8 @@ def _begun(model: str, keys: tuple[tuple[str, str], ...]) -> tuple[TrainProgram,
 
 
 def descend(model: str, *words: str, steps: int = 2, change: Any = None) -> tuple[Any, list[Any]]:
-  """The state after so many steps from the first one, or from what ``change`` makes of it, and the metrics of each."""
+  """Return the state after so many steps, and the metrics of each step. The steps start from the initial state, or from the
+  result of ``change`` for it."""
   program, step, state, batch = compiled(model, *words)
   with use_mesh(program.model.mesh):
     state = jax.device_put(change(state) if change else state, jax.tree.map(lambda x: x.sharding, program.abstract_state))
@@ -79,8 +81,9 @@ def assert_bits(a: Any, b: Any) -> None:
 
 
 def assert_the_same_steps(model: str, *words: str) -> None:
-  """Every bit of what the first leaves. The second finds moments, and what multiplies and adds them is rounded once or twice as
-  XLA fuses it: a sign or a code of 8 bits may turn in it, of few numbers. And what is told of both."""
+  """Assert that updates in the backward pass agree with the ordinary step. The states after the first step are equal bit for
+  bit. In the second step the moments are not zero, and a multiplication and an addition are rounded once or twice, depending on
+  how XLA fuses them. So a sign or an 8-bit code may differ for a few numbers. The metrics of both steps agree too."""
   (whole, _), (layered, _) = (descend(model, *words, *w, steps=1) for w in ((), (LAYERED,)))
   assert_bits(layered, whole)
   (whole, ordinary), (layered, metrics) = descend(model, *words), descend(model, *words, LAYERED)
@@ -100,12 +103,13 @@ def assert_the_same_steps(model: str, *words: str) -> None:
 
 
 def test_steps_are_those_of_the_ordinary_step():
-  """AdamW of float32, and a tied table."""
+  """AdamW with float32 moments, and a tied table."""
   assert_the_same_steps(*THREE, UNCLIPPED)
 
 
 def test_a_layer_that_is_not_finite_is_not_updated_and_nothing_after_it():
-  """The moment of the middle layer overflows: the layer behind it has moved by then, and the metrics say which did not."""
+  """A moment of the middle layer is infinite. The last layer is already updated by then; the middle and the first layer are not
+  updated. The metrics name the array."""
   words = (*THREE, UNCLIPPED, LAYERED)
   program, _, before, _ = compiled(*words)
 
@@ -142,10 +146,10 @@ FAMILIES = {
   "deepseek3.2-tiny": (*MODELS["deepseek3.2-tiny"], LION, "mu_dtype=bfloat16"),
   "qwen3-moe-tiny": (*MODELS["qwen3-moe-tiny"], *EIGHT_BITS),
 }
-"""A rule and its moments for each (AdamW in float32 where none is named), with tables that are tied, one beside a vision tower,
-keys that are values too, and keys that later layers borrow. Where there is one head of keys, as in Gemma 4's own, XLA compiles
-its products in one way in the whole program and in another in a layer by itself, from the forward pass on, and all numbers
-differ by the rounding of sums; with two heads they have the bits."""
+"""An update rule with its moments for each family (default: AdamW in float32). The families have tied tables, a vision tower,
+keys that are also values, and keys that later layers share. With one key head, as in Gemma 4's own configuration, XLA compiles
+the products in the complete program and in a single layer differently, starting with the forward pass. All numbers then differ
+by rounding errors of sums. With two key heads they are equal bit for bit."""
 
 
 @pytest.mark.parametrize("model", tiers(FAMILIES, slow=("gemma3-tiny",)))
@@ -161,7 +165,7 @@ def test_one_head_of_keys_descends_alike_to_the_rounding_of_sums():
 
 
 def test_every_family_has_a_rule():
-  assert {*FAMILIES, THREE[0], "deepseek3-tiny"} == {*MODELS}  # its layers are those of 3.2 without the indexer
+  assert {*FAMILIES, THREE[0], "deepseek3-tiny"} == {*MODELS}  # deepseek3-tiny has the layers of 3.2 without the indexer
 
 
 @pytest.mark.parametrize(
@@ -170,10 +174,10 @@ def test_every_family_has_a_rule():
   ids=["stacks", "no loop", "one row"],
 )
 def test_what_layers_kept_is_read_where_it_lies(words, held_up):
-  """A barrier around arrays of a stack is a copy of them: none of ``jax.checkpoint`` stands in the backward pass, and its own
-  holds up the cotangent alone. Where there is no loop it holds up what layers read and kept too, the input, the output of
-  attention, gate and up: from a place that the program computes XLA would make stacks of them, and of the only row there is it
-  would merge the recomputation with the forward pass."""
+  """A barrier around slices of a stack would copy them. So ``jax.checkpoint`` adds no barriers in the backward pass
+  (prevent_cse is False), and in a loop the step's own barrier contains only the cotangent. Without a loop the barrier also
+  contains what the layer read and kept: its input, the output of attention, gate and up. Otherwise XLA would build stacks of
+  these arrays, or, with a single row, merge the recomputation with the forward pass."""
   program = make_program(
     load_config(THREE[0], [*SMALL, *THREE[1:], UNCLIPPED, LAYERED, "remat_policy=save_mlp", *words]).config
   )
@@ -190,7 +194,7 @@ def test_what_layers_kept_is_read_where_it_lies(words, held_up):
     assert sum(x.shape[:2] == batch["tokens"].shape for x in avals) == held_up
 
 
-@pytest.mark.parametrize("policy", ["save_mlp", "none"])  # something and everything; test_decoder has the other policies
+@pytest.mark.parametrize("policy", ["save_mlp", "none"])  # keeps some arrays, or all; test_decoder.py has the other policies
 @pytest.mark.slow
 def test_what_a_layer_keeps_changes_no_number(policy):
   words = (*THREE, UNCLIPPED, LAYERED)
@@ -218,8 +222,8 @@ PLAIN = (*THREE, "opt_type=sgd", "sgd_momentum=0", "adam_weight_decay=0", "learn
 
 
 def gradients_and_steps(*words, change=None):
-  """By plain descent at rate 1: how far the parameters move without clipping, and clipped as words say from a changed state;
-  and that state after the step."""
+  """Return the decrease of the parameters in one SGD step at rate 1, which is the gradient, and the same with the clipping of
+  ``words``. The second step starts from the state made by ``change``. Also return the state after the second step."""
   _, _, before, _ = compiled(*PLAIN, UNCLIPPED)
   free, _ = descend(*PLAIN, UNCLIPPED, steps=1)
   held, (metrics,) = descend(*PLAIN, *words, steps=1, change=change)
@@ -242,7 +246,8 @@ def test_an_exact_norm_is_that_of_all():
 
 @pytest.mark.slow
 def test_each_layer_is_clipped_by_its_own_norm():
-  """Three layers and what lies in none: each has half of the threshold, so that all together have it."""
+  """There are four parts: three layers, and the parameters outside the stacks. Each is clipped to half of the threshold, so
+  that the norm of all together is at most the threshold."""
   free, held, _ = gradients_and_steps("clip=layer", "gradient_clipping_threshold=1")
   for row in range(3):
     gradient, step = (jax.tree.leaves(jax.tree.map(lambda x, r=row: x[r], t["stack_0"])) for t in (free, held))
@@ -258,8 +263,9 @@ RUNNING = ("clip=running", "gradient_clipping_threshold=1")
 @pytest.mark.parametrize("shares", [None, (0.1, 0.25, 0.05, 0.6)])
 @pytest.mark.slow
 def test_a_running_norm_is_that_of_the_layers_so_far(shares):
-  """From the last layer to the first and then what lies in none: the root of the share that they had so far, a fourth each at
-  first. What they have in this step is half of what is remembered next."""
+  """Layers are visited from last to first, then the parameters outside the stacks. At each of them the norm of the gradients so
+  far is clipped to the square root of the sum of the shares so far. All shares are a quarter before the first step. The next
+  shares are the mean of the old ones and those of this step."""
   set_to = None if shares is None else lambda state: {**state, "gradient_shares": np.asarray(shares, np.float32)}
   free, held, state = gradients_and_steps(*RUNNING, change=set_to)
   outside = lambda tree: {name: x for name, x in tree.items() if name != "stack_0"}
@@ -293,13 +299,13 @@ USUAL = {
   "float16": (*THREE, LAYERED, "dtype=float16", LION, "learning_rate=1e-3"),
   "balanced experts": ("deepseek3-tiny", *MODELS["deepseek3-tiny"], LAYERED, *RUNNING),
 }
-"""Where updates of clipped gradients are proved finite, by a rule for small gradients only too; and what else stays as it was
-where a step does nothing: a loss scale, the biases of a router, shares of the norm."""
+"""Settings with which updates of clipped gradients are proved finite, including Adafactor, whose proof needs small gradients.
+They also have other state that must stay unchanged if a step does nothing: a loss scale, router biases and gradient shares."""
 
 
 @functools.cache
 def usual_form(name: str) -> Any:
-  """The compiled form of ``USUAL[name]`` that does not look at each number."""
+  """Return the compiled fast form of ``USUAL[name]``, which does not check every number."""
   program, *_ = compiled(*USUAL[name])
   with use_mesh(program.model.mesh):
     return program.lower_step().compile()
@@ -360,7 +366,8 @@ def test_shares_that_a_damaged_checkpoint_has_loosen_no_threshold(share):
 
 @pytest.mark.slow
 def test_an_update_pass_that_overflows_alone_is_told(monkeypatch):
-  """The pass that measures is another loop, and compiled apart."""
+  """The measuring pass and the updating pass are separate loops, which XLA compiles separately. So gradients may overflow only
+  in the updating pass. Then the step is skipped and the metrics name these gradients."""
   part = step_in_backward._Pass._part
 
   def overflows(self, name, grads, params, state, *rest):
@@ -379,7 +386,8 @@ def test_an_update_pass_that_overflows_alone_is_told(monkeypatch):
 
 
 def test_without_a_threshold_the_careful_form_is_the_usual_one():
-  """Nobody knows how large gradients will be."""
+  """Without clipping there is no bound on the gradients before the first layer is updated, so every step uses the checked
+  form."""
   assert make_program(load_config(THREE[0], [*SMALL, *THREE[1:], LAYERED, UNCLIPPED]).config).step.checked
 
 
@@ -438,7 +446,8 @@ def test_only_the_layers_that_a_mask_names_move():
 @pytest.mark.parametrize(("mask", "moves"), [("final_norm", "final_norm"), ("layers", "stack_0")])
 @pytest.mark.slow
 def test_a_part_may_be_frozen_whole(mask, moves):
-  """All layers, or all that lies in no stack: there is not an array to update."""
+  """If all layers, or all parameters outside the stacks, are frozen, this part has no array to update. The other part still
+  trains."""
   words = (*THREE, "clip=running", f"trainable_parameters_mask=[{mask}]", LAYERED)
   words = (*words, *EIGHT_BITS)
   _, _, before, _ = compiled(*words)
@@ -454,7 +463,7 @@ def test_a_part_may_be_frozen_whole(mask, moves):
   [("running", "layers.2", 2, ""), ("layer", "layers.0.mlp", 0, "['mlp']")],
 )
 def test_what_is_frozen_has_no_share_of_the_threshold(clip, mask, row, part):
-  """Where one layer alone is trained, its own norm is that of all, whichever it is."""
+  """If only one layer is trained, it may use the complete threshold: it is clipped by its own norm, whichever layer it is."""
   words = (f"clip={clip}", "gradient_clipping_threshold=0.5", f"trainable_parameters_mask=['{mask}']")
   free, held, _ = gradients_and_steps(*words)
 
