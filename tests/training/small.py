@@ -1,4 +1,5 @@
-"""Real models at their smallest, for tests that run whole programs. Also a script: losses of one mesh, for subprocesses."""
+"""Real models in tiny sizes, for tests that run complete programs. As a script for subprocesses, it prints the losses of one
+device and of eight."""
 
 import json
 import sys
@@ -10,18 +11,18 @@ from maxtext_like.config.load import load_config
 from maxtext_like.config.schema import Config
 
 STEPS = 3
-# Plain descent: Adam's first steps follow the sign of gradients that are nothing but rounding.
+# SGD, because Adam's first steps follow the signs even of gradients that are only rounding errors.
 SMALL = ["max_target_length=16", "per_device_batch_size=8", "vocab_size=300"]
 SMALL += ["opt_type=sgd", "learning_rate=0.05", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
 
 
 def small_config(model: str, *overrides: str) -> Config:
-  """A tiny model with short rows and a constant learning rate."""
+  """Return the configuration of a tiny model with short rows and a constant learning rate."""
   return load_config(model, [*SMALL, *overrides]).config
 
 
 def batches(rows: int, length: int = 16, count: int = STEPS) -> list[dict[str, np.ndarray]]:
-  """The same random batches for whoever asks; rows have two documents and padding at the end."""
+  """Return random batches, the same in every call. Rows have two documents, and padding at the end."""
   rng = np.random.default_rng(0)
   out = []
   for _ in range(count):
@@ -36,12 +37,12 @@ def batches(rows: int, length: int = 16, count: int = STEPS) -> list[dict[str, n
 
 
 def losses(config: Config, devices: int | None = None, rows: int | None = None) -> list[float]:
-  """Losses and gradient norms of a few steps on the first so many devices."""
+  """Return the loss and gradient norm of each of a few steps on the first ``devices`` devices (None: all)."""
   return losses_and_state(config, devices, rows)[0]
 
 
 def losses_and_state(config: Config, devices: int | None = None, rows: int | None = None) -> tuple[list[float], Any]:
-  """And the state that the steps began with, as descriptions of where it lay."""
+  """Return the same, and the initial state as shapes, dtypes and shardings."""
   import jax
 
   from maxtext_like.sharding.mesh import make_mesh
@@ -61,7 +62,7 @@ def losses_and_state(config: Config, devices: int | None = None, rows: int | Non
 
 
 def whole_arrays(state: Any) -> list[str]:
-  """Large arrays of a state that one device holds whole."""
+  """Return the names of the large arrays of a state that are not sharded."""
   import jax
 
   leaves = jax.tree_util.tree_leaves_with_path(state)
@@ -70,7 +71,7 @@ def whole_arrays(state: Any) -> list[str]:
 
 
 def whole_on_devices(model: str, *words: str) -> list[str]:
-  """Large arrays of a first state that lies whole on each of eight devices. Nothing is compiled."""
+  """Return the names of the large arrays of the initial state that are replicated on eight devices. Nothing is compiled."""
   import jax
 
   from maxtext_like.sharding.mesh import make_mesh
@@ -84,7 +85,7 @@ ON_EIGHT = ("per_device_batch_size=1", "ici_data_parallelism=2")
 
 if __name__ == "__main__":
   model, *words = sys.argv[1:]
-  if model == "whole":  # of several models: MODEL,key=value,...
+  if model == "whole":  # each word is MODEL,key=value,...
     print(json.dumps({word.split(",")[0]: whole_on_devices(*word.split(",")) for word in words}))
     sys.exit()
   one = losses(small_config(model, *words), devices=1)

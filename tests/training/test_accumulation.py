@@ -1,5 +1,5 @@
-"""Microbatches: the losses of routers are those of one large batch, and over axes that split rows alone, devices add gradients
-up once a step. Losses on meshes: test_parallelism.py."""
+"""Microbatches: router losses are those of one large batch, and over mesh axes that only split rows, gradients are summed once
+a step. test_parallelism.py compares losses on meshes."""
 
 import jax
 import numpy as np
@@ -14,12 +14,13 @@ BATCH = [*TINY, "num_decoder_layers=1", "num_kv_heads=1", "head_dim=8", "load_ba
 SEQUENCE = [*TINY, "num_kv_heads=2", "mlp_dim=8", "q_lora_rank=8", "kv_lora_rank=8", "load_balance_loss_weight=0.1"]
 
 
-@pytest.mark.slow  # tests/layers/moe/test_load_balance.py has the losses of parts and their gradients
+@pytest.mark.slow  # tests/layers/moe/test_load_balance.py compares losses and gradients of parts
 @pytest.mark.parametrize(
   ("model", "words"), [("qwen3-moe-tiny", BATCH), ("deepseek3-tiny", SEQUENCE)]
 )  # load_balance_loss: huggingface and by sequence
 def test_losses_of_the_router_are_those_of_one_large_batch(model, words):
-  """A mean over the batch, and a mean over its rows; rows have unequal numbers of tokens, one of them none."""
+  """The load-balancing loss is a mean over the batch for Qwen 3, and a mean over its rows for DeepSeek. Rows have unequal
+  numbers of tokens, and one row has none."""
   batch = batches(4)[0]
   empty = np.arange(16) >= np.array([[16], [9], [3], [0]])
   batch["segments"], batch["targets"] = np.where(empty, 0, batch["segments"]), np.where(empty, -100, batch["targets"])
@@ -49,7 +50,8 @@ def test_devices_add_up_once_a_step_where_no_parameter_is_split():
                       "ici_data_parallelism=2 ici_fsdp_parallelism=2 ici_tensor_parallelism=2")  # fmt: skip
   assert slices["data"].keys() == {"1"}
   assert slices["data"]["1"] > 400_000  # a quarter of the gradients
-  # Whoever holds a part of a parameter has no room for the sums of all: twice, and in each of two layers.
+  # Devices that hold a part of a parameter have no room for the sum of the complete gradient. They reduce it in each of the two
+  # microbatches, and within the loop over two layers in each layer.
   assert slices["other"].keys() >= {"2", "4"}
-  # Where two axes split what is left (see program.py), what is counted here is what is added up twice.
+  # If two other axes split arrays (see _summed_once in program.py), gradients are summed over "data" in both microbatches too.
   assert three["data"]["4"] > 200_000

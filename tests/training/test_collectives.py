@@ -1,4 +1,4 @@
-"""What the compiled step of a sharded model moves between chips, read in libtpu's own program."""
+"""The transfers between chips in the train step of a sharded model, read from the program that libtpu compiles."""
 
 import re
 
@@ -9,7 +9,7 @@ from maxtext_like.config.files import configs_folder
 from maxtext_like.config.load import load_config
 
 LAYERS, D, F, VOCABULARY = 6, 512, 2048, 512
-HEADS, KV_HEADS = 192, 96  # of qwen3-tiny, each with its size
+HEADS, KV_HEADS = 192, 96  # heads of qwen3-tiny times their size
 
 
 @pytest.mark.slow
@@ -26,9 +26,9 @@ def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scatter
   assert not [shape for shape in gathered if shape.startswith(f"{LAYERS},") and shape.count(",") > 1]
   assert step.work is not None
   moved = {t.kind: t.bytes for t in step.work.transfers}
-  # Every matrix's gradient, attention's too, leaves its chip as float32 parts, seven of eight of which go to others; the
-  # table's from the logits and, in each pass, from the lookup. Whole sums are those of norms and numbers alone, also in
-  # a pass that measures what the next one has again.
+  # The gradient of every matrix is reduce-scattered in float32, and seven of its eight parts go to other chips. The table has a
+  # gradient from the logits and, in each pass, one from the lookup. Only gradients of norms and scalars are all-reduced, also
+  # in the pass that measures the gradients.
   layer = 3 * D * F + 2 * D * HEADS + 2 * D * KV_HEADS
   assert moved["reduce-scatter"] == (passes * LAYERS * layer + (1 + passes) * VOCABULARY * D) * 4 * 7 / 8
   assert moved["all-reduce"] < passes * D * KV_HEADS * 4
@@ -37,7 +37,8 @@ def test_stacked_parameters_are_gathered_a_layer_at_a_time_and_gradients_scatter
 @pytest.mark.slow
 @pytest.mark.tpu
 def test_weights_of_experts_are_turned_a_layer_at_a_time():
-  """They lie in an order that fills tiles, and kernels read another: no copy of all layers is made for that."""
+  """Expert weights are stored in a layout that fills tiles, and the kernels read another layout. The layout is changed for one
+  layer at a time, so that no copy of all layers is made."""
   from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   mesh = str(configs_folder().parent / "tpu" / "v6e-8.yml")
@@ -58,14 +59,15 @@ def test_weights_of_experts_are_turned_a_layer_at_a_time():
   ],
 )
 def test_of_a_table_the_gradient_is_turned_and_no_moment(words, part):
-  """A chip's part of the per-layer table lies by columns, which fill tiles; rows are read and added by rows."""
+  """A chip's shard of the per-layer table is stored by columns, which fill tiles. Rows are looked up, and their gradients
+  added, in another layout. The copies for this belong to the table's lookup and gradient; moments are not copied."""
   from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   sizes = ["emb_dim=256", "mlp_dim=256", "vocab_size=4096", "vocab_size_per_layer_input=65536", "max_target_length=1024"]
   layers = ["num_decoder_layers=5", "num_kv_shared_layers=0", "use_double_wide_mlp=false"]
   config = load_config("gemma4-e2b", [*sizes, *layers, *words]).config
   step = compile_step(config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
-  assert len(re.findall(rf"= {part}{{0,1\S* parameter\(\d+\).*op_name=\"state\[", step.hlo)) == 3  # itself and two moments
+  assert len(re.findall(rf"= {part}{{0,1\S* parameter\(\d+\).*op_name=\"state\[", step.hlo)) == 3  # the table and two moments
   turned = re.findall(rf'= {part}\S* copy\(.*?op_name="([^"]*)"', step.hlo)
   assert len(turned) == 2
   assert all("per_layer_input" in name for name in turned)

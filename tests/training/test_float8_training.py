@@ -1,4 +1,5 @@
-"""``matmul_dtype: float8`` in whole programs: every family trains, devices agree, machines without its units are refused."""
+"""``matmul_dtype: float8`` in complete programs: every family trains, eight devices agree with one, and machines without float8
+units are refused."""
 
 import io
 
@@ -33,7 +34,7 @@ def decoder(model: str, *words: str):
 
 
 KINDS = ("qwen3-moe-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny")
-"""Every kind of layer. tests/layers/quantization/test_float8.py has the gradients of each."""
+"""Models with every kind of layer. tests/layers/quantization/test_float8.py checks the gradients of each kind."""
 
 
 @pytest.mark.parametrize("model", tiers(KINDS))
@@ -59,7 +60,8 @@ def test_it_goes_with_the_other_ways_to_train(words):
 
 @pytest.mark.slow
 def test_eight_devices_give_nearly_the_losses_of_one():
-  """Nearly: bfloat16 sums in another order, and what they change of a number's rounding to float8."""
+  """The losses agree only approximately: sums in bfloat16 have another order, which can change how a number rounds to
+  float8."""
   found = run_small("qwen3-tiny", "num_decoder_layers=2", *FLOAT8)
   one, eight = np.asarray(found["one"]), np.asarray(found["eight"])
   np.testing.assert_allclose(eight[0::2], one[0::2], rtol=5e-3)

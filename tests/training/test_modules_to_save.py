@@ -1,4 +1,5 @@
-"""Tables that are trained whole beside an adapter: what is kept, goes on, is written for peft and read, and is refused."""
+"""Tables that are trained completely in addition to an adapter (``modules_to_save``): checkpoints, resumes, files for peft, and
+refusals."""
 
 import json
 import shutil
@@ -17,7 +18,7 @@ from maxtext_like.errors import UserError
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.training.step.program import make_program
 
-pytestmark = pytest.mark.slow  # half a minute of runs that all of them look at
+pytestmark = pytest.mark.slow  # the runs that all tests read take half a minute
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=1", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
@@ -52,7 +53,7 @@ def test_the_table_is_trained_in_float32_and_its_own_stays_below(place, capsys):
 
 
 def test_what_rounding_changes_of_a_table_is_told():
-  """Additions of zero and a table that moved: what is told is the table's alone."""
+  """The LoRA factors add zero, and the table has changed. So the reported rounding is that of the table alone."""
   program = make_program(load_config("gemma3-tiny", [*WORDS, *TABLE, "dataset_path=none.txt"]).config)
   adapter = program.adapter
   assert adapter is not None
@@ -86,7 +87,7 @@ def test_peft_s_files_are_the_run(place, tmp_path):
   config = json.loads((place / "peft/adapter_config.json").read_text())
   assert (config["modules_to_save"], config["ensure_weight_tying"]) == (["embed_tokens"], True)
   tensors = load_file(place / "peft/adapter_model.safetensors")
-  np.testing.assert_array_equal(tensors[HEAD], tensors[EMBEDDING])  # peft asks for both
+  np.testing.assert_array_equal(tensors[HEAD], tensors[EMBEDDING])  # peft requires both
   logits = lambda adapter: maxtext_like.load(place / "base", adapters=[adapter], dtype="float32").logits([[5, 6, 7]])
   assert main(["import", str(place / "peft"), "--out", str(tmp_path / "imported")]) == 0
   assert "modules_to_save: [embed_tokens]" in (tmp_path / "imported/adapter.yml").read_text()

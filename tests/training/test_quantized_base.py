@@ -12,7 +12,7 @@ from maxtext_like.checkpoint.store import manifest
 from maxtext_like.cli.main import main
 from maxtext_like.errors import UserError
 
-pytestmark = pytest.mark.slow  # half a minute of runs that all of them look at
+pytestmark = pytest.mark.slow  # the runs that all tests read take half a minute
 
 WORDS = ["max_target_length=16", "per_device_batch_size=2", "num_decoder_layers=2", "emb_dim=32", "mlp_dim=48"]
 WORDS += ["inhomogeneous_layer_cycle_interval=1", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
@@ -78,7 +78,8 @@ def maxtext_like_base(workplace: Path, form: str) -> str:
 
 
 def test_it_is_the_same_model_however_it_is_loaded(workplace):
-  """The run, its adapter on the base that it was trained on, and what export writes; not its adapter on other weights."""
+  """The run, its adapter on the base run, and its export have the same logits. The adapter exported for peft, loaded on weights
+  that are not quantized, has other logits."""
   load = lambda *args, **more: maxtext_like.load(*args, dtype="float32", **more).logits(TOKENS)
   run, apart = load(workplace / "adapter"), load(workplace / "base", adapters=workplace / "adapter")
   np.testing.assert_allclose(apart, run, atol=1e-5)
@@ -90,7 +91,7 @@ def test_it_is_the_same_model_however_it_is_loaded(workplace):
   maxtext_like.export_adapter(workplace / "adapter", workplace / "peft")
   whole = load(
     workplace / "base", adapters=workplace / "peft"
-  )  # nobody knows what peft's was trained on: on the weights as given
+  )  # peft's files do not record the quantization, so the weights are used unquantized
   assert float(np.abs(whole - run).max()) > 1e-3
 
 

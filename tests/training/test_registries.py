@@ -1,4 +1,5 @@
-"""Families, optimizers, objectives, data sets and kernels: each name of a key is a file, and nothing else names it."""
+"""Families, optimizers, objectives, data sets and kernels: each choice of a key is a file or folder, and no other code names
+it."""
 
 import dataclasses
 import re
@@ -63,7 +64,7 @@ def test_the_configuration_takes_the_choices(key, names):
 def test_only_one_table_names_optimizers():
   package = Path(objectives.__path__[0]).parents[1]
   naming = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if '"lion"' in path.read_text("utf-8")}
-  # Other trainers call the optimizer by the same name.
+  # foreign_exact.py: other trainers use the same name for this optimizer.
   assert naming == {"config/choices.py", "config/foreign_exact.py"}
 
 

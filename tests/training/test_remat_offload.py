@@ -1,4 +1,5 @@
-"""What waits in the host's memory for the backward pass: in libtpu's programs, and as plan and the estimate count it."""
+"""Arrays in host memory between the forward and the backward pass (``remat_offload``): in programs of libtpu, in ``plan`` and
+in the memory estimate."""
 
 import functools
 
@@ -19,7 +20,7 @@ WORDS = (
   "dtype=bfloat16", "remat_policy=full",
 )  # fmt: skip
 OFFLOAD = "remat_offload=layer_inputs"
-STREAM = LAYERS * ROWS * LENGTH * D * 2  # of a device, bytes
+STREAM = LAYERS * ROWS * LENGTH * D * 2  # bytes per device
 
 
 @functools.cache
@@ -50,12 +51,12 @@ def test_parts_of_a_batch_follow_one_another():
 def test_what_a_policy_keeps_can_lie_there_too():
   words = ("remat_policy=save_outputs",)
   here, kept, both = (planned("v6e-8", *words, *more) for more in ((), ("remat_offload=kept",), ("remat_offload=all",)))
-  assert (kept.host, both.host) == (STREAM, 2 * STREAM)  # o's output; down's is added, which needs it no more
+  assert (kept.host, both.host) == (STREAM, 2 * STREAM)  # the output of o; that of down is only added, so it is not kept
   assert here.classes["activations"] - both.classes["activations"] == 2 * STREAM
 
 
 def test_a_cpu_has_one_memory():
-  """There it is all the same, and counted where it was."""
+  """On a CPU, device and host memory are the same, so offloading does not change the estimate."""
   need = lambda *words: memory.estimate(make_program(load_config("qwen3-tiny", [*WORDS, *words]).config))
   assert need(OFFLOAD) == need()
 
@@ -68,7 +69,8 @@ def for_gpus(config):
 
 @pytest.mark.slow
 def test_layers_in_no_loop_keep_theirs_and_a_model_of_such_alone_is_refused():
-  """A row of six layers twice, and one that is a row of its own."""
+  """Only layers in a loop are offloaded. The 13 layers are two rows of six layers in a loop, and one layer outside of it. A
+  model without a loop is refused."""
   words = ["num_decoder_layers=13", "remat_policy=full", OFFLOAD, "inhomogeneous_layer_cycle_interval=6"]
   target = TOPOLOGIES["v6e-1"]
   found = plan(load_config("gemma3-tiny", words).config, target)
@@ -80,7 +82,7 @@ def test_layers_in_no_loop_keep_theirs_and_a_model_of_such_alone_is_refused():
 
 
 def test_a_host_without_the_room_is_refused(monkeypatch):
-  """One that a run would find out of in the middle of its first step."""
+  """The run is refused before it starts. It would otherwise run out of host memory in its first step."""
   config = load_config("qwen3-tiny", [*WORDS, OFFLOAD]).config
   program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
   monkeypatch.setattr(memory_limits, "device_limit", lambda *_: None)
@@ -106,7 +108,8 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
 )
 @pytest.mark.slow
 def test_libtpu_moves_them_beside_computation(words):
-  """A chip's own rows, once to the host and once back, and so much less lies in its memory."""
+  """Each chip copies the layer inputs of its rows to the host once and back once. All layers except one are copied
+  asynchronously."""
   from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   def compiled(*more):
@@ -114,7 +117,7 @@ def test_libtpu_moves_them_beside_computation(words):
     return compile_step(config, TOPOLOGIES["v6e-8"], xla_flags(), machine_code=False)
 
   there = compiled(OFFLOAD)
-  rows = 2 * STREAM if "ici_tensor_parallelism=2" in words else STREAM  # two chips share the rows of both
+  rows = 2 * STREAM if "ici_tensor_parallelism=2" in words else STREAM  # two chips process the rows of both
   assert there.layout is not None
   assert there.layout.host == rows
   assert there.work is not None

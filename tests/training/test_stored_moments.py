@@ -26,7 +26,7 @@ EIGHT = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8")
 
 @pytest.fixture
 def toy(monkeypatch):
-  """A step whose small arrays have codes, and the state that one step left."""
+  """(toy step, state after one step, its magnitude bounds). Small arrays have 8-bit codes too."""
   monkeypatch.setattr(dynamic8, "SMALLEST", 20)
   step, state = toy_step(toy_config(*EIGHT, "adam_weight_decay=0.1"))
   state, metrics = step(state, toy_batch(1), UNKNOWN)
@@ -68,17 +68,17 @@ def test_what_is_known_of_moments_is_no_less_than_the_largest_of_them(toy):
 
 
 def test_memory_is_told_as_it_is():
-  """A byte a number, and 4 for each block."""
+  """The memory estimate counts one byte per number and four bytes per block."""
   words = ["vocab_size=304", "max_target_length=16", "num_decoder_layers=3", *EIGHT]
   program = make_program(load_config("qwen3-tiny", words).config)
   state = program.abstract_state["opt_state"]
-  expected = 4  # the counter
+  expected = 4  # Adam's step count
   for p in jax.tree.leaves(program.spec):
     where = layout(p)
     expected += 2 * math.prod(p.shape) * (4 if where is None else 1)
     expected += 0 if where is None else 2 * 4 * math.prod(p.shape) // where.size
   assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) == expected
-  counted = 4 + expected  # and that of the steps
+  counted = 4 + expected  # and the step index
   assert memory.estimate(program).optimizer == counted
   plain = make_program(load_config("qwen3-tiny", [*words, "mu_dtype=float32", "nu_dtype=float32"]).config)
   assert memory.estimate(plain).optimizer == 8 + 8 * sum(x.size for x in jax.tree.leaves(abstract(plain.spec)))
@@ -86,7 +86,8 @@ def test_memory_is_told_as_it_is():
 
 @pytest.mark.parametrize(("kind", "rtol"), [slow("eight-bits", 1e-5), nightly("low-rank", 2e-4)])
 def test_meshes_give_the_losses_of_one_device_and_take_its_checkpoint(tmp_path, kind, rtol):
-  """Products of low rank are of bfloat16, in another order. test_optimizers.py has how factored moments are split."""
+  """Checkpoints of one device are restored on the mesh. The low-rank moment has a larger tolerance: its products are in
+  bfloat16 and summed in another order. test_optimizers.py checks how factored moments are sharded."""
   found = test_parallelism.run("tests.training.moments_on_meshes", str(tmp_path), kind, "data-fsdp-tensor")
   one = found.pop("one")
   for name, mesh in found.items():

@@ -1,4 +1,5 @@
-"""A tokenizer goes where the weights go: into checkpoints, generation, export and new runs; samples while training."""
+"""The tokenizer is stored with the weights: in checkpoints, exports and new runs, and generation uses it. Also samples during
+training."""
 
 import json
 import shutil
@@ -21,7 +22,7 @@ from maxtext_like.training.step.program import make_program
 from tests.generation.letters import write_letters
 from tests.tiers import nightly
 
-# 61 rows in the table, 46 in the tokenizer; no size is a power of two.
+# The table has 61 rows and the tokenizer 46 tokens. No size is a power of two.
 WORDS = ["max_target_length=18", "per_device_batch_size=3", "num_decoder_layers=2", "emb_dim=36", "mlp_dim=52", "vocab_size=61"]
 WORDS += ["inhomogeneous_layer_cycle_interval=1"]
 WORDS += ["lr_schedule_type=constant", "warmup_steps_fraction=0", "enable_tensorboard=false", "dataset=text", "shuffle=false"]
@@ -120,7 +121,7 @@ def test_a_run_that_goes_on_writes_its_samples_again(place: Path, trained: Path)
   shutil.copytree(place / "runs/samples 0", place / "runs/again")
   shutil.rmtree(place / "runs/again/checkpoints/4")
   before = (place / "runs/again/samples.jsonl").read_text()
-  # What a killed run may leave behind its last checkpoint.
+  # A killed run may leave such a line after those of its last checkpoint.
   with (place / "runs/again/samples.jsonl").open("a") as file:
     file.write('{"step": 4, "pro')
   assert train(place, "again", "steps=4", *SAMPLES) == 0
@@ -184,7 +185,7 @@ def test_a_resumed_run_has_the_same_tokenizer_or_is_refused(place: Path, trained
     capsys.readouterr()
   assert train(place, "plain", "steps=5", f"tokenizer={place}/another", "allow_data_change=true") == 2
   assert "was trained with the tokenizer 'tokenizer.json, xxh3 " in capsys.readouterr().err
-  # The folder that it came from may be gone: the run has its own.
+  # The tokenizer's original folder may be gone, because the run has a copy.
   shutil.copytree(trained, place / "runs/moved")
   shutil.rmtree(place / "runs/moved/checkpoints/4")
   (place / "tokenizer").rename(place / "gone")
@@ -216,7 +217,7 @@ def test_a_new_run_takes_that_of_the_weights_it_begins_with(place: Path, trained
 
 
 def test_a_run_on_conversations_answers_what_a_user_says(place: Path, trained: Path, tmp_path: Path, monkeypatch):
-  """The samples are framed by the template, and end where a turn does."""
+  """Sample prompts are framed by the chat template, and samples end at the end of the model's turn."""
   chats = [{"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}]
   (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats * 4))
   words = [*WORDS, f"tokenizer={place}/tokenizer", "dataset=jsonl", f"dataset_path={tmp_path}/chats.jsonl", "data_format=chat"]

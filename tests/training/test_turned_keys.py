@@ -1,4 +1,5 @@
-"""Keys that have no effect are refused or reported: every key of ``training:`` is turned, and its program is compared."""
+"""A key without effect is refused or reported: every key of ``training:`` is set to another value, and the lowered programs are
+compared."""
 
 import dataclasses
 import functools
@@ -26,7 +27,7 @@ TURNED = {
   "trainable_parameters_mask": "[pre_mlp_norm]", "vision_tower": "frozen", "spike_window": "7", "max_spike_rollbacks": "2",
   "early_stopping_threshold": "0.5", "loss_scale_init": "1024",
 }  # fmt: skip
-"""Another value of each key that a program may be made with."""
+"""Another value for each key that may change the program."""
 
 OF_A_RUN = {
   "steps": "training/run/run.py", "epochs": "training/run/batches.py", "seed": "training/step/initial_state.py",
@@ -35,7 +36,7 @@ OF_A_RUN = {
   "replay_failed_step": "training/run/run.py", "spike_factor": "training/loop/spikes.py",
   "early_stopping_patience": "training/loop/best.py",
 }  # fmt: skip
-"""Keys that the loop around the program reads in every configuration that takes them."""
+"""Keys that have an effect outside the program in every configuration that accepts them, with the file that reads each key."""
 
 ONE_VALUE = {
   "objective": "there is one objective",
@@ -59,7 +60,7 @@ CONTEXTS = {
 
 @functools.cache
 def text(words: tuple[str, ...]) -> str:
-  """The programs of a step and of its first state."""
+  """Return the lowered programs of the step and of the initial state."""
   program = make_program(load_config(words[0], words[1:]).config)
   return program.lower_step().as_text() + program.lower_init().as_text()
 
@@ -89,6 +90,6 @@ def test_a_key_changes_the_program_or_is_answered(context):
   found = {key: answer(words, key) for key in TURNED if key not in set_already}
   unanswered = {key: said for key, said in found.items() if said not in ("program", "reported", "refused")}
   assert unanswered.keys() <= SAME_PROGRAM.keys(), unanswered
-  # A note is true: the program is the same.
+  # If a note says that a key has no effect, the program must be the same.
   for key in (key for key, said in found.items() if said == "reported"):
     assert text((*words, f"{key}={TURNED[key]}")) == text(words), key

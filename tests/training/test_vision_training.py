@@ -1,4 +1,5 @@
-"""Training on images: the golden loss through the train step, whole runs on text and images, statistics left untouched."""
+"""Training on images: the golden loss in the train step, complete runs on text and images, and statistics of the tower that
+stay unchanged."""
 
 import dataclasses
 import json
@@ -38,7 +39,7 @@ SMALL += ["use_multimodal=true", "dataset=jsonl", "warmup_steps_fraction=0", "le
 
 
 WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")  # linear maps of a tower's layers
-QUICK = {"xla_backend_optimization_level": 0}  # the time of these tests is XLA's
+QUICK = {"xla_backend_optimization_level": 0}  # most of the time of these tests is compilation
 
 
 def golden_program(case: str, *words: str) -> TrainProgram:
@@ -48,7 +49,7 @@ def golden_program(case: str, *words: str) -> TrainProgram:
 
 
 def golden_batch(case: str, config: Config) -> dict[str, np.ndarray]:
-  """The inputs of a case with its images by row: [B, M, ...]."""
+  """Return the inputs of a case with its images grouped by row: [B, M, ...]."""
   with np.load(GOLDEN / case / "inputs.npz") as file:
     arrays = dict(file)
   batch = make_batch(arrays, case, vocab_size=config.model.vocab_size, vision=config.vision).batch
@@ -68,14 +69,15 @@ def golden_batch(case: str, config: Config) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(tmp_path: Path):
-  """Two microbatches of one row each, recomputed layer by layer; afterwards the statistics are the file's, bit for bit.
+  """A step with two microbatches of one row each and full rematerialization has the golden loss and gradient norm. In the
+  checkpoint after it, the tower's statistics are those of the file bit for bit.
 
-  tests/models/test_golden_vision.py has the gradients of every model with images.
+  tests/models/test_golden_vision.py compares the gradients of every model with images.
   """
   case = "gemma4_vision_large"
   words = ["per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=full", "weight_dtype=float32"]
   program = golden_program(case, *words)
-  # The shapes of the golden images are not those of whole squares of patches: the step takes what it is given.
+  # The golden images are not squares of patches, as the images of a run are. The step accepts their shapes too.
   batch = {name: jax.numpy.asarray(array) for name, array in golden_batch(case, program.config).items()}
   params = load_hugging_face(GOLDEN / case / "checkpoint", program.model.decoder)
   step = jax.jit(dataclasses.replace(program.step, checked=True), compiler_options=QUICK)
@@ -114,7 +116,7 @@ def test_statistics_and_bounds_are_float32_whatever_the_weights_are(case: str):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """Records whose last word is told by the picture alone, and a quarter without any."""
+  """Records whose last word can only be known from the image. A quarter of the records has no image."""
   folder = tmp_path_factory.mktemp("pictures")
   random, rows = np.random.default_rng(0), []
   for i in range(32):
@@ -170,11 +172,12 @@ def tower_program(model: str, name: str, *words: str) -> TrainProgram:
 
 
 def steps_of(program: TrainProgram, batch: dict, count: int) -> tuple[dict, dict]:
-  """Parameters before and after so many steps on the same batch."""
+  """Return the parameters before and after so many steps on the same batch."""
   state = program.lower_init().compile(compiler_options=QUICK)(np.uint32(0))
-  # The run's own form, compiled once: what jax.jit is given in the second step lies elsewhere than in the first.
+  # The step is compiled once, as in a run. jax.jit would compile it again, because the arrays of the second step have another
+  # sharding than those of the first.
   step, known = program.lower_step(checked=True).compile(compiler_options=QUICK), UNKNOWN
-  before = jax.tree.map(np.array, state["params"])  # a copy: the step takes the state's memory
+  before = jax.tree.map(np.array, state["params"])  # a copy, because the step reuses the memory of the state
   for _ in range(count):
     state, metrics = step(state, batch, known)
     assert np.isfinite(metrics["loss"])
@@ -192,7 +195,7 @@ def test_what_the_start_says_of_the_tower():
     "frozen: 32,608 parameters; adapted with 2,176 more in 2 layers: "
     "attention.k, attention.o, attention.q, attention.v, mlp.down, mlp.up"
   )
-  # Where nobody says anything.
+  # Without vision_tower in the configuration.
   unsaid = lambda *words: tower_described(make_program(load_config("gemma3-tiny", [*SMALL, "dataset_path=x", *words]).config))
   assert unsaid() == said["trained"]
   assert unsaid(*LORA) == said["frozen"]
@@ -231,7 +234,7 @@ def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, 
   program = tower_program(model, name, f"dataset_path={pictures}", "packing=false", "eval_fraction=0", "max_images_per_row=1")
   program, batch = first_batch(program, program.config.checkpoint, pictures.parent / "none")
   shown = [bool(np.any(batch["pixel_values"][row])) for row in range(2)]
-  if all(shown):  # the row beside the picture is one of text alone, whatever the order of the records
+  if all(shown):  # make the second row text only, whatever the order of the records is
     batch["pixel_values"] = batch["pixel_values"].at[1].set(0)
     batch["tokens"] = jnp.where(jnp.arange(2)[:, None] == 1, 5, batch["tokens"])
   before, after = steps_of(program, batch, 3)
@@ -246,7 +249,7 @@ def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, 
     if p.trainable
   }
   projector = {name for name in trainable if name.startswith("vision.projector")}
-  assert tower == {"trained": trainable, "projector": projector}.get(name, set())  # all of it, bit by bit
+  assert tower == {"trained": trainable, "projector": projector}.get(name, set())  # exactly these arrays
   whole = {name.removeprefix("adapter.").removesuffix(".whole") for name in moved if name.endswith(".whole")}
   moved = {name for name in moved if not name.endswith(".whole")}
   assert whole == {"trained beside an adapter": trainable, "projector beside an adapter": projector}.get(name, set())
@@ -259,9 +262,9 @@ def test_what_is_trained_of_the_tower_on_images_and_text_in_float16(model: str, 
   assert in_tower == {"adapted": layers, "adapted over nf4": few}.get(name, set())
 
 
-@pytest.mark.nightly  # tests/data/image_text/test_multimodal.py has the rows of each process, test_parallelism.py two processes
+@pytest.mark.nightly  # tests/data/image_text/test_multimodal.py: rows of each process; test_parallelism.py: two processes
 def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
-  """Each unpacks the images of its own rows alone."""
+  """Each process decodes only the images of its own rows. Losses and gradient norms are those of one process."""
   for devices in (1, 2):
     words = [*SMALL, f"dataset_path={pictures}", f"output_dir={tmp_path}", f"run_name={devices}", "steps=3", "dtype=float32"]
     words += [f"per_device_batch_size={4 // devices}", "opt_type=sgd", "enable_checkpointing=false"]
@@ -281,7 +284,9 @@ def test_two_processes_give_the_losses_of_one(pictures: Path, tmp_path: Path):
   ],
 )
 def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, tower: str, pictures: Path, tmp_path: Path):
-  """Resumed to the bit; merged, and added from the run and from peft's file, the same model; a run begins with either."""
+  """A projector or tower that is trained completely in addition to an adapter is part of its files. The merged run equals the
+  base with the adapter of the run, of peft's files and of their import. A stopped run resumes bit for bit, and new runs start
+  with the adapter of the run or of peft's files."""
   shutil.copytree(GOLDEN / case / "checkpoint", tmp_path / "hf")
   words_of(tmp_path / "hf")
   maxtext_like.import_checkpoint(tmp_path / "hf", tmp_path / "base")
@@ -320,7 +325,7 @@ def test_what_is_trained_whole_beside_an_adapter_travels_with_it(case: str, towe
 
 
 def words_of(folder: Path) -> None:
-  """A tokenizer of three words, for the small vocabularies of the golden models."""
+  """Write a tokenizer with two words, for the small vocabularies of the golden models."""
   from tokenizers import Tokenizer, models, pre_tokenizers
 
   names = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b"]

@@ -1,4 +1,4 @@
-"""A toy decoder with the interface of the real one, so that a whole train step compiles in a moment."""
+"""A toy decoder with the interface of the real one, so that a complete train step compiles quickly."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -62,18 +62,18 @@ class ToyDecoder:
 
 
 def toy_decoder(dtype: str = "float32") -> Any:
-  """The decoder; typed so that it passes for the real one."""
+  """Return the toy decoder, typed so that it can replace the real one."""
   return ToyDecoder(dtype)
 
 
 def toy_config(*overrides: str) -> Config:
-  """The configuration of gemma4-tiny with a constant learning rate, no clipping and no decay, then ``overrides``."""
+  """Return gemma4-tiny's configuration with a constant learning rate, no clipping and no weight decay, then ``overrides``."""
   plain = ["lr_schedule_type=constant", "warmup_steps_fraction=0", "gradient_clipping_threshold=0", "adam_weight_decay=0"]
   return load_config("gemma4-tiny", [*plain, f"max_target_length={T}", f"per_device_batch_size={B}", *overrides]).config
 
 
 def toy_step(config: Config, chunks: int = 1, decoder: Any = None) -> tuple[Any, Any]:
-  """(jitted train step, initial state) of a toy decoder; of a given one the step as it is, not jitted."""
+  """Return (train step, initial state) of a toy decoder. The step is jitted unless ``decoder`` is passed."""
   jit = jax.jit if decoder is None else lambda step: step
   decoder = decoder or toy_decoder(config.precision.dtype)
   spec = decoder.params()
@@ -101,7 +101,7 @@ def toy_step(config: Config, chunks: int = 1, decoder: Any = None) -> tuple[Any,
 
 @jax.jit
 def toy_look(params: Any, opt_state: Any) -> dict[str, jax.Array]:
-  """``TrainProgram.lower_check`` of a toy, all of whose parameters but the biases are trained."""
+  """Check a state of the toy, as ``TrainProgram.lower_check`` does. All parameters except the biases are trained."""
   layer = {**params["stack_0"]["layer_0"], "bias": None}
   parameters, optimizer = row_peaks(params), state_peaks(opt_state, params | {"stack_0": {"layer_0": layer}})
   known = jnp.stack([jnp.max(parameters), jnp.max(optimizer, initial=0.0)])
@@ -111,7 +111,7 @@ def toy_look(params: Any, opt_state: Any) -> dict[str, jax.Array]:
 
 
 def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:
-  """Random tokens; ``ignored`` targets do not count, in rows unevenly."""
+  """Return random tokens. The first ``ignored`` targets do not count, so rows have unequal numbers of real targets."""
   rng = np.random.default_rng(seed)
   tokens = rng.integers(0, V, (B, T + 1)).astype(np.int32)
   targets = tokens[:, 1:].copy()
@@ -121,5 +121,5 @@ def toy_batch(seed: int = 0, ignored: int = 5) -> dict[str, Any]:
 
 
 def with_precision(config: Config, **values: Any) -> Config:
-  """The configuration with other precision values, past the rules among sections."""
+  """Return the configuration with other precision values, without the checks between sections."""
   return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **values))

@@ -186,8 +186,8 @@ def test_an_optimizer_that_holds_what_is_not_finite_is_named_and_nothing_is_appl
   bad = [x for x, good in zip(labels, metrics["finite"]["state_optimizer"], strict=True) if not good]
   assert bad == ([f"{moment}.layers.2.kernel"] if not np.isfinite(poison) else [])
   assert np.isfinite(metrics["magnitude_bound"][1]) == np.isfinite(poison)
-  # The square root of a negative second moment makes the parameters NaN. With bounds that are not those of this state, the step
-  # would apply this update.
+  # The square root of a negative second moment makes the parameters NaN. With the bounds of another state, the step
+  # takes this update as proved and applies it.
   assert bool(metrics["finite"]["parameters"].all()) == (poison == np.inf)
   if poison != np.inf:
     _, metrics = step(state, toy_batch(), NO_CHECK)
