@@ -19,7 +19,7 @@ SEQUENCE = [*TINY, "num_kv_heads=2", "mlp_dim=8", "q_lora_rank=8", "kv_lora_rank
   ("model", "words"), [("qwen3-moe-tiny", BATCH), ("deepseek3-tiny", SEQUENCE)]
 )  # load_balance_loss: huggingface and by sequence
 def test_losses_of_the_router_are_those_of_one_large_batch(model, words):
-  """The load-balancing loss is a mean over the batch for Qwen 3, and a mean over its rows for DeepSeek. Rows have unequal
+  """The load-balancing loss is a mean over the batch for Qwen3, and a mean over its rows for DeepSeek. Rows have unequal
   numbers of tokens, and one row has none."""
   batch = batches(4)[0]
   empty = np.arange(16) >= np.array([[16], [9], [3], [0]])

@@ -77,7 +77,8 @@ def test_the_step_on_images_by_row_gives_the_golden_loss_and_gradient(tmp_path: 
   case = "gemma4_vision_large"
   words = ["per_device_batch_size=2", "gradient_accumulation_steps=2", "remat_policy=full", "weight_dtype=float32"]
   program = golden_program(case, *words)
-  # The golden images are not squares of patches, as the images of a run are. The step accepts their shapes too.
+  # The sides of golden images are not multiples of a pooled square of patches, as those of a run are. The step accepts them
+  # too.
   batch = {name: jax.numpy.asarray(array) for name, array in golden_batch(case, program.config).items()}
   params = load_hugging_face(GOLDEN / case / "checkpoint", program.model.decoder)
   step = jax.jit(dataclasses.replace(program.step, checked=True), compiler_options=QUICK)

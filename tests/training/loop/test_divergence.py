@@ -132,7 +132,7 @@ def test_the_learning_rate_is_tried_first_where_numbers_exploded_before_the_erro
   after = watch.explained(error, 2)
   assert after.remedies == ("a lower learning_rate (now 10000)", "dtype=bfloat16")
   assert after.notes == ("note",)
-  assert watch.explained(error, 200) is error  # long after
+  assert watch.explained(error, 200) is error  # a rise long before the error does not count
   slow = Divergence(toy_config("learning_rate=1e4"))
   steps(slow, *[(5.6 * 3**n, 50.0) for n in range(6)])  # each step rises by less than an order of magnitude
   assert slow.explained(error, 7).remedies[0].startswith("a lower learning_rate")

@@ -86,7 +86,7 @@ with watchdog.Watchdog({"step": 1.0, "save": 0}) as watch, watch.watch("step"):
   watch.restart("save")
   time.sleep(1.2)
 """)  # fmt: skip
-  assert done.returncode == 0, done.stderr  # on a busy machine a sleep may last long enough for the warning
+  assert done.returncode == 0, done.stderr  # stderr is not compared: on a busy machine it may have the warning
 
 
 def test_a_stopped_process_does_not_age(tmp_path):

@@ -101,7 +101,7 @@ def test_what_comes_back_is_near(x, unit):
     half = 0.9 / (128 if signed else 256) + 1e-6  # half of the widest spacing
     assert np.all(np.abs(back - exact) <= half * most + 2e-38)
     assert np.all(back[exact == 0] == 0)
-    tenth = np.abs(exact) >= 0.1 * most  # above a tenth of the largest
+    tenth = np.abs(exact) >= 0.1 * most  # in this decade the relative spacing is smallest
     assert np.all(np.abs(back - exact)[tenth] <= half * most.repeat(LENGTH, -1)[tenth])
     if signed:
       assert np.all(back * exact >= 0)

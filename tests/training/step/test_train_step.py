@@ -90,8 +90,8 @@ def test_accumulation_equals_the_large_batch(plain):
   ],
 )
 def test_the_loss_is_told_the_cotangent_that_arrives(words):
-  """A loss in chunks computes its gradients in the forward pass. It therefore needs the loss scale in advance, which is part of
-  the cotangent in float16. In this test any other cotangent makes every gradient NaN."""
+  """A loss in chunks computes its gradients in the forward pass. It therefore needs the cotangent in advance, in
+  float16 with the loss scale. In this test any other cotangent makes every gradient NaN."""
 
   @jax.custom_vjp
   def spoil_unless_equal(loss, expected):
