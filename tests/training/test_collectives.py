@@ -60,7 +60,7 @@ def test_weights_of_experts_are_turned_a_layer_at_a_time():
 )
 def test_of_a_table_the_gradient_is_turned_and_no_moment(words, part):
   """A chip's shard of the per-layer table is stored by columns, which fill tiles. Rows are looked up, and their gradients
-  added, in another layout. The copies for this belong to the table's lookup and gradient; moments are not copied."""
+  added, by rows. Both copies that change the layout are operations on the table and its gradient; no moment is copied."""
   from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   sizes = ["emb_dim=256", "mlp_dim=256", "vocab_size=4096", "vocab_size_per_layer_input=65536", "max_target_length=1024"]

@@ -108,8 +108,8 @@ def test_a_host_without_the_room_is_refused(monkeypatch):
 )
 @pytest.mark.slow
 def test_libtpu_moves_them_beside_computation(words):
-  """Each chip copies the layer inputs of its rows to the host once and back once. All layers except one are copied
-  asynchronously."""
+  """Each chip copies the layer inputs of its rows to the host once and back once. At most one layer's inputs are copied
+  synchronously."""
   from maxtext_like.capacity.aot_tpu import compile_step, xla_flags
 
   def compiled(*more):

@@ -41,7 +41,7 @@ def test_initial():
 @pytest.mark.slow
 def test_it_begins_anew_with_float16_and_with_another_first_one(tmp_path):
   """A run changes to another dtype after overflows and later returns to float16, or it resumes with a lower loss_scale_init. In
-  both cases the loss scale starts at loss_scale_init, once."""
+  both cases the loss scale starts at loss_scale_init. A resume with the same value keeps it."""
   words = ["qwen3-tiny", "num_decoder_layers=1", "max_target_length=16", "per_device_batch_size=1", "checkpoint_period=1"]
   words += [f"output_dir={tmp_path}", "run_name=a", f"compilation_cache_dir={tmp_path}/cache"]
   scales = []
