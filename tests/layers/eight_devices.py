@@ -39,7 +39,7 @@ def placed(spec: Any, p: Any, mesh, rules) -> Any:
 
 
 def spread(batch: Any, mesh, rules, *axes: str | None) -> Any:
-  """Place arrays on a mesh. The rules split their leading dimensions, which are named by ``axes``."""
+  """Place arrays on a mesh. The rules split their leading dimensions; ``axes`` are the logical names of these dimensions."""
   place = lambda x: NamedSharding(mesh, rules.spec(x.shape[: len(axes)], axes, mesh))
   return jax.tree.map(lambda x: jax.device_put(x, place(x)), batch)
 
@@ -48,7 +48,7 @@ def worst(got: Any, expected: Any) -> float:
   """Return the largest relative difference of any array.
 
   A difference is divided by the largest magnitude in its array, or by a tenth of the largest magnitude in all arrays if that is
-  more. Arrays with tiny values consist of rounding only, such as the gradient of a scale before a norm.
+  more. Arrays with tiny values, such as the gradient of a scale before a norm, contain nothing but rounding errors.
   """
   pairs = [
     (np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in zip(*map(jax.tree.leaves, (got, expected)), strict=True)

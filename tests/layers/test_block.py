@@ -1,4 +1,5 @@
-"""Tests a single layer: its position, carry, aux, and what it refuses. Also how layers become stacks."""
+"""Tests single layers: the place of their parameters, the carry, statistics and captures, and the dtype of the stream. Also
+tests how layers are grouped into stacks."""
 
 from typing import Any
 
@@ -81,8 +82,8 @@ def test_a_layer_s_statistics_and_captures(tiny_decoder):
 
 
 def test_a_context_that_collects_stays_in_its_trace(tiny_decoder, random_params):
-  """A context that collects values must not be passed into a jitted function, because it would hold tracers of another
-  trace."""
+  """A context that collects values must not be passed into a jitted function, because it would store tracers that are invalid
+  outside of that function."""
   layer = tiny_decoder("gemma3").layers[0]
   ctx = context().collecting()
   with pytest.raises(TypeError, match="Taps"):
@@ -99,8 +100,8 @@ def test_a_context_that_collects_stays_in_its_trace(tiny_decoder, random_params)
   ],
 )
 def test_dtype_of_the_residual_stream(family, precision, expected, tiny_decoder):
-  """The stream has this dtype in the embedding and in every layer, scanned or not. The final norm returns to the dtype of
-  activations."""
+  """The residual stream has the expected dtype after the embedding and after every layer, with and without scan. The result of
+  the final norm has the dtype of activations."""
   decoder = tiny_decoder(family, precision=precision)
   p = jax.tree.map(lambda q: jax.ShapeDtypeStruct(q.shape, q.dtype), decoder.params())
   batch = {"tokens": jax.ShapeDtypeStruct((2, 5), "int32")}

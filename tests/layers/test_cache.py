@@ -1,4 +1,4 @@
-"""Tests caches: the stored entries, and the entries that a token sees, against a list of the entries of each row."""
+"""Tests caches: stored entries and visible entries are compared with a list of the entries of each row."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +79,7 @@ def test_an_8_bit_cache_returns_rounded_entries():
 
 
 def test_slots_that_a_row_uses():
-  """The new token counts. A ring buffer is full from then on, and a row without a new token uses none."""
+  """A row uses one slot for each earlier token and one for the new token, but never more than the slots of a ring buffer. A row
+  without a new token uses none."""
   step = Step(jnp.array([0, 5, 7, 20, 5]), jnp.array([1, 1, 1, 1, 0]))
   assert step.lengths(8).tolist() == [1, 6, 8, 8, 0]

@@ -1,7 +1,8 @@
 """Tests the complete decoder of every family: scan equals loop, remat changes nothing, documents and padding have no effect on
 each other, and captures.
 
-The tests of a family share compiled programs. They are compiled without optimization, because the tests compare programs.
+The tests of a family share compiled programs. They are compiled without optimization, because the tests only compare results
+and most of their time is compilation.
 """
 
 import contextlib
@@ -51,15 +52,16 @@ def compiled(tiny_decoder, random_params, batch):
     step = jax.jit(jax.value_and_grad(objective(decoder), has_aux=True)).lower(p, batch)
     return decoder, p, step.compile(compiler_options=UNOPTIMIZED)
 
-  # Keep one cache entry however the arguments are written. functools.cache treats changes=() and a missing argument as two
-  # calls.
+  # functools.cache treats changes=() and a missing argument as different calls. This function gives both the same cache entry.
   return lambda family, changes=(), **build: made(family, changes, tuple(sorted(build.items())))
 
 
 def close(a, b, tolerance=1e-4):
-  """Compare to this error, relative to the largest number of each array, or absolute if all its numbers are small.
+  """Compare with a tolerance relative to the largest magnitude in each array, or with an absolute one if no magnitude is above
+  1.
 
-  Norms over few numbers amplify the rounding of float32 by one or two orders of magnitude, above all in the per-layer input.
+  Norms over few numbers amplify rounding errors of float32 by one or two orders of magnitude, most of all in the per-layer
+  input.
   """
 
   def leaf(x, y):
@@ -99,7 +101,8 @@ REMATTED = (
   ("gemma4-moe", "save_mlp"),
   ("deepseek3.2", "save_attention"),
 )
-"""Each policy with a family in which most of its names occur: shared keys and values, experts, MLA with an indexer."""
+"""Each policy is tested with a family that has most of the names it saves: shared keys and values, experts, MLA with an
+indexer."""
 
 
 @pytest.mark.parametrize(("family", "policy"), tiers(REMATTED, quick=REMATTED[:1], slow=REMATTED[3:]))
@@ -121,7 +124,8 @@ WAITS = (
 
 @pytest.mark.parametrize("case", tiers(WAITS, slow=(WAITS[0], WAITS[2])))
 def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, batch):
-  """A CPU has one memory for both, so the program runs there. E2B's layers also read keys and values of other layers."""
+  """A CPU has the same memory for device and host, so programs with offloading run on it too. Some layers of E2B also read keys
+  and values of other layers."""
   family, policy, offload = case.split()
   layers = FOUR_LAYERS if family == "gemma3" else ()
   _, p, here = compiled(family, changes=layers, remat_policy=policy)
@@ -131,7 +135,7 @@ def test_where_things_wait_for_the_backward_pass_changes_no_bit(case, compiled, 
 
 @pytest.mark.slow
 def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batch):
-  """Compare the bytes that the forward pass keeps for the backward pass. The policy none keeps most, full keeps least."""
+  """Compare the bytes that the forward pass keeps for the backward pass. The policy none keeps the most and full the least."""
 
   def kept(policy):
     decoder = tiny_decoder("gemma4-moe", changes=dict(TWO_LAYERS), remat_policy=policy)
@@ -146,7 +150,8 @@ def test_remat_policies_keep_different_amounts(tiny_decoder, random_params, batc
 
 @pytest.mark.slow
 def test_minimal_keeps_the_same_products_where_devices_share_their_sums(tiny_decoder, batch):
-  """On several devices the products have custom derivatives, and XLA adds their sums in float32."""
+  """On several devices, products have custom derivatives, so that XLA adds partial sums in float32. The policy minimal must
+  keep the same arrays as on one device."""
 
   def kept(mesh):
     decoder = tiny_decoder("gemma4-moe", precision={"dtype": "bfloat16"}, remat_policy="minimal")
@@ -186,7 +191,7 @@ def test_a_packed_document_is_the_same_as_alone(family, compiled, batch):
   }
   (loss, (single, aux)), gradients = step(p, alone)
   close(single[0, :2], logits[0, 4:6])
-  # Rows and losses of only padding are finite, forward and backward.
+  # Rows that contain only padding give finite logits, losses and gradients.
   assert jnp.isfinite(single).all()
   assert jnp.isfinite(loss)
   assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
@@ -289,7 +294,7 @@ def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
   for i in range(4):
     stack, row, name = decoder.locate(i)
     scale = p[stack][name]["moe"]["router"]["kernel"]
-    # The router of layer i sends every token to expert i, because one column exceeds the others.
+    # One column of each router's kernel exceeds the others. It differs between layers, so that their loads differ.
     column = jnp.zeros(scale.shape[1:]).at[:, i].set(0.0)
     p[stack][name]["moe"]["router"]["kernel"] = scale.at[row].set(column)
     p[stack][name]["moe"]["router"]["scale"] = p[stack][name]["moe"]["router"]["scale"].at[row].set(1.0)
@@ -309,8 +314,8 @@ def test_loads_stand_in_the_order_of_the_layers(tiny_decoder, random_params):
 def test_gradients_of_a_donor_sum_over_all_its_consumers(tiny_decoder, random_params, batch):
   """Layers 1 and 2 are one scanned stack and read the keys and values of layer 0.
 
-  The path through each consumer is removed in turn. A path uses the keys and values of at most one consumer, so their gradients
-  add up.
+  The gradient is computed with neither consumer, with only the first, and with only the second. Each path from the loss reaches
+  the shared keys and values through one layer only. The complete gradient is therefore the sum of the last two minus the first.
   """
   changes = {"num_decoder_layers": 3, "num_kv_shared_layers": 2, "layer_types": ("global",) * 3}
   decoder = tiny_decoder("gemma4-e2b", changes=changes)
@@ -358,7 +363,8 @@ PASSES = ("gemma4-e2b", "gemma4-moe", "deepseek3.2")
 
 @pytest.mark.parametrize("family", tiers(PASSES, slow=(PASSES[0], *PASSES[2:])))
 def test_a_pass_in_its_parts_is_the_whole_one(family, tiny_decoder, random_params, batch):
-  """Run enter, every row and leave, and go back one row at a time, as an update inside the backward pass does."""
+  """Call enter, every row and leave separately, then run the backward pass one row at a time, as an update inside the backward
+  pass does."""
   layers = {"num_decoder_layers": 4, "num_kv_shared_layers": 2} if family == "gemma4-e2b" else {}
   decoder = tiny_decoder(family, changes=layers)
   p, ctx = random_params(decoder.params()), decoder.context(batch)

@@ -1,4 +1,4 @@
-"""Tests the row of the table that a token reads. Placeholders read the row of padding in every table. Tokens without a row are
+"""Tests which row of a table each token reads. Placeholders read the row of padding in every table. Tokens without a row are
 reported on the host."""
 
 import dataclasses

@@ -235,7 +235,7 @@ def test_an_output_that_is_still_infinite_becomes_zero_and_is_counted(random_par
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_the_activation_keeps_its_digits_at_negative_gates(activation: Any):
-  """1 + tanh would lose all digits there, which becomes visible in the norm after a narrow product."""
+  """1 + tanh would lose all digits there. A norm after a narrow product would amplify this error."""
   x = np.linspace(-6, 6, 241)
   exact = {"gelu": gelu, "silu": silu}[activation](x)
   got = np.asarray(activate(jnp.asarray(x, jnp.float32), activation), np.float64)

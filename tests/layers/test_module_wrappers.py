@@ -276,7 +276,7 @@ def test_nnx_parameters_are_attributes(case):
 
 # --- a tree that does not fit ---
 
-# This tree would run, but as another model.
+# A layer could run with this tree, but it would be another model.
 WIDER = {"gate": jnp.ones((D, 8)), "up": jnp.ones((D, 8)), "down": jnp.ones((8, D))}
 WRONG = {
   "shape": (lambda p: WIDER, r"\['gate'\] has shape \(6, 8\), expected \(6, 7\)"),

@@ -62,8 +62,8 @@ def test_what_rms_norm_keeps_for_its_gradient(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, {"round_before_scale": True}, {"scale_plus_one": True}])
 def test_16_bit_gradients_are_the_float32_ones_rounded(dtype, options):
-  """Cotangents have the size that a loss scale gives them. Multiplied by the scale they exceed float16, but the gradient of x
-  does not."""
+  """Cotangents are as large as with a loss scale. Their product with the scale of the norm exceeds float16, but the gradient of
+  x does not."""
   cfg = NormConfig(dim=8, **options)
   rng = np.random.default_rng(4)
   x, g = (jnp.asarray(rng.normal(size=(2, 3, 8)) * size, dtype) for size in (50, 2e4))

@@ -67,11 +67,11 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
     # The shard_map of the experts.
     local = max(named(decoder, p, batch, name="shard_map"), key=lambda e: len(e.params["in_specs"]))
   found = [e.params["sharding"].spec for e in constraints]
-  # The other constraints are those of copies of a table.
+  # The other constraints, with unconstrained dimensions, are those of copies of a table.
   of_stream = [spec for spec in found if PartitionSpec.UNCONSTRAINED not in spec]
   assert len(of_stream) >= 1 + len(decoder.layers)  # after the embedding and after every layer
   assert set(of_stream) == {stream}
-  # Weights are gathered inside, or tokens are sent to the experts.
+  # With the default rules, weights are gathered inside the shard_map. With the other rules, tokens are sent to the experts.
   weights = PartitionSpec(None, "fsdp") if default else PartitionSpec("data")
   down = PartitionSpec(None, None, "fsdp") if default else PartitionSpec("data")
   assert set(local.params["in_specs"]) == {stream, weights, down}

@@ -207,7 +207,7 @@ def test_on_one_cpu_the_leading_axes_are_one(dtype, spec, shapes):
     got = jax.jit(pull)(x, y)
     ranks = [v.aval.ndim for dot in named(pull, x, y, name="dot_general") for v in dot.invars]
   jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2), got, want)
-  # No operand of a product with a weight, or of its gradients, has two axes of rows. So axes that are summed are never
+  # No operand of a product with a weight, or of its gradients, has two axes of rows. Summed axes are therefore never
   # transposed.
   assert max(ranks) <= len(shapes[0]) - 1
 
@@ -240,7 +240,7 @@ def test_sums_that_devices_share_are_handed_on_in_the_reduction_dtype(axis, redu
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind_it(stored):
-  """This applies to a bias or the scale of a norm. A barrier stops compilers from rounding the partial sum of each device."""
+  """Biases and the scales of norms are examples. A barrier stops compilers from rounding the partial sum of each device."""
   precision = Precision(dtype="bfloat16")
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   uses = {
@@ -267,8 +267,8 @@ def test_the_gradient_of_what_all_rows_share_is_a_float32_sum_and_rounded_behind
   ("axes", "barred"), [(("fsdp",), 0), (("fsdp", "expert"), 0), (("data",), 1), (("fsdp", "context"), 2)]
 )
 def test_the_gradient_of_a_weight_is_rounded_behind_the_sum_where_it_is_added_up_whole(axes, barred):
-  """If an axis may split heads or the hidden size, sums over these are rounded after the addition too. Here it is the gradient
-  of x."""
+  """In the last case a mesh axis may split heads or the hidden size. The gradient of x is then also a sum over devices, and is
+  rounded after the addition too."""
   mesh = jax.sharding.AbstractMesh((2,) * len(axes), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
   gradient = jax.grad(lambda w, x: jnp.sum(Precision(dtype="bfloat16").einsum("BTD,DF->BTF", x, w).astype(jnp.float32)))
   x, w = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 3, 8), (8, 6)))

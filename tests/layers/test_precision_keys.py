@@ -55,8 +55,8 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def program(tiny_decoder, batch):
-  """Return the function program(family, **flags) -> text of the traced forward pass of a text batch. Blocks occur once, because
-  two layers contain every operation."""
+  """Return the function program(family, **flags) -> text of the traced forward pass of a text batch. Models have few layers,
+  because more layers would add no other operation."""
 
   def trace(family, **flags):
     decoder = tiny_decoder(family, precision=flags, changes=LAYERS.get(family))
@@ -111,6 +111,6 @@ def test_float32_gate_product_in_float16(flag, expected, family, program):
 
 def test_float32_knows_no_float32_flags(family, program, defaults):
   """If dtype is float32, these flags have no effect. float32_gate_logits, float32_weight_sum and indexer_float32_logits still
-  have one, because they ask for a product without TF32."""
+  have an effect, because they request products without TF32."""
   flags = ["float32_qk_product", "float32_logits", "float32_gate_product", "cast_logits_to_fp32", "float16_clamp"]
   assert program(family, dtype="float32", **dict.fromkeys(flags, False)) == defaults(family, "float32")

@@ -67,7 +67,8 @@ def relative(a, b) -> float:
   return max(np.abs(x - y).max(initial=0) / max(np.abs(y).max(initial=0), 1e-3) for x, y in pairs)
 
 
-# A stack in two parts; shared keys and values; two stacks and an indexer. The next test has the layers of each one by one.
+# gemma3 has a stack in two parts, gemma4-e2b shared keys and values, deepseek3.2 two stacks and an indexer. The next test calls
+# the layers of each family one by one.
 @pytest.mark.parametrize("family", tiers(("gemma3", "gemma4-e2b", "deepseek3.2"), slow=("gemma3",)))
 def test_scan_is_the_loop(family, mixed, random_params, batch):
   """The results are equal to the bit. In bfloat16 any difference in rounding would be visible."""
@@ -122,7 +123,7 @@ def test_each_layer_runs_in_its_own_precision(family, mixed, random_params, batc
   "family", tiers(("gemma4-e2b", "deepseek3.2"), slow=("deepseek3.2",))
 )  # caches of keys and values, shared ones, and of latents
 def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_params):
-  """Two calls with caches, of 4 and 3 tokens, equal one row of 7. A cache stores everything that its float32 layers store."""
+  """Two calls with caches, of 4 and 3 tokens, give the results of one row of 7. float32 layers have float32 caches."""
   decoder = mixed(family)
   p = random_params(decoder.params())
   tokens = jnp.asarray(np.random.default_rng(3).integers(0, 37, (2, 7)), jnp.int32)
@@ -141,7 +142,7 @@ def test_generation_with_caches_is_the_whole_forward_pass(family, mixed, random_
 
   whole, parts, cache = both(p)
   assert jnp.dtype("float32") in {x.dtype for x in jax.tree.leaves(cache)}
-  # One rounding to bfloat16 in the other direction changes the output of a layer by 1/256.
+  # If one value is rounded to bfloat16 in the other direction, the output of a layer changes by 1/256.
   np.testing.assert_allclose(parts, whole, atol=0.05 * float(jnp.abs(whole).max()))
   assert float(jnp.mean((parts == whole).astype(jnp.float32))) > 0.7
 

@@ -1,4 +1,4 @@
-"""Tests what a layer keeps for its backward pass under each policy, and in which memory. test_decoder.py compares the
+"""Tests which arrays a layer keeps for its backward pass under each policy, and in which memory. test_decoder.py compares the
 results."""
 
 import jax
@@ -13,7 +13,7 @@ X, W = jnp.ones((3, 5)), jnp.ones((5, 5))
 
 
 def layer(p, carry, ctx):
-  """A layer with a product after each name that real layers use, and an input that layers share."""
+  """A layer with one product for each name that real layers use, and an input that all layers share."""
   x, shared = carry["x"], carry["shared"]
   for name in (PRODUCT, "attention", "output", "mlp"):
     x = jnp.sin(checkpoint_name(jnp.einsum("td,de->te", jnp.cos(x), p), name)) * ctx
@@ -35,7 +35,7 @@ def kept(policy, offload):
   return len(found) - len(on_host), len(on_host)
 
 
-# The policies keep the arrays with their names. minimal also keeps every product, and each product here has a name.
+# Each policy keeps the arrays with its names. minimal also keeps all other products, but each product here has a name.
 COUNTS = {"full": 0, "save_attention": 1, "save_outputs": 1, "save_mlp": 2, "minimal": 4}
 
 

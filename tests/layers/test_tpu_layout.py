@@ -33,7 +33,7 @@ def test_the_order_that_fills_up_least(shape):
 
 
 def test_numbers_are_those_of_whole_tiles():
-  assert numbers((5, 128, 88, 704)) == 5 * 128 * 88 * 704  # in its own order the array needs no padding
+  assert numbers((5, 128, 88, 704)) == 5 * 128 * 88 * 704  # in the order that libtpu chooses, this array needs no padding
   assert numbers((10, 84, 21504)) == 10 * 88 * 21504
   assert numbers((2, 21, 21504)) == 2 * 21 * 21504  # tiles with two rows
   assert numbers((3, 192)) == 4 * 256

@@ -64,7 +64,7 @@ class Scaled(Weight):
 
 
 def contracts(p: Param, array: Any) -> tuple[int, ...]:
-  """Return the contracted axes of the stored array. In a stack it has one more axis in front."""
+  """Return the contracted axes of the stored array. An array of a stack has one more axis in front."""
   assert p.contracts is not None
   return tuple(c + array.ndim - len(one_layer(p).shape) for c in p.contracts)
 
@@ -133,7 +133,7 @@ def test_a_scaled_int8_weight_is_the_array_it_stands_for(family, tiny_decoder, r
 
 
 def apart(precision, equation, x, weights, **how):
-  """``products`` as on a machine without a GPU."""
+  """Multiply by each weight separately, as ``products`` does on a machine without a GPU."""
   return [product(precision, equation, x, w, **how) for w in weights]
 
 
@@ -148,8 +148,8 @@ def apart(precision, equation, x, weights, **how):
 def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
   family, dtype, tiny_decoder, random_params, batch, monkeypatch
 ):
-  """One GPU without remat, which casts complete stacks. Loss and gradients are equal to the bit, and the gradients of weights
-  are concatenated in dtype."""
+  """One GPU without remat casts complete stacks to dtype. Loss and gradients must not change by a bit, and the gradients of
+  weights are concatenated in dtype."""
   decoder = tiny_decoder(family, precision={"dtype": dtype, "weight_dtype": "float32"}, scan_layers=False)
   p = random_params(decoder.params())
   results, narrow = [], []
@@ -300,8 +300,8 @@ def test_what_is_summed_over_is_said_alike_by_param_and_equation(family, tiny_de
 
 
 def test_one_device_multiplies_as_it_always_did_and_several_by_matrices():
-  """One device keeps the original form, so that checkpoints continue to the bit. On several devices the gradient of a product
-  by [D, N, H] is never sent to all devices completely."""
+  """One device keeps the original form of products, so that runs resumed from older checkpoints give the same bits. On several
+  devices the weight [D, N, H] is multiplied as a matrix, so that its complete gradient is never sent to all devices."""
   precision, x, w = Precision(dtype="float32"), jnp.zeros((2, 3, 8)), jnp.zeros((8, 2, 4))
   run = lambda x, w: product(precision, "BTD,DNH->BTNH", x, w)
   plain = lambda x, w: precision.einsum("BTD,DNH->BTNH", x, w)
@@ -314,7 +314,7 @@ def test_one_device_multiplies_as_it_always_did_and_several_by_matrices():
 
 
 def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
-  """Otherwise every device of two slices would hold a gradient of the complete table, 5.25 GiB for the 31B model."""
+  """Without this, every device of two slices would hold a gradient of the complete table, 5.25 GiB for the 31B model."""
   gradient = jax.grad(lambda table, index: jnp.sum(lookup(Precision(), table, index)))
   for sizes, shape in (((1, 4), (7, 8)), ((2, 2), (2, 7, 8)), ((4, 1), (7, 8))):
     mesh = jax.sharding.AbstractMesh(sizes, ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -326,7 +326,7 @@ def test_each_copy_of_a_table_adds_up_the_gradients_of_its_own_rows():
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2}])
 @pytest.mark.slow
 def test_the_gradient_of_a_row_that_many_places_read_adds_up_in_float32(mesh):
-  """A sum in bfloat16 would stop at 256, where one more is half of the next spacing or less."""
+  """A sum in bfloat16 would stop at 256, where numbers are 2 apart and adding 1 rounds back to 256."""
   table, index = jnp.ones((3, 2), jnp.bfloat16), jnp.asarray([[1] * 512] * 2)
   gradient = jax.grad(lambda table: jnp.sum(lookup(Precision(), table, index)))
   sizes = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh))

@@ -1,4 +1,4 @@
-"""The equations in plain float64 numpy, without regard to speed. Tests compare layers with them."""
+"""Reference equations of layers in plain float64 numpy, without regard to speed. Tests compare layers with them."""
 
 from typing import Any
 

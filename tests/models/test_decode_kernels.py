@@ -1,4 +1,4 @@
-"""The kernel for a single new token is used after it has passed its self-test; otherwise XLA runs."""
+"""Tests the choice of the kernel for a single new token. It is used if it passes its self-test, otherwise XLA runs."""
 
 import contextlib
 import functools
@@ -49,13 +49,14 @@ def test_models_and_machines_without_the_kernel():
   assert decide(decoder_of("dtype=bfloat16", "float32_logits=false")) == ({"xla"}, "")
   assert decide(decoder_of("dtype=bfloat16"), devices=2) == ({"xla"}, "")
   assert decide(decoder_of("dtype=bfloat16"), platform="tpu") == ({"xla"}, "")
-  for capability in ("7.5", "gfx942"):  # of AMD GPUs it is a name
+  for capability in ("7.5", "gfx942"):  # AMD GPUs report a name instead of a number
     assert decide(decoder_of("dtype=bfloat16"), capability=capability) == ({"xla"}, "")
 
 
 @pytest.mark.parametrize("broken", [False, slow("scale"), slow("newest token")])
 def test_the_self_test(broken):
-  """The interpreted kernel passes. One with another scale, or that does not read the newest of several tokens, fails."""
+  """The interpreted kernel passes. A kernel with another scale fails, and so does one that does not read the newest of several
+  tokens."""
 
   def attention(q, k, v, lengths, **how):
     how = how | ({"scale": how["scale"] * 1.05} if broken == "scale" else {})

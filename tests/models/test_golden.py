@@ -24,7 +24,7 @@ GRADIENT_TOLERANCE = 1e-3  # relative to the largest entry
 
 @dataclasses.dataclass
 class Case:
-  """A golden case: its inputs, the results of transformers, and a method to compute the same here."""
+  """A golden case: its inputs, the results of transformers, and a method that computes the same results with our layers."""
 
   name: str
 
@@ -62,14 +62,14 @@ class Case:
 
 
 QUICK_CASES = {  # the other cases are slow
-  "scan, linen": ("gemma3_text", "deepseek32"),  # each attention, experts
+  "scan, linen": ("gemma3_text", "deepseek32"),  # every kind of attention, and experts
   "loop, nnx": ("stress_fp16_mlp",),
 }
 
 
 LOOPED = ("stress_fp16_mlp", "gemma4_e2b", "deepseek32")
-"""Cases to run without scan too: plain layers, shared keys and values, experts with MLA. tests/layers/test_decoder.py compares
-scan and loop for every family."""
+"""Cases that also run without scan: plain layers, shared keys and values, experts with MLA. tests/layers/test_decoder.py
+compares scan and loop for every family."""
 
 
 def variants() -> list[Any]:
@@ -108,8 +108,8 @@ def test_hidden_states(computed: tuple[Case, dict[str, dict[str, np.ndarray]]]):
   for key in names:
     got = outputs["base"][key.removeprefix("fp32.base.")]
     want = case.expected[key]
-    # Rounding grows with the residual stream. In gemma4_e2b the norms of the per-layer inputs are narrow. Its layer 9 in
-    # float32 differs from float64 by up to 6.6e-6 of the largest number (17.9), and by 1.7e-6 in transformers.
+    # Rounding errors grow with the residual stream. In gemma4_e2b the norms of the per-layer inputs are over few numbers. Its
+    # layer 9 in float32 differs from float64 by up to 6.6e-6 of the largest number (17.9), and by 1.7e-6 in transformers.
     atol = TOLERANCE * max(1.0, float(np.abs(want).max()) / 10)
     np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
 
@@ -193,7 +193,8 @@ def test_low_precision_is_no_worse_than_transformers(name: str, dtype: str):
   """Check rms(ours - float32) <= 1.5 * rms(transformers' - float32). If transformers overflows, our result must be finite and
   close.
 
-  Rounding may change the choice of an expert, which changes logits by O(1) here and in transformers. Such tokens are excluded.
+  Rounding may change the selection of an expert, which changes logits by O(1), in our layers and in transformers. Such tokens
+  are excluded.
   """
   case = Case(name)
   long = {"bf16": "bfloat16", "fp16": "float16"}[dtype]

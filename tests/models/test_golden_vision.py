@@ -137,7 +137,8 @@ def test_low_precision_is_no_worse_than_transformers(name: str, dtype: str, pool
 
 
 def larger(params: dict, factor: float) -> dict:
-  """Multiply the features of the tower by ``factor``, and adapt its statistics, so that later results do not change."""
+  """Multiply the features of the tower by ``factor``, and adapt the statistics that normalize them, so that later results do
+  not change."""
   vision = params["vision"] | {"std_bias": params["vision"]["std_bias"] * factor}
   vision["std_scale"] = params["vision"]["std_scale"] / factor
   # Scale everything that is added to the residual stream of the tower.
@@ -147,10 +148,11 @@ def larger(params: dict, factor: float) -> dict:
   return params | {"vision": vision}
 
 
-@pytest.mark.slow  # quick: test_low_precision_is_no_worse_than_transformers of stress_fp16_vision
+@pytest.mark.slow  # the quick test is test_low_precision_is_no_worse_than_transformers with stress_fp16_vision
 @pytest.mark.parametrize("pool", ["true", "false"])
 def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
-  """Pooled features reach 1e5 (golden), 4e5 and 3e7 after the factor sqrt(D). The limit of float16 is 65504."""
+  """After the multiplication by sqrt(D), pooled features reach 1e5 (the golden values), 4e5 and 3e7. The largest float16 number
+  is 65504."""
   case = VisionCase("stress_fp16_vision")
   run, params = case.prepare("dtype=float16", f"float32_vision_pool={pool}", gradients=True)
   for factor in (1.0, 4.0, 256.0):
@@ -158,7 +160,7 @@ def test_high_activations_are_finite_in_float16_forward_and_backward(pool: str):
     assert np.abs(outputs["vision.pooled"]).max() > 65504 * factor
     for name, value in outputs.items():
       assert np.isfinite(value).all(), name
-    # Above this factor the folded form clips the pooled features, which float16 cannot represent.
+    # With the largest factor, the folded form clips the pooled features, because float16 cannot represent them.
     if pool == "true" or factor < 10:
       np.testing.assert_allclose(outputs["logits"], case.expected["fp32.base.logits"], rtol=0, atol=0.15)
 

@@ -1,5 +1,5 @@
-"""Tests the choice of the experts' kernel. It must pass its self-test. If it fails, the next kernel is used, or the run ends if
-the configuration names the kernel."""
+"""Tests the choice of the kernel for experts. A kernel must pass its self-test. If it fails, the next kernel is used, or the
+run ends if the configuration names the kernel."""
 
 import contextlib
 import dataclasses
@@ -63,7 +63,7 @@ def test_without_a_device_nothing_is_tested(decoder, monkeypatch):
 
 @pytest.mark.parametrize(("bad", "taken"), [((), "pallas_triton"), (("pallas_triton",), "rounds")])
 def test_what_comes_next_is_tested_too(decoder, bad, taken, monkeypatch):
-  """If the first kernel fails on a GPU, our second one is tested."""
+  """If the first kernel fails on a GPU, the next kernel is tested before it is used. If it fails too, ``rounds`` is used."""
   cfg = dataclasses.replace(decoder.cfg, grouped="pallas_gpu")
   gpu = types.SimpleNamespace(device_kind="NVIDIA H200", platform="gpu", client=types.SimpleNamespace(platform_version="test"))
   target = Target(platform="gpu", capability="9.0", device=gpu)

@@ -46,7 +46,8 @@ def test_scores_of_every_model_file_start_with_standard_deviation_1(name: str):
 @pytest.mark.parametrize("name", ["gemma4-31b", "gemma3-27b", "qwen3-0.6b"])
 @pytest.mark.parametrize("layer", [slow(0), 5])
 def test_measured_scores_of_normed_heads(name: str, layer: int):
-  """Compute normalized queries and keys of random inputs in float64. The rotation is left out, because it keeps lengths."""
+  """Compute normalized queries and keys of random inputs in float64. The rotation is left out, because it does not change
+  lengths."""
   sizes = ("emb_dim=96", "num_query_heads=3", "num_kv_heads=1") + (("global_num_kv_heads=1",) if "gemma4" in name else ())
   mixer: Any = decoder_of(name, *sizes).layers[layer].mixer
   p = drawn(mixer.params())

@@ -1,4 +1,5 @@
-"""Self-tests that run at the same time share the memory of the device and of the host."""
+"""Tests the repetition of self-tests. Self-tests that run at the same time share memory, so one that raises an error is
+repeated alone."""
 
 import contextlib
 import threading
@@ -31,7 +32,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("error", [FULL, BUSY])
 @pytest.mark.parametrize("where", ["case", "reference"])
 def test_a_test_that_raised_an_error_is_repeated_alone(where: str, error: RuntimeError, tmp_path: Path):
-  """Three tests start together, and the second one runs only alone."""
+  """Three tests start together. The second one raises an error, and passes when it is repeated alone."""
   begun, running, ran = threading.Barrier(3), set[Shape](), list[object]()
 
   def test(shape: Shape) -> list[CaseResult]:

@@ -41,8 +41,8 @@ def decide(decoder, problem, monkeypatch, asked: Any = "auto", device: Any = H20
 
 
 def test_a_kernel_that_passes_is_taken(decoder, monkeypatch):
-  """The kernel is tested in the dtypes of both norms of a layer, before and after a part. Here float16 meets a float32
-  stream."""
+  """The kernel is tested in the dtypes of both kinds of norms in a layer, those before and those after attention and MLP.
+  Activations are float16 here, and the residual stream is float32."""
   name, words, tried = decide(decoder, "", monkeypatch)
   assert (name, words) == ("pallas_gpu", "pallas_gpu for gradients of norms, self-test passed on NVIDIA H200 in 0 s")
   assert sorted(tried) == [("float32", "float16", 1024), ("float32", "float32", 1024)]  # they are tested at the same time

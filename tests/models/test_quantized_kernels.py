@@ -1,4 +1,4 @@
-"""The kernel for quantized weights is used after it has passed its self-test; otherwise XLA runs."""
+"""Tests the choice of the kernel for quantized weights. It is used if it passes its self-test, otherwise XLA runs."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ def test_a_kernel_that_passes_is_used_and_one_that_fails_is_not(monkeypatch, cap
 def test_models_and_machines_without_the_kernel(monkeypatch):
   others: list[dict[str, Any]]
   others = [{"dtype": "float32"}, {"platform": "tpu"}, {"devices": 2}, {"of": base("bfloat16")}]
-  others += [{"gpu": device("7.5")}, {"gpu": device("gfx942")}]  # of AMD GPUs it is a name
+  others += [{"gpu": device("7.5")}, {"gpu": device("gfx942")}]  # AMD GPUs report a name instead of a number
   for how in others:
     assert decide(monkeypatch, **how).kernel == "xla"
   assert decide(monkeypatch, base("fp8_block"), gpu=device("8.0")).kernel == "xla"
@@ -60,7 +60,7 @@ def test_models_and_machines_without_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize("form", [slow("int8"), "nf4", slow("fp8_block")])
 def test_the_self_test(form):
-  """The interpreted kernel passes, and one with other inputs fails."""
+  """The interpreted kernel passes. A kernel that multiplies its inputs by 1.01 fails."""
   interpreted = functools.partial(quantized_matmul, interpret=True)
   shape = QuantizedShape(form=form, dtype="bfloat16")
   assert [result.problem for result in self_test(shape, interpreted)] == ["", ""]

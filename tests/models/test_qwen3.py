@@ -1,5 +1,5 @@
-"""Tests Qwen3, dense and with experts, a family in one folder. The golden tests check its numbers, tests/checkpoint its
-export."""
+"""Tests the family Qwen3, dense and with experts, whose code is in one folder. The golden tests compare its results with
+transformers, and tests/checkpoint checks its export."""
 
 import dataclasses
 import json
@@ -137,8 +137,8 @@ def test_a_released_config_json_is_our_model_file(name: str):
 
 
 def test_the_coefficient_of_the_load_balancing_loss_is_kept():
-  """The key is ``router_aux_loss_coef`` of transformers, for the definition that transformers uses. The default of a file is
-  0.001."""
+  """The weight of the loss is the key ``router_aux_loss_coef`` of config.json, with the definition that transformers uses. A
+  file without the key has the default of 0.001."""
   read = lambda values: make_section("model", interpret(values, "config.json").model | {"model_name": "m"})
   model = read(MOE | {"router_aux_loss_coef": 0.003})
   assert (model.load_balance_loss, model.load_balance_loss_weight) == ("huggingface", 0.003)

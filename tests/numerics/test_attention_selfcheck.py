@@ -1,4 +1,5 @@
-"""The self-test of attention kernels: good ones pass, and each planted fault fails with the case that names it."""
+"""Tests the self-test of attention kernels: correct kernels pass, and a kernel with a known fault fails the cases that cover
+this fault."""
 
 import functools
 import re
@@ -27,7 +28,8 @@ def shape(
 
 
 def kernel(q, k, v, tokens, *, window, scale, fault=""):
-  """Attention in plain XLA, operands as they come, softmax in float32; with one fault of those that kernels have."""
+  """Compute attention in plain XLA, with operands in their own dtype and a float32 softmax. ``fault`` selects one typical fault
+  of kernels."""
   B, T = q.shape[:2]
   groups = q.shape[2] // k.shape[2]
   if fault == "heads in another order":
@@ -74,7 +76,7 @@ def failed(shape, attention) -> dict[str, str]:
   return {r.name: r.problem for r in self_test(shape, attention) if r.problem}
 
 
-# (fault, row length, the cases that fail, words of the first one)
+# (fault, row length, the cases that fail, a pattern for the problem of the first one)
 EVERY = ["window", "segments", "fully masked rows", "strongly negative scores"]
 FAULTS = [
   ("ignores the window", 128, EVERY, "values: relative error"),
@@ -163,7 +165,8 @@ def test_splash_in_the_interpreter_passes():
 @pytest.mark.parametrize("length", [128, 200])
 @pytest.mark.slow
 def test_rows_that_are_not_causal(length):
-  """As patches of an image: what sees no key behind it fails every case, and the padding of an odd length is no document."""
+  """Patches of an image see each other in both directions. A kernel whose queries see no later keys fails every case, including
+  that of an odd length, which has padding."""
   of = shape(length, window=False, kv_heads=1, causal=False)
   assert "not causal, documents" in str(of)
   names = [c.name for c in cases(of)]

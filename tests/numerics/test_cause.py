@@ -1,4 +1,5 @@
-"""First causes: planted faults are named by operation, line, layer, direction and operands; intentional infinities are not."""
+"""Tests first causes: a known fault is reported with its operation, line, layer, direction and operands. Intentional infinities
+are not reported."""
 
 import functools
 import inspect
@@ -13,14 +14,14 @@ from maxtext_like.numerics.xray import xray
 
 
 def line_of(fn, text):
-  """'tests/...:N' of the line of fn that contains the text."""
+  """Return 'test_cause.py:N' for the only line of fn that contains the text."""
   lines, start = inspect.getsourcelines(fn)
   (offset,) = (i for i, line in enumerate(lines) if text in line)
   return f"test_cause.py:{start + offset}"
 
 
 def cause_of(report):
-  """The first cause, which must exist."""
+  """Return the first cause. Fail if there is none."""
   assert report.first_cause is not None, report.summary()
   return report.first_cause
 
@@ -72,7 +73,8 @@ def beside(x, small, large):
 
 
 def test_arrays_side_by_side_have_the_range_of_all():
-  """As the weights of queries, keys and values have on one GPU: the one that overflows need not be the first."""
+  """On one GPU, the weights of queries, keys and values are concatenated before a product. The statistics of this operand must
+  cover all of them, because the weight that overflows need not be the first."""
   given = jnp.full((2, 3), 1e20), jnp.full((3, 4), 1e-3), jnp.full((3, 5), 1e30).at[0, 0].set(-1)
   cause = assert_names(xray(beside)(*given), beside, "concatenate", "dot_general")
   weights = cause.operands[1]
@@ -187,7 +189,7 @@ def test_fault_inside_iteration_k_of_a_while(history, approximate):
     return lax.while_loop(lambda s: s[0] < 17, body, (0, x))[1]
 
   report = xray(fn, while_history=history)(jnp.asarray([1.0, 2.0]))
-  # x / (i - 11) is computed in every iteration and selected in the eleventh.
+  # x / (i - 11) is computed in every iteration and selected in iteration 11.
   cause = assert_names(report, fn, "# division", "div")
   (loop,) = cause.loops
   assert (loop.kind, loop.index, loop.length, loop.approximate) == ("while", 11, 17, approximate)
@@ -249,7 +251,7 @@ def test_an_online_softmax_carries_its_infinite_start_without_a_fault():
 
   assert xray(fn)(jnp.ones((5, 3))).faults == ()
   report = xray(fn)(jnp.full((5, 3), -jnp.inf))
-  assert cause_of(report).op == "input"  # an infinite argument is not a constant: it is named
+  assert cause_of(report).op == "input"  # an infinite argument is not a constant, so it is reported
 
 
 def test_an_overflow_beside_a_mask_is_not_taken_for_the_mask():
@@ -310,7 +312,8 @@ def test_nested_scans_compare_iterations_outermost_first():
 
 
 def test_layers_do_not_blame_each_other_through_stacked_residuals():
-  # Forward: layer 5 has a masked overflow whose value is saved. Backward: layer 8 overflows on its own, and runs before.
+  # In the forward pass, layer 5 has a masked overflow whose value is saved. In the backward pass, layer 8 overflows for another
+  # reason, and it runs before layer 5.
   @jax.custom_vjp
   def unstable(x, scale):
     return jnp.where(scale < 1e30, x, 0 * x)

@@ -1,4 +1,5 @@
-"""The guard around an optimizer: what is applied is what the optimizer alone would do, what is not finite changes nothing."""
+"""Tests the guard around an optimizer: a finite update equals that of the optimizer alone, and a non-finite update changes
+nothing."""
 
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(value, leaf)
 def test_it_never_gives_in_and_goes_on_afterwards():
   guard: Any = FiniteGuard(ADAM)
   state = start = guard.init(PARAMS)
-  for n in range(1, 8):  # optax.apply_if_finite would have applied one by now
+  for n in range(1, 8):  # optax.apply_if_finite applies an update after too many rejections
     updates, state = jax.jit(guard.update)(poisoned(np.nan), state, PARAMS)
     assert not any(np.any(np.asarray(u, np.float32)) for u in jax.tree.leaves(updates))
     assert guard.verdict(state, PARAMS).skipped_in_row == n
@@ -74,7 +75,7 @@ def test_it_never_gives_in_and_goes_on_afterwards():
 
 
 def test_a_parameter_that_would_leave_its_dtype_is_found():
-  """Finite gradients and a finite update, whose sum with a float16 parameter is infinite."""
+  """Gradients and update are finite, but the sum of the update and a float16 parameter is infinite."""
   params = {"w": jnp.full(3, 6e4, jnp.float16), "v": jnp.zeros(2)}
   guard: Any = FiniteGuard(optax.sgd(1.0))
   grads = {"w": jnp.full(3, -3e4, jnp.float16), "v": jnp.ones(2)}
@@ -86,7 +87,7 @@ def test_a_parameter_that_would_leave_its_dtype_is_found():
 def test_a_state_that_leaves_float32_is_found():
   guard: Any = FiniteGuard(optax.adam(1e-3))
   params = {"w": jnp.ones(2)}
-  _, state = guard.update({"w": jnp.full(2, 1e25)}, guard.init(params), params)  # its square is infinite in nu
+  _, state = guard.update({"w": jnp.full(2, 1e25)}, guard.init(params), params)  # its square in nu is infinite
   verdict = guard.verdict(state, params)
   assert (verdict.applied, verdict.gradients, verdict.optimizer) == (False, (), False)
   assert "non-finite optimizer state" in str(verdict)

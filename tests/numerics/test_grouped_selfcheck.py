@@ -1,4 +1,5 @@
-"""The self-test of grouped kernels: good ones pass, and each planted fault fails with the trial that names it."""
+"""Tests the self-test of grouped kernels: correct kernels pass, and a kernel with a known fault fails the case that covers this
+fault."""
 
 import functools
 
@@ -55,7 +56,7 @@ def test_sums_of_any_range_pass_and_rows_without_it_fail(dtype):
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.slow
 def test_every_row_of_sums_counts_however_small_it_is(rank):
-  """Of rows of three sizes those of one are zeros, and their gradients: a kernel that flushes them."""
+  """Rows have three magnitudes. A kernel that flushes the rows of one magnitude and their gradients to zero fails."""
 
   def faulty(x, w, sizes, dtype, precision):
     kept = (jnp.arange(x.shape[0]) % 3 != rank)[:, None]

@@ -1,4 +1,5 @@
-"""Programs as lists of instructions: names through loops, remat, calls and shard_map; dtypes; the two texts."""
+"""Tests programs as lists of instructions. Names must survive loops, remat, calls and shard_map. Dtypes are read from both
+texts, StableHLO and compiled HLO."""
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def test_the_dtype_of_gradients_is_that_before_the_clipping_factor_widens_them(s
     grads = jax.tree.map(lambda w: jnp.sin(w).astype(gradient), state["params"])
     norm = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
     factor = jnp.where(norm > 1, scale / norm, 1.0)
-    # A frozen array of the same shape is multiplied by something else.
+    # A frozen array of the same shape is multiplied by another number.
     return jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads), state["params"]["a"].astype(jnp.float32) * 0.5
 
   w = jax.ShapeDtypeStruct((5, 7), stored)
@@ -214,7 +215,8 @@ ENTRY %main (part: bf16[2,4], whole: bf16[7,4], start: s32[]) -> (bf16[7,4], bf1
 def test_a_sum_of_parts_that_each_device_puts_elsewhere_into_zeros_is_known_for_a_gather():
   (found,) = [i for i in read_hlo(GATHERED).instructions if i.kind == "all_reduce"]
   assert found.reducer == "add"
-  # Not into ones, not into what was there, not the whole of it; and not in the same place on all devices.
+  # Four arrays are not such parts: a part in an array of ones, a part in an existing array, a complete array, and a part at the
+  # same offset on all devices.
   assert found.placed == (True, True, False, False, False, False)
 
 

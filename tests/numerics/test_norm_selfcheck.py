@@ -1,4 +1,5 @@
-"""The self-test of norms' gradients: XLA's pass, and each planted fault fails with the trial that names it."""
+"""Tests the self-test of gradients of norms: those of XLA pass, and a kernel with a known fault fails the case that covers this
+fault."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Thin x-rays: fewer tensors are measured, the first cause is the same, exactly."""
+"""Tests X-ray with key tensors only: it measures fewer tensors and reports exactly the same first cause."""
 
 import flax.linen as nn
 import jax
@@ -34,7 +34,7 @@ def masked(x):
 
 
 def sure_and_unsure(x):
-  first = jnp.log(x) + 1  # masked by the clip, whose result only a sum reads
+  first = jnp.log(x) + 1  # masked by the clip, whose result is read only by an addition
   clipped = jnp.clip(first, -1, 1) + 0.5
   return (clipped * 2 + x / (x - x)) * 3
 

@@ -1,4 +1,4 @@
-"""Probes: forward and cotangent statistics for each layer through scan, remat and grad."""
+"""Tests probes: statistics of values and cotangents for each layer, through scan, remat and grad."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,8 @@ def test_values_equal_a_loop_written_out_and_gradients_are_untouched(case, remat
 
 
 def test_a_backward_overflow_is_counted_at_its_layer_only_in_the_backward(case):
-  """Layer 3 multiplies its cotangent of 4e4 by 4: every element is beyond 65504 in the layers before it, and only there."""
+  """Layer 3 multiplies its cotangent of 4e4 by 4. Every element then exceeds 65504, the largest float16 number, in the layers
+  before it and in no other."""
   ws, sinks, x = case
   ws = jnp.zeros(ws.shape, jnp.float16).at[3].set(3 * jnp.eye(WIDTH, dtype=jnp.float16))
   x = jnp.full(x.shape, 0.05, jnp.float16)

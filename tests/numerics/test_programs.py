@@ -1,4 +1,5 @@
-"""X-ray on programs from anywhere: outputs equal the plain program's, every tensor is measured, faults are found."""
+"""Tests X-ray on programs of other libraries: outputs equal those of the plain program, every tensor is measured, and faults
+are found."""
 
 import flax.linen as nn
 import jax
@@ -13,7 +14,8 @@ from maxtext_like.numerics.xray import xray
 
 
 def same(report, fn, *args, rtol=2e-6):
-  """The report's outputs are the plain program's, up to what another fusion may round (sums cancel: by the largest)."""
+  """Compare the outputs of the report with those of the plain program. XLA may fuse and round differently. Sums may cancel, so
+  the tolerance is relative to the largest magnitude."""
   plain = jax.jit(fn)(*args)
   assert jax.tree.structure(plain) == jax.tree.structure(report.outputs)
   for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(report.outputs), strict=True):
@@ -239,7 +241,7 @@ def test_no_host_callback_is_left_in_the_program():
 
 @pytest.mark.slow
 def test_an_equation_knows_the_inputs_that_it_reads():
-  """Through casts, slices, rows of a scan, calls and the backward pass; not what was computed of them."""
+  """Inputs are traced through casts, slices, rows of a scan, calls and the backward pass, but not through computations."""
 
   def loss(p, x):
     def body(x, w):

@@ -1,4 +1,4 @@
-"""Programs of self-tests run in turns, and their stages are timed."""
+"""Tests that programs of self-tests run one at a time, and that their stages are timed."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""X-ray through shard_map and sharded arguments, on eight simulated devices (a process of its own)."""
+"""Tests X-ray with shard_map and sharded arguments, in a separate process with eight simulated devices."""
 
 import subprocess
 import sys

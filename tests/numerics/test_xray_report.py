@@ -1,4 +1,4 @@
-"""The report's three forms: table, JSON, one HTML file; and the statistics beneath them."""
+"""Tests the three forms of the report (table, JSON, one HTML file) and the statistics in them."""
 
 import html.parser
 import itertools
@@ -159,7 +159,7 @@ def test_colors_fall_in_lightness_with_headroom_and_text_stays_readable():
 
 @pytest.mark.parametrize("level", ["full", "light", "flag"])
 def test_a_tensor_that_is_nan_throughout_has_no_headroom(level):
-  """Its largest finite number is that of no number at all, and 0 would leave infinitely many bits."""
+  """The tensor has no finite number, so its maximum is NaN. A maximum of 0 would mean infinitely many bits of headroom."""
   x = jnp.full((3, 5), jnp.nan)
   rows = tensor_statistics.stack([tensor_statistics.row(x, full=level == "full", flag=level == "flag")])
   s = tensor_statistics.decode(rows, full=level == "full")

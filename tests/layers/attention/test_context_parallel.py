@@ -24,8 +24,8 @@ B, T = 4, 40
 
 
 def rows(images: bool = False, packed: bool = True) -> dict:
-  """Return a batch. Documents end inside the part of a device or reach over several parts. There is padding, and images cross
-  the border of a part."""
+  """Return a batch. Some documents end inside the part of one device, others extend over several parts. There is padding, and
+  images cross the border between parts."""
   rng = np.random.default_rng(5)
   tokens = rng.integers(0, 37, (B, T))
   lengths = [(3, 24, 13), (40,), (1, 15, 14), (9, 21)] if packed else [(T,)] * B
@@ -73,7 +73,7 @@ def compare(family, batch, changes=None, tolerance=2e-5, chunks=1, **sizes) -> s
   """Compare a complete decoder and its loss. Return the text of the program on the mesh."""
   decoder = _tiny_decoder(family, changes=changes)
   objective, spec = LanguageModeling(decoder, chunks=chunks), decoder.params()
-  # Use the initial values of a training run. Larger weights would amplify the rounding that differs with the order of a sum.
+  # Use the initial values of a training run. Larger weights would amplify rounding errors, which depend on the order of sums.
   p = init(spec, jax.random.key(0))
 
   def loss(p, batch):
@@ -86,8 +86,8 @@ def compare(family, batch, changes=None, tolerance=2e-5, chunks=1, **sizes) -> s
 
 def stays_split(text: str, parts: int) -> None:
   """Check that no device has scores or a mask of all queries and all keys."""
-  # Scores are [B, K, G, T, S]. In arrays with fewer axes, an axis of size T may be something else, such as the part of several
-  # heads.
+  # Scores are [B, K, G, T, S]. In arrays with fewer axes, an axis of size T may have another meaning, such as the part of
+  # several heads.
   whole = [line for line in text.splitlines() if re.search(rf"pred\[(\d+,)*{T},{T}\]|\[(\d+,){{3,}}{T},{T}\]", line)]
   assert not whole, "\n".join(whole[:5])
   assert re.search(rf"pred\[(\d+,)*{T // parts},{T}\]", text)  # the mask of a global layer
@@ -105,8 +105,8 @@ def quick():
 
 
 def every():
-  # Later layers reuse keys and values. The tolerance is larger because the norm of the per-layer input amplifies rounding, also
-  # on a mesh that splits only rows.
+  # Later layers reuse keys and values. The tolerance is larger because the norm of the per-layer input amplifies rounding
+  # errors. It does so even on a mesh that splits only the batch.
   small = {"num_decoder_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64, "sliding_window_size": 14}
   stays_split(compare("gemma4-e2b", rows(), small, 3e-5, chunks=2, context=4), 4)
   stays_split(compare("gemma3", rows(), {"sliding_window_size": 4}, context=8), 8)
@@ -118,7 +118,7 @@ def every():
 
 
 def tiles():
-  """Compare rows of which every device has several tiles."""
+  """Compare rows that are long enough for several tiles on every device."""
   rng, length = np.random.default_rng(1), 2080
   q, k, v = (jnp.asarray(rng.normal(size=(1, length, heads, 4)), jnp.float32) for heads in (4, 2, 2))
   segments = jnp.asarray(np.repeat([1, 2, 3, 0], [100, 1000, 900, 80])[None], jnp.int32)
@@ -175,7 +175,7 @@ def test_tiles_hand_nothing_empty_to_the_devices():
   with jax.sharding.use_abstract_mesh(mesh):
     arguments = (q, k, k, jax.ShapeDtypeStruct((2, 4096), jnp.int32))
     found = named(jax.grad(loss, (0, 1, 2)), *arguments, name="shard_map")
-  assert len(found) == 3  # the forward pass, its repetition before the backward pass, and the backward pass
+  assert len(found) == 3  # the forward pass, its recomputation for the backward pass, and the backward pass
   for equation in found:
     assert all(v.aval.size for v in equation.invars)
     assert len(equation.invars) < 12

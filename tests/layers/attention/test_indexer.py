@@ -54,7 +54,8 @@ def test_exactly_k_of_the_visible_and_the_earlier_of_equals(topk, scores, segmen
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_many_keys_those_that_a_sort_finds(dtype):
-  """Half of the 16-bit scores are equal to another score of their row."""
+  """``select`` chooses the same keys as ``best``, which sorts. Half of the bfloat16 scores are equal to another score of their
+  row."""
   layer, shape = indexer(100), (2, 40, 300)
   scores = jnp.asarray(np.random.default_rng(0).normal(size=shape), dtype)
   mask = jnp.asarray(np.arange(300) <= np.arange(80, 300, 5.5)[None, :, None])
@@ -132,7 +133,7 @@ def test_loss_and_gradient_against_numpy():
   run = jax.jit(jax.value_and_grad(mean_divergence, (0, 1)))
   loss, (gradient, to_probs) = run(*arrays, jnp.asarray(mask), jnp.asarray(real))
   np.testing.assert_allclose(loss, written_divergence(scores, probs, mask, real), rtol=1e-5)
-  # d KL(p || softmax(I)) / dI = softmax(I) - p, divided by the number of tokens that the mean is over.
+  # d KL(p || softmax(I)) / dI = softmax(I) - p, divided by the number of tokens in the mean.
   target = np.where(mask, probs, 0)
   target = target / np.maximum(target.sum(-1, keepdims=True), 1e-30)
   e = np.where(mask, np.exp(scores), 0)

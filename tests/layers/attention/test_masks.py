@@ -17,7 +17,7 @@ BLOCKS = np.array([[0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 2, 2]])
 
 
 def rule(b, i, j, *, window, segments, images):
-  """Gemma 3's rule for one query i and one key j."""
+  """Return True if query i of row b sees key j, by Gemma 3's rule."""
   sees = j <= i
   if images is not None:
     sees = sees or (images[b, i] == images[b, j] and images[b, i] > 0)
@@ -106,8 +106,8 @@ def test_softmax_over_the_visible_or_zeros(scores, visible, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_gradient_of_the_softmax(dtype):
-  """The reference multiplies by the matrix of derivatives, diag(p) - p p^T, in float64. The backward pass may keep only the
-  result of the softmax."""
+  """The reference multiplies by the Jacobian, diag(p) - p p^T, in float64. The forward pass may keep only the result of the
+  softmax for the backward pass."""
   rng = np.random.default_rng(3)
   scores, g = (jnp.asarray(rng.normal(size=(2, 3, 5)), dtype) for _ in range(2))
   mask = jnp.asarray(rng.random((2, 1, 5)) < 0.7)

@@ -138,7 +138,8 @@ def test_against_float64(variant, random_params):
   assert aux == {}
 
 
-# The complete row at once, or tiles of 2 and 3 queries. Tiles gather their keys, except where they see few keys, and on a TPU.
+# The complete row at once, or tiles of 2 and 3 queries. Queries gather the selected keys, except in tiles that see few keys and
+# on a TPU.
 TILED = [(True, 128, "cpu"), (True, 2, "cpu"), slow(True, 3, "cpu"), slow(True, 2, "tpu"), (False, 128, "cpu")]
 
 
@@ -172,7 +173,8 @@ def test_sparse_attention_and_its_dense_warm_up(sparse, tile, platform, random_p
 )
 @pytest.mark.slow
 def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, tolerance, random_params, monkeypatch):
-  """The scores of the indexer are float32, so that both forms select the same keys in bfloat16."""
+  """Compare tiles of queries, with gathered and with masked keys, with the complete row. In bfloat16 the scores of the indexer
+  are float32, so that all of them select the same keys."""
   cfg = dataclasses.replace(SPARSE, indexer_sparse=sparse, platform="tpu")
   p = random_params(MLA(cfg, FLOAT32).params(), seed=1)
   precision = Precision(dtype=dtype)
@@ -195,8 +197,8 @@ def test_tiles_and_gathered_keys_have_the_gradients_of_the_whole(sparse, dtype, 
 
 @pytest.mark.slow
 def test_scores_of_all_heads_are_those_of_a_tile(monkeypatch):
-  """With rows of 40 positions, find the largest array that has an axis of positions twice, in the forward and the backward
-  pass."""
+  """With tiles, no array of the forward or backward pass has the scores of all heads for all pairs of positions. The test
+  searches for the largest array with two axes of 40 positions."""
   length, layer = 40, MLA(SPARSE, FLOAT32)
   p = jax.tree.map(lambda s: jnp.ones(s.shape), layer.params())
 

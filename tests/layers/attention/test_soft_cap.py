@@ -39,7 +39,8 @@ def test_without_a_cap_nothing_is_done():
 
 @pytest.mark.parametrize("cap", [1e-4, 50.0, 65504.0])
 def test_float16_holds_every_step(cap):
-  """A score beyond float16 becomes the cap. A cotangent of 6e4 is only multiplied by factors of at most one."""
+  """No intermediate value overflows: an infinite score becomes the cap, and a cotangent of 6e4 is multiplied only by factors of
+  at most one."""
   x = jnp.asarray([-np.inf, -65504, -1, 0, 6e-8, 1, 65504, np.inf], jnp.float16)
   out, backward = jax.vjp(lambda x: softmax_scores(x, narrow("float16"), cap), x)
   (dx,) = backward(jnp.full(x.shape, 6e4, jnp.float16))

@@ -20,7 +20,7 @@ def attend(keys, queries, visible):
 
 
 def written(q, k, first, count):
-  """Return the result for ``count`` queries from ``first`` on, one pair of query and key at a time."""
+  """Return the result for ``count`` queries, starting at ``first``, computed one pair of query and key at a time."""
   out = np.zeros((B, count, H))
   for b, t, s in np.ndindex(B, count, S):
     if s <= first + t and SEGMENTS[b, s] == SEGMENTS[b, first + t] > 0:
@@ -31,8 +31,8 @@ def written(q, k, first, count):
 @pytest.mark.parametrize(("first", "count", "tile"), [(0, 11, 4), (4, 7, 3), (5, 4, 4), (7, 4, 9), (10, 1, 4)])
 @pytest.mark.parametrize("known", [True, False])
 def test_parts_of_a_row_against_every_pair_and_no_scores_are_kept(first, count, tile, known, monkeypatch):
-  """A part of a row may have fewer queries than a tile, and more keys than queries. The backward pass of a part keeps no scores
-  either."""
+  """A part of a row may have fewer queries than a tile, and it has more keys than queries. No scores are kept for the backward
+  pass."""
   monkeypatch.setattr(sparse_attention_tiles, "TILE", tile)
   tokens, own = (Tokens(jnp.asarray(x, jnp.int32)) for x in (SEGMENTS, SEGMENTS[:, first : first + count]))
 

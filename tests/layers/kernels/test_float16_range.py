@@ -1,5 +1,5 @@
-"""Tests the powers of two that scale rows and groups into the range of float16. Scaling is exact in both directions, and loses
-nothing that a float32 sum would keep."""
+"""Tests the powers of two that scale rows and groups into the range of float16. Scaling rows is exact in both directions.
+Scaling a group loses only values that are too small to change a float32 sum."""
 
 import jax.numpy as jnp
 import numpy as np

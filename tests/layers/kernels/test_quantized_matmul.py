@@ -1,4 +1,5 @@
-"""The kernel for products of few rows with quantized weights, interpreted on the CPU, against dequantized weights."""
+"""Tests the kernel for products of few rows with quantized weights, in the interpreter on the CPU, against dequantized
+weights."""
 
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ def drawn(*size, seed=0):
 
 
 def rounded_nf4(plan, stored):
-  """The dequantized weight in float64, with the values of the codes rounded to bfloat16."""
+  """Return the dequantized weight in float64, with the values of the codes rounded to bfloat16."""
   ones = FORMS["nf4"].values(plan, stored | {CODES: jnp.full_like(stored[CODES], 0xFF)}, "float32")  # the maxima of the blocks
   codes = np.asarray(stored[CODES]).reshape(-1, 32, plan.M)
   codes = np.concatenate([codes >> 4, codes & 15], axis=1).reshape(-1, plan.M)[: plan.K]
@@ -35,7 +36,7 @@ def rounded_nf4(plan, stored):
 @pytest.mark.parametrize("form", [slow("int8"), "nf4", slow("fp8_block")])
 @pytest.mark.parametrize("sizes", [(3, 200, 150), slow((40, 640, 256)), slow((1, 1100, 130))])
 def test_products_of_dequantized_weights(form: FormName, sizes):
-  """Also with incomplete blocks of inputs and outputs, and sums in several parts."""
+  """The sizes include incomplete blocks of inputs and outputs, and sums that are computed in several parts."""
   (R, K, M), of = sizes, FORMS[form]
   plan = Plan((), (K,), (M,), (None, None))
   stored = of.quantize(plan, drawn(K, M) * drawn(K, 1, seed=1))
@@ -77,7 +78,7 @@ def weight_of(shape, contracts, form: FormName = "nf4", row=None):
 
 
 def declared(weight):
-  """The same weight with its codes in the declared order, which is always dequantized."""
+  """Return the same weight with its codes in the declared order. Products always dequantize such a weight."""
   codes = jnp.swapaxes(weight.stored[CODES], -1, -2)
   return dataclasses.replace(weight, stored=weight.stored | {CODES: codes}, by_output=False)
 

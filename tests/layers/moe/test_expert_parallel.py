@@ -1,5 +1,5 @@
-"""Tests tokens that are sent to their experts: outputs, gradients, loads and counts equal those of one device, and experts are
-not sent."""
+"""Tests expert parallelism. Tokens are sent to their experts and experts are not sent. Outputs, gradients, loads and counts
+equal those of one device."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows
   """Compare values and gradients on a mesh with those on one device.
 
   Args:
-    favors: one comparison for each: the difference between the router's biases of neighboring experts.
+    favors: differences between the router's biases of neighboring experts, with one comparison for each.
     size: factor of the experts' weights.
   """
   layer, rng = MoE(cfg, Precision(dtype=dtype)), np.random.default_rng(0)
@@ -73,7 +73,7 @@ def compare(cfg, mesh, by="tiles", dtype: Dtype = "float32", favors=(0.0,), rows
 
 def quick():
   mesh = eight_devices.mesh_of
-  # With the second value of favors all tokens choose the first experts, so several rounds are needed.
+  # With the second value of favors, all tokens select the first experts, so several rounds are needed.
   _, text = compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.0, 9.0))
   moved = [line.split(" = ")[1] for line in text.splitlines() if re.search(r" all-(gather|to-all)(-start)?\(", line)]
   rows = f"f32[1,{capacity(B * T // 8 * K, 4)},{D}]"  # the rows that one round sends to another device
@@ -89,7 +89,7 @@ def quick():
   # 5 rows cannot be split, so every device computes its share of the experts for all rows.
   compare(SOFTMAX, mesh(data=2, expert=4), rows=5)
 
-  # The other kernel on split tensors, and rules with which two dimensions of a weight ask for the same mesh axis.
+  # Test another kernel with tensor parallelism, and rules that map two dimensions of a weight to the same mesh axis.
   compare(SIGMOID, mesh(expert=4, tensor=2), "ragged_dot", "bfloat16", favors=(9.0,))
   rules = dataclasses.replace(RULES, expert="tensor", embed=("fsdp", "tensor"))
   compare(SIGMOID, mesh(fsdp=4, tensor=2), rules=rules)
@@ -102,7 +102,7 @@ def every():
   compare(SOFTMAX, mesh(data=2, fsdp=2, expert=2), "ragged_dot", "bfloat16")
   compare(SOFTMAX, mesh(fsdp=2, tensor=4), "tiles", "bfloat16")
   compare(SIGMOID, mesh(fsdp=2, expert=4), favors=(0.1, 1.0))
-  # With these rules several dimensions of a weight ask for the same mesh axis.
+  # These rules map several dimensions of a weight to the same mesh axis.
   for rules in ({"expert": "tensor"}, {"embed": "tensor"}):
     compare(SIGMOID, mesh(fsdp=4, tensor=2), rules=dataclasses.replace(RULES, **rules))
 
@@ -119,7 +119,7 @@ def test_every_kernel_dtype_and_mesh():
 
 def test_a_round_takes_a_little_more_than_an_even_share():
   assert capacity(1024, 8) == 160
-  assert capacity(4, 8) == 1  # even if the load is this small, each device gets something
+  assert capacity(4, 8) == 1  # even with so few tokens, each device gets at least one
   assert capacity(6, 1) == 6
 
 

@@ -114,7 +114,7 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
   x, params, logits, biases = case
   losses = RouterLosses(definition, WEIGHT, Z_WEIGHT)
   cfg = dataclasses.replace(SIGMOID if router == "sigmoid" else SOFTMAX, losses=losses)
-  if router == "sigmoid":  # check that biased and unbiased choices differ, because the definitions differ in this
+  if router == "sigmoid":  # biased and unbiased choices must differ, or the test could not tell definitions apart
     both = [(routed(router, logits[i], biases[i[0]]), largest(logits[i])) for i in np.ndindex(L, B, T)]
     assert any(own != unbiased for own, unbiased in both)
   found = load_balance.totals(losses, statistics(cfg, params(router), x), K)
@@ -126,8 +126,8 @@ def test_a_definition_against_a_loop_over_tokens(definition, router, case):
 @pytest.mark.parametrize("definition", ["maxtext", "huggingface"])
 @pytest.mark.slow
 def test_parts_of_a_batch_add_up_to_it_with_their_gradients(definition, case):
-  """Two parts of a batch have unequal numbers of tokens. Each gets the load of the complete batch if the definition needs
-  it."""
+  """The sum over parts of a batch equals the loss of the batch, although the parts have unequal numbers of tokens. A definition
+  that needs the load of the complete batch gets it for each part."""
   x, params, _, _ = case
   losses = RouterLosses(definition, WEIGHT, Z_WEIGHT)
   cfg = dataclasses.replace(SIGMOID, losses=losses)

@@ -175,7 +175,7 @@ def test_grouped_is_dense_and_both_are_the_formula(case, by, random_params):
   p = random_params(Experts(SOFTMAX, FLOAT32).params())
   weights, experts = routing()
   if case != "spread":
-    experts[:] = [2, 5]  # no expert drops a token, however many tokens it gets
+    experts[:] = [2, 5]  # no expert drops a token, even if it gets all of them
   (grouped, out), (dense, dense_out) = both_ways(SOFTMAX, FLOAT32, p, X, weights, experts, by)
   expected = written_experts(tree64(p), X, weights, experts)
   np.testing.assert_allclose(out, expected, atol=3e-6)
@@ -207,7 +207,7 @@ def test_experts_in_float16_beyond_its_range(random_params):
   expected = written_experts(tree64(p), X * 30, weights, experts)
   assert np.abs(expected).max() > 1e6
   np.testing.assert_allclose(out, expected, atol=4e-3 * np.abs(expected).max())
-  # The gradient of the routing weights is the output of the experts. It is finite, also where it exceeds float16.
+  # The gradient of a routing weight contains the output of its expert. It must be finite even if that output exceeds float16.
   assert jnp.isfinite(gradients[2]).all()
 
 

@@ -33,8 +33,8 @@ SPECS = [
 
 
 def quantized(x, dtype: str) -> np.ndarray:
-  """Return the numbers that are multiplied, in float64: x is divided by the smallest sufficient power of two, rounded, and
-  scaled back."""
+  """Return the float8 values of x times their scale, in float64: x is divided by the smallest sufficient power of two, rounded,
+  and scaled back."""
   x = np.asarray(x, np.float64)
   scale = 2.0 ** math.ceil(math.log2(np.abs(x).max() / LIMITS[dtype]))
   return (x / scale).astype(np.float32).astype(getattr(ml_dtypes, dtype)).astype(np.float64) * scale
@@ -75,7 +75,8 @@ def test_zeros_and_what_float32_scarcely_holds_are_zeros(x, dtype):
 
 
 def test_the_rounding_of_a_number_does_not_depend_on_the_rest_of_the_tensor():
-  """Otherwise rows of a batch, microbatches, devices and generated tokens would influence each other."""
+  """A large number in the tensor changes the scale, but not the rounding of other numbers, unless they are tiny. If it did,
+  rows of a batch, microbatches, devices and generated tokens would influence each other."""
   x = draw(64)
   alone = float8.scaled(x, float8.NUMBERS)
   beside = float8.scaled(jnp.concatenate([x, jnp.asarray([31.0], x.dtype)]), float8.NUMBERS)
@@ -198,7 +199,7 @@ def test_an_adapter_stays_in_its_dtype_beside_a_base_in_float8():
 
 
 def test_on_devices_it_is_what_it_is_on_one():
-  """Scales are those of complete tensors. The float32 partial sums of gradients are added as usual."""
+  """Scales are computed from complete tensors. The float32 partial sums of gradients are added as for other dtypes."""
   from jax.sharding import NamedSharding, PartitionSpec
 
   if jax.device_count() < 4:
@@ -216,7 +217,8 @@ def test_on_devices_it_is_what_it_is_on_one():
 
 CASES = [(family, dtype) for family in FAMILIES for dtype in ("bfloat16", "float16")]
 SOME = {("gemma4-moe", "bfloat16"), ("deepseek3.2", "float16")}
-"""Attention, MLP and experts of both, and latent attention. Products of per-layer inputs are those of an MLP."""
+"""Together these cases have attention, latent attention, MLPs, and the experts of both routers. Products of per-layer inputs
+are like those of an MLP."""
 
 
 @pytest.mark.parametrize(("family", "dtype"), tiers(CASES, slow=SOME))

@@ -97,7 +97,7 @@ def test_on_one_gpu_the_gradients_of_an_addition_come_as_soon_as_they_can(monkey
 
 
 def test_an_addition_on_an_addition():
-  """The base of an adapter may be a ``Weight`` too."""
+  """The base of an adapter may be a ``Weight`` too, such as another adapter."""
   rng = np.random.default_rng(1)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   inner = LowRank(draw(*EXPERTS.shape), draw(3, 5, 2), draw(3, 2, 7), Layout.of(EXPERTS), 1.0)
@@ -109,7 +109,7 @@ def test_an_addition_on_an_addition():
 
 
 def magnitudes(p: Param, seed: int = 2) -> LowRank:
-  """Return a DoRA weight with random numbers, whose magnitudes are not the norms of its outputs."""
+  """Return a DoRA weight with random factors and random magnitudes, which differ from the norms of its outputs."""
   rng, spec = np.random.default_rng(seed), factors(p, 3, dora=True)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 3, jnp.float32)
   a, b, magnitude = (draw(*spec[f"lora_{name}"].shape) for name in ("a", "b", "magnitude"))
@@ -162,7 +162,8 @@ def test_dora_of_rows_sorted_by_expert():
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", 2.0**24), ("float16", 2.0**-30), ("bfloat16", 2.0**-30)])
 @pytest.mark.slow
 def test_factors_of_experts_whose_sums_are_handed_on_keep_the_range_of_their_gradients(dtype, scale):
-  """The loss scale may move gradients above the range of float16, and rare tokens may move them below it."""
+  """The loss scale may make gradients larger than float16 can represent, and gradients of rare tokens may be smaller than it
+  can represent."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   w = LowRank(draw(*EXPERTS.shape).astype(dtype), draw(3, 5, 6), draw(3, 6, 7), Layout.of(EXPERTS), 0.5)
@@ -186,7 +187,8 @@ def test_dora_of_a_table(summed):
 
 
 def test_dora_begins_with_the_weight_as_it_is():
-  """This holds for every storage form, and for outputs that are zero."""
+  """With initial factors, the product of a DoRA weight equals that of its base to the bit. Here the base is quantized, and one
+  of its outputs is zero."""
   x = jnp.asarray(np.random.default_rng(4).normal(size=EXPERTS.shape), jnp.float32).at[1, :, 2].set(0)
   precision = Precision(dtype="bfloat16")
   base = Quantized(quantize(FORMS["int8"], EXPERTS, x), FORMS["int8"], EXPERTS)

@@ -72,7 +72,8 @@ def test_nf4_is_what_bitsandbytes_stores():
 
 @pytest.mark.parametrize("name", FORMS)
 def test_fewer_rows_than_experts_dequantize_no_more_experts_than_rows(name, monkeypatch):
-  """Four rows of three of seven experts; a row after the last group has no expert."""
+  """Three of four rows belong to three of seven experts, and the last row belongs to none. Only four experts may be
+  dequantized."""
   p = Param((7, 70, 150), ("expert", "embed", "mlp"), "float32", fan_in(1))
   w, form = weight(FORMS[name], p, drawn(p)), FORMS[name]
   x, g = drawn(Param((4, 70), ("batch", "embed"))), drawn(Param((4, 150), ("batch", "mlp")))
@@ -126,7 +127,7 @@ def fp8_written_out(matrix: np.ndarray) -> np.ndarray:
 )
 @pytest.mark.parametrize("p", WEIGHTS, ids=["map", "output", "experts"])
 def test_a_form_is_its_reference(name, reference, p):
-  """Blocks may be partly filled. Each expert is quantized alone."""
+  """Some blocks are incomplete. Each expert is quantized separately."""
   x = drawn(p)
   values = np.asarray(weight(FORMS[name], p, x).values("float32"))
   assert values.shape == p.shape
@@ -205,7 +206,8 @@ def whole(w: Any) -> Any:
 
 @pytest.mark.parametrize("family", tiers(("gemma4-moe", "gemma4-e2b", "deepseek3.2", "gemma3"), slow=("deepseek3.2",)))
 def test_it_stands_for_every_map_of_a_model(family, tiny_decoder, random_params, batch):
-  """Compare values, and gradients of the other arrays, under scan and remat. Experts, head and indexer are quantized too."""
+  """Compare the loss, and the gradients of the embedding and the final norm, under scan and remat. Experts, head and indexer
+  are quantized too."""
   decoder = tiny_decoder(family, remat_policy="full")
   spec = decoder.params()
   p = jax.tree.map(functools.partial(quantized, FORMS["nf4"]), spec, random_params(spec))
@@ -232,8 +234,8 @@ def nf4_loops(tiny_decoder, batch):
 
 @pytest.mark.slow
 def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(nf4_loops):
-  """No loop over rows gets the codes of one row as an argument, in either pass. They would stay in memory for all layers of the
-  row."""
+  """In both passes, each loop over rows gets the codes of the complete stack and cuts out those that it multiplies. If a loop
+  got the codes of one row as an argument, they would stay in memory for all layers of the row."""
   seen = 0
   for e in nf4_loops[1]:
     (body,) = jaxprs_in_params(e.params)
@@ -245,8 +247,8 @@ def test_a_row_of_a_stack_is_cut_out_where_it_multiplies(nf4_loops):
 
 
 def test_no_constant_leaves_a_loop(nf4_loops):
-  """JAX moves computations without inputs out of a loop that it differentiates. A constant for each code would be moved out
-  too."""
+  """JAX moves computations that do not depend on inputs out of a loop that it differentiates. No array with a constant for each
+  code may be moved out, because it would take memory."""
   p, every = nf4_loops
   codes = [
     w.stored["codes"].shape for w in jax.tree.leaves(p, is_leaf=lambda x: isinstance(x, Quantized)) if isinstance(w, Quantized)

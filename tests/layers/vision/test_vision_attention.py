@@ -1,4 +1,4 @@
-"""Tests attention in the vision tower with every kernel: patches see all patches of their image, and nothing sees padding."""
+"""Tests attention in the vision tower with every kernel: patches see all patches of their image and no padding."""
 
 import dataclasses
 import re
@@ -116,7 +116,8 @@ def test_a_kernel_that_is_named_is_the_layers_alone():
 
 
 def images_on_eight_devices(*names):
-  """Each device computes the images of the rows that it holds, forward and backward. No device has an array of all images."""
+  """Check that each device computes the images of its rows, forward and backward, and that no device has an array of all
+  images."""
   words = ["use_multimodal=true", "max_images_per_row=2", "num_decoder_layers=1", "inhomogeneous_layer_cycle_interval=1"]
   for name in names:
     config = load_config(name, words).config

@@ -20,11 +20,12 @@ Q, KEYS, VALUES, G = (
   jax.random.normal(jax.random.key(i), (B, T, n, size)) for i, (n, size) in enumerate([(N, H), (K, H), (K, V), (N, V)])
 )
 AT = np.arange(T)
-# Three documents. There is padding before and after them, and its queries see nothing.
+# Three documents, with padding before and after them. Queries of padding see no keys.
 SEGMENTS = jnp.asarray(np.stack([np.where(AT < 7, 0, np.where(AT < 75, 1, 2)), np.where(AT < 140, 3, 0)]), jnp.int32)
 
 
-# Images next to each other, and images that reach into the second or third tile. No image is in two documents.
+# The first row has adjacent images that extend into the second tile, the second row has one that extends into the third tile.
+# No image is in two documents.
 IMAGES = jnp.asarray(
   np.stack([np.where(AT < 20, 0, np.where(AT < 50, 1, np.where(AT < 74, 2, 0))), np.where(AT < 30, 0, 1)]), jnp.int32
 )
@@ -146,7 +147,8 @@ def test_cotangents_whose_difference_leaves_float16():
     return blockwise_attention(q, k, v, Tokens(), window=None, scale=1.0, precision=precision, tile=4)
 
   (dq,) = jax.vjp(out, q)[1](jnp.full((1, t, 1, 1), 4e4, jnp.float16))
-  # Number of keys that a query sees: p = 1 / n for each, and the first key gets the gradient 8e4 * (1 - p)
+  # A query sees n keys, and each has the probability p = 1 / n. The gradient of the first score is p * 8e4 * (1 - p), and so is
+  # that of q.
   n = np.arange(1, t + 1)
   expected = 8e4 * (1 - 1 / n) / n
   np.testing.assert_allclose(np.asarray(dq, np.float64)[0, :, 0, 0], expected, rtol=4e-3)

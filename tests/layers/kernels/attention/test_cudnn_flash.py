@@ -1,5 +1,5 @@
-"""Tests the arguments that cuDNN gets and the use of its results, with JAX's own attention instead of cuDNN. The self-test
-tests cuDNN."""
+"""Tests the arguments that are passed to cuDNN and the use of its results. JAX's own attention replaces cuDNN here; the
+self-test checks cuDNN itself on a GPU."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The kernel for a single new token, interpreted on the CPU, against written-out attention."""
+"""Tests the attention kernel for a single new token, in the interpreter on the CPU, against attention in float64."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ interpreted = functools.partial(decode_attention, interpret=True)
 
 
 def written(q, k, v, lengths, scale, cap):
-  """Attention of each row over its first slots, in float64."""
+  """Return attention of each row over its first ``lengths`` slots, in float64."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   out = np.zeros((*q.shape[:2], v.shape[3]))
   for b, n in np.ndindex(*q.shape[:2]):
@@ -92,7 +92,8 @@ def test_a_layer_with_the_kernel(window, int8, random_params, monkeypatch):
 
 
 def test_caches_that_the_kernel_cannot_read():
-  """Pallas computes offsets in 32 bits up to 4 GiB, so those of an 8-bit array of more than 2 GiB would be negative."""
+  """Pallas uses 32-bit offsets for arrays of up to 4 GiB. In an 8-bit array of more than 2 GiB, such offsets would be
+  negative."""
   cache = lambda slots, dtype="int8": jax.ShapeDtypeStruct((256, 4, slots, 256), dtype)
   assert reads("bfloat16", cache(8192))
   assert not reads("bfloat16", cache(8320))
@@ -104,7 +105,8 @@ def test_caches_that_the_kernel_cannot_read():
 
 
 def test_a_single_token_of_some_rows_of_the_cache(random_params, monkeypatch):
-  """The kernel reads the rows of a cache in order, so it must not run for a batch with other rows."""
+  """The kernel reads the rows of a cache in order, so it must not run if the rows of the batch are in another order or are only
+  some of them."""
   monkeypatch.setattr(attention, "decode_attention", interpreted)
   rope = RopeConfig(dim=16, theta=100.0)
   cfg = AttentionConfig(emb_dim=12, num_query_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, rope=rope)

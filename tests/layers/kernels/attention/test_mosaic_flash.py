@@ -101,8 +101,8 @@ LONG_ROWS = [
 
 @pytest.mark.parametrize(("N", "K", "length", "window", "images"), tiers(LONG_ROWS, LONG_ROWS[8:], LONG_ROWS[:8]))
 def test_the_self_test_reaches_the_plans_of_long_rows_of_many_heads(N, K, length, window, images, monkeypatch):
-  """All heads are processed at once, or one head at a time in several turns over the queries, as in a batch of 2 x 4096 with 4
-  heads."""
+  """The self-test must run both plans of the backward pass: all heads at once, and one head at a time in several turns over the
+  queries, as for a batch of 2 x 4096 with 4 heads."""
   reached = []
 
   def backward(q, k, v, g, *rows, how, **_):
@@ -157,7 +157,7 @@ def test_the_self_test_in_parts_passes_in_the_interpreter(name, window, images, 
 
 
 def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
-  """Return values, dq, dk and dv in float64. Rows of queries that see nothing are zero."""
+  """Return values, dq, dk and dv in float64. Queries that see no keys have values of zero."""
   (B, T, N, H), K = q.shape, k.shape[2]
   q, g = (x.reshape(B, T, K, N // K, -1) for x in (q, g))
   seen = np.broadcast_to(mask, (B, T, T))[:, None, None]
@@ -235,8 +235,8 @@ def test_values_and_gradients_are_those_of_attention_written_out(
 @pytest.mark.newest
 @needs_interpreter
 def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounded():
-  """Each query adds to the gradient of one key a value that float16 represents. The sum of all queries is a thousand times
-  larger and exceeds float16."""
+  """The kernel multiplies small cotangents by a power of two. The gradient of a key is a sum over queries, which may exceed
+  float16 in this scale. The sum must therefore be divided by the power before it is rounded to float16."""
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   T, H = 128, 256
@@ -257,7 +257,8 @@ def test_float16_gradients_of_small_cotangents_are_summed_before_they_are_rounde
 @pytest.mark.newest
 @needs_interpreter
 def test_scores_far_beyond_their_soft_cap_are_at_it():
-  """At such scores the exponential in tanh is 0 or infinite. A score that is NaN stays NaN."""
+  """For such scores the exponential that computes tanh is 0 or infinite. The result must be the cap, with a gradient of zero. A
+  NaN in a query must still give NaN."""
   from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
   T, H = 128, 128
@@ -280,7 +281,8 @@ def test_scores_far_beyond_their_soft_cap_are_at_it():
 
 @pytest.mark.parametrize("name", [pytest.param("mosaic_flash", marks=needs_interpreter), "blockwise"])
 def test_save_attention_keeps_what_the_backward_pass_needs(name):
-  """The forward pass runs once, as without remat. If the policy kept only its result, it would run again."""
+  """With ``save_attention`` the forward kernel runs once, as without remat. If the policy kept only the output of the kernel,
+  the backward pass would run the kernel again."""
   cfg = AttentionConfig(
     emb_dim=16, num_query_heads=2, num_kv_heads=1, head_dim=512, scale=1.0, rope=RopeConfig(dim=512, theta=1e4),
     kernel="auto" if name == "mosaic_flash" else "dot_product", platform="gpu", capability="9.0",

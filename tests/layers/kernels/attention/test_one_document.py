@@ -55,7 +55,7 @@ def test_the_mask_of_documents_is_not_made():
       "dot_product", x, x, x, tokens, window=None, bidirectional_images=False, scale=1.0, precision=Precision(dtype="float32")
     )
 
-  whole = f"bool[{B},{T},{T}]"  # the mask that says which tokens belong to one document
+  whole = f"bool[{B},{T},{T}]"  # the mask of token pairs that belong to the same document
   texts = [str(jax.make_jaxpr(run, static_argnums=1)(jnp.ones((B, T), jnp.int32), known)) for known in (False, True)]
   assert [whole in text.replace(" ", "") for text in texts] == [True, False]
 
@@ -76,7 +76,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_zeroes_padding(name, random_params):
-  """Values and gradients equal those with a mask of documents. Those of padding are zero."""
+  """Values and gradients equal those with a mask of documents, and outputs of padding are zero."""
   layer = LAYERS[name].layer(Precision(dtype="float32", matmul_precision="highest"))
   rng = np.random.default_rng(2)
   lengths = np.array([[9], [6], [0]])
@@ -100,7 +100,8 @@ def test_a_layer_zeroes_padding(name, random_params):
 @pytest.mark.parametrize("sandwich", [False, True])
 @pytest.mark.slow
 def test_padding_gets_nothing_of_its_attention(sandwich, random_params):
-  """Padding also contributes nothing to gradients. The residual stream of a block equals that with a mask of documents."""
+  """Attention adds nothing to the residual stream of padding, and padding contributes nothing to gradients: the stream and all
+  gradients of a block equal those with a mask of documents."""
   norm = NormConfig(dim=5)
   mixer = AttentionConfig(emb_dim=5, num_query_heads=2, num_kv_heads=1, head_dim=4, scale=0.4, rope=ROPE)
   cfg = BlockConfig(mixer=mixer, ffn=MLPConfig(emb_dim=5, mlp_dim=6), norm=norm, sandwich=sandwich)

@@ -118,7 +118,7 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   assert choose("auto", dataclasses.replace(case, capability="8.0", head_dim=128, value_dim=128)).name == "cudnn_flash"
   # cuDNN does not support 256 on this device.
   assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "dot_product"
-  # Heads of 192 are padded for cuDNN. This is faster if a query sees all earlier keys, but not with a window.
+  # mosaic_flash pads heads of 192. It is still the choice if queries see all earlier keys, but not with a window.
   narrow = dataclasses.replace(case, head_dim=128, value_dim=128)
   for change, name in (
     ({}, "mosaic_flash"), ({"window": 64}, "mosaic_flash"), ({"documents": False}, "cudnn_flash"),

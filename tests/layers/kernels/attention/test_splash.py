@@ -30,8 +30,8 @@ def packed(T):
   return jnp.asarray(np.stack([first, np.zeros(T)]), jnp.int32)
 
 
-# 100 is not a multiple of the 128 lanes. 384 are three tiles, so a tile outside the window is skipped. The last case has the
-# sizes of latent attention.
+# 100 is not a multiple of the 128 lanes. 384 is three tiles, so the kernel skips a tile outside the window. The last case has
+# the sizes of latent attention.
 @pytest.mark.parametrize(
   ("T", "window", "with_segments", "sizes", "soft_cap"),
   [

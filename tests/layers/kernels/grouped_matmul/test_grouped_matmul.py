@@ -27,7 +27,7 @@ SIZES = {
   "whole tiles": [8, 16, 8, 0, 5],
 }
 D, F = 6, 10
-# The others have only 16-bit operands, and separate test files.
+# The other kernels support only 16-bit operands and have their own test files.
 PLAIN = [name for name in NAMES if name not in ("pallas_gpu", "pallas_triton")]
 
 
@@ -74,8 +74,8 @@ def test_values_and_gradients(name, sizes, dtype):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, atol=tolerance * np.abs(wanted).max())
 
 
-# Tiles have 128 rows. Groups end on and inside tiles, a tile has several groups, a group has many tiles, and some rows belong
-# to no group.
+# Tiles have 128 rows. Groups end at the end of a tile or inside it, a tile has rows of several groups, a group has many tiles,
+# and some rows belong to no group.
 TILES = {
   "borders everywhere": [100, 0, 1, 150, 27, 22],
   "whole tiles": [128, 0, 128, 0, 0, 44],
@@ -102,8 +102,8 @@ def test_tiles_with_several_groups(name, sizes):
 
 @pytest.mark.slow
 def test_three_products_of_halves_are_as_good_as_float16_needs():
-  """This emulates Precision.HIGH, which Mosaic does not have. With one product of the upper halves the error would be 4e-3. The
-  rounding of float16 is 5e-4."""
+  """Mosaic does not support Precision.HIGH, so the kernel multiplies bfloat16 halves of the operands three times. The error
+  must be far below the rounding of float16, 5e-4. One product of the upper halves would have an error of 4e-3."""
   x, w, sizes, g = arrays(SIZES["uneven"], "float16")
   wide = [a.astype(jnp.float32) for a in (x, w, g)]
   got = compiled("pallas_tpu", "high")(wide[0], wide[1], sizes, wide[2])
@@ -114,8 +114,8 @@ def test_three_products_of_halves_are_as_good_as_float16_needs():
 @pytest.mark.parametrize(("rows", "groups", "most"), [(32768, 128, 1.07), (40960, 8, 1.02), (8192, 64, 1.13), (1024, 16, 1.24)])
 @pytest.mark.slow
 def test_borders_add_little_work(rows, groups, most):
-  """The count of the kernel, which is also reported for a compiled program, is an upper bound of the rows that its visits
-  multiply."""
+  """``rows_worked_on`` is an upper bound for the rows that the kernel multiplies, and it is only a little more than the number
+  of rows. The report about a compiled program uses it too."""
   tile, part = pallas_tpu.tile_and_part(rows, groups)
   assert pallas_tpu.rows_worked_on(rows, groups) <= most * rows
   sizes = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
@@ -140,7 +140,7 @@ def test_any_sizes(cuts, seed):
 
 @given(st.integers(1, 100_000), st.integers(1, 512))
 def test_tiles_add_little_work(rows, groups):
-  """Padding adds at most a fifth, if groups are large enough for tiles. A tile has no rows beyond the end of its group."""
+  """Padding to complete tiles adds at most a fifth of the rows, if groups have 40 rows or more on average."""
   R = tile_rows(rows, groups)
   assert 8 <= R <= 256
   if rows >= 40 * groups:
@@ -199,7 +199,8 @@ def test_the_platforms_of_the_table_are_those_that_kernels_accept():
 
 
 def test_the_choice_for_sums():
-  """If operands are 16-bit and sums float32, the choice is between kernels that accept float32 operands and round them."""
+  """If operands are 16-bit and sums are returned in float32, only kernels that accept float32 operands and round them may be
+  chosen."""
   auto = {
     (p, d): choose("auto", Case(platform=p, dtype=d, sums=True)).name
     for p in ("cpu", "gpu", "tpu")
@@ -263,14 +264,15 @@ def compile_for_a_tpu(*cases):
 
 @pytest.mark.tpu
 def test_compiles_for_a_tpu_inside_shard_map():
-  """Compile to machine code, with sizes that are not multiples of a register."""
+  """Compile to machine code, with sizes that are not multiples of the size of a vector register."""
   compile_for_a_tpu((200, 3, 48, 20, "bfloat16", "default"))
 
 
 @pytest.mark.tpu
 @pytest.mark.slow
 def test_compiles_for_a_tpu_in_the_sizes_of_models():
-  """Sizes of gemma4-26b without expert axis, of DeepSeek V3 with one, of an adapter's factor, and float32 in each precision."""
+  """Compile the sizes of gemma4-26b without expert parallelism, of DeepSeek V3 with it, of a factor of a low-rank adapter, and
+  float32 in two precisions."""
   compile_for_a_tpu(
     (32768, 128, 2816, 704, "bfloat16", "default"),
     (40960, 8, 7168, 2048, "bfloat16", "default"),

@@ -31,8 +31,8 @@ def test_tiles_add_little_work(rows, groups):
 
 @pytest.mark.slow
 def test_work_in_the_sizes_of_models():
-  """Sizes of gemma4-26b with 1 and 4 x 4096 tokens and of DeepSeek V3. The work never exceeds the declared maximum, whatever
-  the load."""
+  """The work never exceeds the declared maximum, with even and uneven loads. Sizes are those of gemma4-26b with 1 and 4 x 4096
+  tokens and of DeepSeek V3."""
   for rows, groups in ((32768, 128), (131072, 128), (32768, 256)):
     R = tile_rows(rows, groups)
     for share in (np.full(groups, 1 / groups), np.arange(groups) / np.arange(groups).sum(), np.eye(groups)[3]):
@@ -48,7 +48,8 @@ def compiled(x, w, sizes, g):
 
 
 def check(sizes, M, S, C, dtype):
-  """Compare with float64, rounded once. Rows without a group are NaN, and their results must be zero."""
+  """Compare results with float64; the tolerance is one rounding. Rows without a group are NaN, and their results must be
+  zero."""
   rng = np.random.default_rng(1)
   x, w, g = (jnp.asarray(rng.normal(size=s), dtype) for s in ((M, S), (len(sizes), S, C), (M, C)))
   used = sum(sizes)
@@ -69,8 +70,8 @@ def check(sizes, M, S, C, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_values_and_gradients(dtype):
-  """Groups end inside tiles, are smaller than a tile, or are empty. Some rows have no group. In the second case one group has
-  all rows."""
+  """In the first case groups end inside tiles, are smaller than a tile, or are empty, and some rows have no group. In the
+  second case one group has all rows."""
   for sizes in ([10, 0, 31, 3, 20], [0, 0, 71, 0, 0]):
     check(sizes, 71, 36, 20, dtype)
 
@@ -92,7 +93,8 @@ def test_values_and_gradients_of_larger_ones(sizes, M, S, C, dtype):
 
 
 def test_nothing_of_one_group_reaches_another():
-  """The rows and the matrix of the third group are NaN. The shapes are those of the first test, which are compiled already."""
+  """The rows and the matrix of the third group are NaN. The shapes are those of test_values_and_gradients, so no other program
+  is compiled."""
   x, w, g = jnp.ones((71, 36), jnp.bfloat16), jnp.ones((5, 36, 20), jnp.bfloat16), jnp.ones((71, 20), jnp.bfloat16)
   sizes, lost = jnp.asarray([30, 0, 11, 20, 10], jnp.int32), (np.arange(71) >= 30) & (np.arange(71) < 41)
   bad = lost[:, None]
@@ -125,7 +127,8 @@ def compiled_sums(x, w, sizes, g, dtype):
 def test_sums_have_the_range_of_float32(dtype, of_rows, of_w):
   """float32 rows have magnitudes from 2^-60 to 2^60, cotangents the inverse, and matrices 2^-40 to 2^40.
 
-  Sums are not rounded. Only the gradient of a 16-bit x or w is. NaN in rows without a group, or in one group, stays there.
+  Sums are not rounded, except for the gradient of a 16-bit x or w. NaN in rows without a group, or in one group, must not reach
+  other results.
   """
   M, S, C, sizes = 71, 36, 20, [10, 0, 30, 3, 20]
   rng = np.random.default_rng(2)
@@ -157,8 +160,8 @@ def test_sums_have_the_range_of_float32(dtype, of_rows, of_w):
 
 
 def test_layers_share_what_is_compiled_for_a_gpu():
-  """Compiling a kernel takes seconds, so a program with many layers must contain it once. Its operations are recognized by
-  their paths."""
+  """Compiling a kernel takes seconds, so a program with many layers must contain it once. The report about a program recognizes
+  its operations by their paths."""
 
   def loss(x, w, sizes):
     for _ in range(3):
@@ -179,8 +182,8 @@ def test_layers_share_what_is_compiled_for_a_gpu():
 
 
 def test_its_results_vary_over_devices_as_its_arguments_do():
-  """shard_map refuses derivatives whose variation over devices differs from their argument's: rows vary, and matrices are the
-  same."""
+  """shard_map requires that a gradient varies over devices exactly if its argument does. Here rows differ between devices, and
+  the matrices are the same on all."""
   mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
   own, same = jax.P("fsdp"), jax.P()
 

@@ -33,8 +33,8 @@ LATER = (pytest.mark.slow, pytest.mark.newest)
   ],
 )
 def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
-  """The gradient alone, with rows set to zero, and added to a stream. There are fewer programs than rows, and the rows need not
-  divide by them."""
+  """Test the gradient alone, with rows set to zero, and added to the gradient of the residual stream. The kernel runs fewer
+  programs than there are rows, and the number of rows need not be a multiple of theirs."""
   monkeypatch.setattr(pallas_gpu, "_BLOCKS", 1)
   jitted: Any = pallas_gpu.gradients  # the jitted function would not see the changed number of programs
   monkeypatch.setattr(pallas_gpu, "gradients", functools.partial(jitted.__wrapped__, interpret=INTERPRETER()))
