@@ -1,5 +1,5 @@
-"""Tests the complete decoder of every family: scan equals loop, remat changes nothing, documents and padding have no effect on
-each other, and captures.
+"""Tests the complete decoder of every family: scan equals loop, remat does not change results, and documents and padding have
+no effect on each other. Also tests captures, shared keys and values, and the head.
 
 The tests of a family share compiled programs. They are compiled without optimization, because the tests only compare results
 and most of their time is compilation.

@@ -26,6 +26,8 @@ def test_as_many_zeros_as_were_asked_for(rate):
 
 
 def test_every_row_step_seed_array_and_layer_has_its_own_and_so_has_every_place():
+  """Masks of different rows, steps, seeds, arrays and layers are uncorrelated. A mask is also uncorrelated with shifted copies
+  of itself."""
   found = [kept(keys(**other)).reshape(4, -1) for other in ({}, {"step": 1}, {"seed": 1}, {"array": 2}, {"layer": 1})]
   rows = np.concatenate([*found, np.roll(found[0], 1, axis=1), np.roll(found[0], 50, axis=1)]).astype(float)
   alike = np.corrcoef(rows)
@@ -34,10 +36,11 @@ def test_every_row_step_seed_array_and_layer_has_its_own_and_so_has_every_place(
 
 
 def test_a_row_has_its_mask_wherever_it_is():
+  """The mask of a row depends only on its key, and not on the other rows of the batch."""
   whole = kept(keys())
   np.testing.assert_array_equal(kept(keys()[2:], (2, 30, 50)), whole[2:])
   np.testing.assert_array_equal(kept(keys()[::2], (2, 30, 50)), whole[::2])
-  np.testing.assert_array_equal(kept(keys(), (120, 50)), whole.reshape(120, 50))  # positions as one list
+  np.testing.assert_array_equal(kept(keys(), (120, 50)), whole.reshape(120, 50))  # rows and positions are one axis
 
 
 def test_what_is_left_is_as_it_was_and_its_gradient_too():
@@ -50,5 +53,6 @@ def test_what_is_left_is_as_it_was_and_its_gradient_too():
 
 
 def test_entries_of_nobody_are_refused():
+  """The leading dimension must be a multiple of the number of rows with keys."""
   with pytest.raises(ValueError, match=r"7 entries .*4 rows"):
     Dropout(keys(), 0.3)(jnp.ones((7, 5)))

@@ -262,6 +262,8 @@ def test_the_activation_s_gradient(activation: Any):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any, dtype, kept_apart):
+  """``gated_product_at_once`` lets one GPU kernel compute both gradients. Its results equal those of ``gated_product`` to the
+  bit."""
   rng = np.random.default_rng(0)
   gate, up, g = (jnp.asarray(rng.normal(size=(3, F)) * 4, dtype) for _ in range(3))
   ways = functools.partial(gated_product, activation), functools.partial(gated_product_at_once, activation, kept_apart)
@@ -273,6 +275,7 @@ def test_gradients_that_one_kernel_makes_are_the_same_to_the_bit(activation: Any
 
 @pytest.mark.parametrize(("platform", "reads_together"), [("gpu", 1), ("tpu", 0), ("cpu", 0)])
 def test_on_gpus_alone_gate_up_and_the_cotangent_are_read_together(platform, reads_together, random_params):
+  """On GPUs, an optimization barrier makes XLA compute both gradients in one kernel. Other platforms need no barrier."""
   layer = MLP(CFG, Precision(dtype="bfloat16"))
   mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("any", 1, platform))
   loss = lambda p: jnp.sum(layer.standalone(p, jnp.asarray(X, jnp.bfloat16)).astype(jnp.float32))

@@ -32,6 +32,7 @@ def test_each_mesh_axis_splits_one_dimension_and_only_where_it_divides():
 
 
 def test_all_but_experts_lies_split_over_the_expert_axis_too():
+  """Weights that do not belong to experts are split over the expert axis too, by their embedding dimension."""
   mesh = AbstractMesh((2, 4), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
   spec = lambda shape, axes: RULES.spec(shape, axes, mesh)
   assert spec((8, 3), ("embed", "heads")) == PartitionSpec(("fsdp", "expert"))
@@ -78,6 +79,8 @@ def test_parameters_and_activations_obey_the_decoder_s_rules(rules, tiny_decoder
 
 
 def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_does():
+  """On a TPU, one layer of a stacked weight and its gradient get the memory order of the stack. XLA would otherwise transpose
+  the complete stack."""
   rows = PartitionSpec(None, "fsdp")
   held = ShardedWeight(rows, ((), ("fsdp",), ()))
 
@@ -97,6 +100,8 @@ def test_on_a_tpu_a_layer_of_a_stacked_weight_and_its_gradient_lie_as_the_stack_
 
 @pytest.mark.parametrize(("platform", "together"), [("gpu", 1), ("cpu", 0)])
 def test_on_gpus_gradients_of_a_stack_s_layers_are_put_together_before_anything_reads_them(platform, together):
+  """A barrier after the concatenation makes the update read one array. An update that reads the gradient of each layer
+  separately takes twice as long."""
   mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("any", 1, platform))
   loss = lambda x: sum((i + 1) * jnp.sum(jnp.square(row)) for i, row in enumerate(rows_of(x)))
   x = jnp.arange(12.0).reshape(3, 4)
@@ -111,6 +116,8 @@ def test_on_gpus_gradients_of_a_stack_s_layers_are_put_together_before_anything_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_what_is_marked_as_varying_are_added_up_in_float32(dtype):
+  """``vary`` marks a weight as varying over devices. Its gradients are added over devices in float32, and the sum is rounded to
+  the dtype of the weight."""
   mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
 
   def loss(w, x):

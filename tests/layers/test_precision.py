@@ -199,6 +199,8 @@ def test_the_gradient_of_a_shared_operand_adds_up_inside_shard_map(dtype):
   [("BTD,DF->BTF", [(2, 3, 5), (5, 7)]), ("BTNH,NHD->BTD", [(2, 3, 4, 5), (4, 5, 7)]), ("...D,VD->...V", [(2, 0, 3), (4, 3)])],
 )
 def test_on_one_cpu_the_leading_axes_are_one(dtype, spec, shapes):
+  """On one CPU, products merge the leading axes of x into one axis, because XLA for CPUs would otherwise copy transposed
+  operands. Results must not change."""
   einsum = lambda x, y: Precision(dtype=dtype).einsum(spec, x, y, out="float32")
   pull = lambda x, y: (einsum(x, y), *jax.grad(lambda x, y: jnp.sum(jnp.sin(einsum(x, y))), (0, 1))(x, y))
   x, y = (jnp.asarray(RNG.normal(size=s), dtype) for s in shapes)
@@ -223,6 +225,8 @@ def test_on_one_cpu_the_leading_axes_are_one(dtype, spec, shapes):
   ],
 )
 def test_sums_that_devices_share_are_handed_on_in_the_reduction_dtype(axis, reduction, dtypes):
+  """If a product is a partial sum that is added over devices, its result has the ``reduction_dtype``. All other products return
+  bfloat16."""
   precision = Precision(dtype="bfloat16", reduction_dtype=reduction)
   mesh = jax.sharding.AbstractMesh((2,), (axis or "fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -1,5 +1,5 @@
-"""Tests layers with different precisions: parameters do not change, scan equals loop equals layers called by hand, caches,
-module wrappers, and remat."""
+"""Tests layers with different precisions: parameters do not change, and scan, loop and single calls of the layers give the same
+results. Also tests caches, module wrappers and remat."""
 
 import dataclasses
 import functools

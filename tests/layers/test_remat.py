@@ -50,5 +50,6 @@ def test_what_a_policy_keeps_lies_where_offload_says(policy):
 
 
 def test_nothing_is_offloaded_of_what_no_policy_names():
+  """Offloading without a remat policy is an error, because it moves the arrays that a policy names."""
   with pytest.raises(ValueError, match=r"remat_offload=all .*remat_policy=none"):
     remat(layer, "none", isolated=True, offload="all")

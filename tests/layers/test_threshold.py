@@ -1,4 +1,4 @@
-"""Tests that thresholds equal those of a sort."""
+"""Tests the search for the k-th largest number against a sort."""
 
 import jax.numpy as jnp
 import numpy as np

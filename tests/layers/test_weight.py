@@ -1,7 +1,7 @@
-"""Tests models in which every weight is a ``Weight`` instead of an array. They must compute and train correctly.
+"""Tests that models compute and train correctly if every weight is a ``Weight`` instead of an array.
 
-There are two kinds, both made from the ``Param`` of each weight: a low-rank addition (``layers/quantization/low_rank.py``) and
-a scaled int8 weight.
+Two kinds are used, both made from the ``Param`` of each weight: a low-rank addition (``layers/quantization/low_rank.py``) and a
+scaled int8 weight.
 """
 
 import contextlib
@@ -169,6 +169,7 @@ def test_weights_rounded_while_they_are_stacked_give_the_same_numbers(
 
 
 def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decoder, random_params, batch, monkeypatch):
+  """Fewer weights are rounded as complete stacks if one layer has another dtype, and none with remat."""
   made = []
   monkeypatch.setattr(attention, "products", apart)
   monkeypatch.setattr(weight_module, "on_one_gpu", lambda: True)
@@ -188,8 +189,8 @@ def test_where_dtypes_of_layers_differ_none_is_rounded_while_stacked(tiny_decode
 @pytest.mark.parametrize("stored", ["arrays", "rounded", "one of each"])
 @pytest.mark.slow
 def test_products_on_one_gpu_are_one(stored, monkeypatch):
-  """Values equal those of separate products, and the gradient of x is rounded once. Adapters, float8 and other machines
-  multiply by each weight separately."""
+  """Values equal those of separate products, and the gradient of x is rounded once. Separate products are still used with
+  adapters, with float8 and on other machines."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   x, plain = draw(2, 3, 5), [draw(5, heads, 4) for heads in (3, 1, 2)]
@@ -218,6 +219,7 @@ def test_products_on_one_gpu_are_one(stored, monkeypatch):
 
 
 def test_a_rounded_weight_is_read_as_it_is_stored_where_a_product_is_float32():
+  """A ``Rounded`` weight has the stored array and a 16-bit copy. Products in float32 must use the stored array."""
   stored = jnp.asarray([[1.001], [2.003]])
   x, w = jnp.asarray([[3.0, 5.0]]), Rounded(stored, stored.astype(jnp.float16))
   half = Precision(dtype="float16")
@@ -250,6 +252,7 @@ TOWERS = {
 @pytest.mark.parametrize("name", TOWERS)
 @pytest.mark.slow
 def test_a_tower_multiplies_through_the_seam_too(name, random_params):
+  """Vision towers with ``Weight`` objects give the same results as with the merged arrays."""
   cfg, shape, positions = TOWERS[name]
   tower = cfg.layer(Precision(dtype="float32"))
   spec, rng = tower.params(), np.random.default_rng(3)

@@ -330,6 +330,7 @@ def test_a_verdict_of_another_key_under_this_name_is_not_believed(tmp_path, capl
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, caplog):
+  """If a verdict cannot be stored, the kernel is still used, and a warning is logged."""
   (tmp_path / kernel_verdicts.FOLDER).write_text("a file where the folder should be")
   layers, _, ran = decide(GOOD, cache=str(tmp_path))
   assert ran

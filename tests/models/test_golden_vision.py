@@ -27,9 +27,9 @@ CASES = {  # case -> the variant to run it with
 }
 TYPES = ("token_type_ids", "mm_token_type_ids")
 Outputs = dict[str, np.ndarray]
-# The norm of a narrow product amplifies rounding in each layer. If embeddings change by one unit in the last place, the last
-# hidden state changes by 1.5e-4, and the logits by less than the usual tolerance. The measured difference from transformers is
-# 1.2e-4.
+# The norm of a narrow product amplifies rounding errors in each layer. If embeddings change by one unit in the last place, the
+# last hidden state changes by 1.5e-4, and the logits by less than the usual tolerance. The measured difference from
+# transformers is 1.2e-4.
 HIDDEN = {"gemma4_vision_small": 2e-4}
 
 

@@ -104,6 +104,8 @@ def test_the_branches_of_a_model_add_as_much_as_its_embedding(name: str, branche
 
 @pytest.mark.parametrize(("name", "parts"), [("qwen3-tiny", (0.25, 0.25)), ("gemma4-tiny", (1, 1 / 16))])
 def test_a_norm_of_values_leaves_the_whole_factor_to_the_output_projection(name: str, parts: tuple[float, float]):
+  """The factor of a branch is divided between values and output projection. A norm of values would remove its share, so the
+  output projection then has the complete factor."""
   mixer: Any = decoder_of(name).layers[0].mixer
   spec = dataclasses.replace(mixer.cfg, branch_gain=1 / 16).layer(mixer.precision).params()
   assert (spec["v"].init.gain, spec["o"].init.gain) == parts

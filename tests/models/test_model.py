@@ -1,4 +1,4 @@
-"""Tests what a model on a mesh reports about the kernels of its layers."""
+"""Tests the kernel that a model on a mesh chooses for its experts, and its report about it."""
 
 import jax
 import pytest
@@ -17,6 +17,7 @@ from maxtext_like.sharding.mesh import abstract_mesh
   ],
 )
 def test_what_multiplies_tokens_with_experts(name, platform, said):
+  """``grouped_product`` describes the kernel of the experts. It is None if the model has no experts."""
   config = load_config(name, ["attention=dot_product"]).config
   model = make_model(config, mesh=abstract_mesh(config.mesh, 1), platform=platform)
   assert model.grouped_product == said

@@ -312,6 +312,9 @@ def test_nested_scans_compare_iterations_outermost_first():
 
 
 def test_layers_do_not_blame_each_other_through_stacked_residuals():
+  """The backward pass reads residuals of all layers from stacked arrays. An infinity that another layer stored there is not the
+  cause of a fault."""
+
   # In the forward pass, layer 5 has a masked overflow whose value is saved. In the backward pass, layer 8 overflows for another
   # reason, and it runs before layer 5.
   @jax.custom_vjp

@@ -59,6 +59,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_named(value, leaf)
 
 
 def test_it_never_gives_in_and_goes_on_afterwards():
+  """The guard rejects any number of non-finite updates in a row. The next finite update is the same as without the rejected
+  ones."""
   guard: Any = FiniteGuard(ADAM)
   state = start = guard.init(PARAMS)
   for n in range(1, 8):  # optax.apply_if_finite applies an update after too many rejections

@@ -98,6 +98,8 @@ def test_reductions_precision_calls_and_arguments():
 @pytest.mark.parametrize(("stored", "gradient"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"),
                                                   ("bfloat16", "bfloat16")])  # fmt: skip
 def test_the_dtype_of_gradients_is_that_before_the_clipping_factor_widens_them(stored, gradient):
+  """Clipping multiplies gradients by a float32 factor, in float32. The reported dtype is that of the gradients before this."""
+
   def step(state, scale):
     grads = jax.tree.map(lambda w: jnp.sin(w).astype(gradient), state["params"])
     norm = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
@@ -215,12 +217,14 @@ ENTRY %main (part: bf16[2,4], whole: bf16[7,4], start: s32[]) -> (bf16[7,4], bf1
 def test_a_sum_of_parts_that_each_device_puts_elsewhere_into_zeros_is_known_for_a_gather():
   (found,) = [i for i in read_hlo(GATHERED).instructions if i.kind == "all_reduce"]
   assert found.reducer == "add"
-  # Four arrays are not such parts: a part in an array of ones, a part in an existing array, a complete array, and a part at the
-  # same offset on all devices.
+  # The last four operands do not count: a part in an array of ones, a part in an existing array, a complete array, and a part
+  # at the same offset on all devices.
   assert found.placed == (True, True, False, False, False, False)
 
 
 def test_elements_of_tuples_that_are_read_by_their_number():
+  """Compiled text may read an element of a tuple as ``%name#0``. ``hlo_lines`` adds a get-tuple-element instruction for each of
+  these elements."""
   lines = [line.strip() for line in hlo_lines(NESTED)]
   assert lines[2:4] == [
     "%s.1#0 = f32[4,6]{1,0:T(8,128)} get-tuple-element(%s.1), index=0",

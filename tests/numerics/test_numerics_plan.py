@@ -58,6 +58,7 @@ def test_the_cause_is_that_of_the_full_x_ray(fn, args):
 
 
 def test_intentional_infinities_are_clean_and_finite_programs_take_one_look():
+  """Intentional infinities are not reported. A finite program is measured once, without a second program."""
   mask = jnp.tril(jnp.ones((4, 4), bool))
 
   def attention(scores):

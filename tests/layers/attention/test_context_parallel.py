@@ -151,6 +151,8 @@ def test_every_family_and_mixed_meshes():
 
 
 def test_fused_kernels_do_the_windows_that_a_neighbor_s_keys_fill():
+  """If rows are split over devices, a fused kernel needs a window that is no longer than the part of one device. The keys of
+  one neighbor then suffice."""
   case = Case(
     platform="gpu", precision=Precision(), query_heads=4, kv_heads=2, head_dim=128, value_dim=128, length=4096, context=4
   )

@@ -1,5 +1,5 @@
-"""Tests the lightning indexer: it selects exactly k keys, in a fixed order if scores are equal. Also its loss and its precision
-flag. test_mla.py tests the scores."""
+"""Tests the lightning indexer: it selects exactly k keys, the earlier one of two with equal scores. Also tests its loss and its
+precision flag. test_mla.py tests the scores."""
 
 from typing import Any
 
@@ -41,6 +41,8 @@ SELECT = {topk: both(topk) for topk in (1, 3, T, T + 5)}
   segments=st.lists(st.integers(0, 2), min_size=T, max_size=T),
 )
 def test_exactly_k_of_the_visible_and_the_earlier_of_equals(topk, scores, segments):
+  """Each query selects its ``topk`` visible keys with the highest scores. The earlier of two keys with equal scores is
+  preferred."""
   rows = np.array(scores).reshape(1, T, T)
   mask = causal(T, np.array([segments]))
   chosen, indices = SELECT[topk](jnp.asarray(rows, jnp.float32), jnp.asarray(mask))

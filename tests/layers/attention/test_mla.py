@@ -1,5 +1,5 @@
-"""Tests latent attention against the equations in float64: both forms of queries, biases, the temperature of YaRN, and the
-sparse form."""
+"""Tests latent attention against the equations in float64: queries with and without a latent, biases, the temperature of YaRN,
+and sparse attention."""
 
 import dataclasses
 import math

@@ -17,7 +17,7 @@ def narrow(dtype) -> Precision:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-7), ("bfloat16", 1.2e-2), ("float16", 1.5e-3)])
-@pytest.mark.parametrize("cap", [0.5, 7.0, 50.2])  # bfloat16 rounds the last one up
+@pytest.mark.parametrize("cap", [0.5, 7.0, 50.2])  # bfloat16 rounds 50.2 up
 def test_values_and_gradients_are_those_of_float64(cap, dtype, tolerance):
   g = np.linspace(-2, 3, X.size)
   x = jnp.asarray(X, dtype)
@@ -54,6 +54,7 @@ def test_float16_holds_every_step(cap):
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("softmax", [True, False])
 def test_scores_are_capped_in_float32_where_either_flag_has_them_in_it(product, softmax):
+  """tanh is computed in float32 if the product of queries and keys or the softmax is."""
   precision = Precision(dtype="bfloat16", float32_qk_product=product, float32_logits=softmax)
   x = jnp.ones(3, "float32" if product else "bfloat16")
   (tanh,) = named(lambda x: softmax_scores(x, precision, 5.0), x, name="tanh")

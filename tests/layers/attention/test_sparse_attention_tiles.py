@@ -1,4 +1,4 @@
-"""Tests the loop over tiles of queries alone. test_mla.py tests attention with it."""
+"""Tests the loop over tiles of queries, without the layer. test_mla.py tests attention with this loop."""
 
 import jax
 import jax.numpy as jnp

@@ -69,6 +69,7 @@ def test_a_tensor_is_divided_by_the_least_power_of_two_that_brings_it_within_the
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("x", [[0.0, -0.0], [1e-45, 0.0]])
 def test_zeros_and_what_float32_scarcely_holds_are_zeros(x, dtype):
+  """Tensors of zeros, and of the smallest float32 numbers, become zeros. Their scale must still be positive."""
   values, scale = float8.scaled(jnp.asarray(x, jnp.float32), dtype)
   assert not np.asarray(values).astype(np.float32).any()
   assert 0 < float(scale) < 1e-37
@@ -129,6 +130,7 @@ def test_errors_are_of_the_size_that_the_formats_have():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_reaches_its_own_sums_and_no_other(bad):
+  """A NaN or an infinity makes only those sums non-finite that contain it. It must not change the scale of the tensor."""
   x, y, g = draw(2, 3, 37), draw(37, 7), draw(2, 3, 7)
   run = jax.jit(lambda x, y, g: vjp("BTD,DF->BTF", Precision(matmul_dtype="float8"), x, y, g))
   clean = run(x, y, g)
@@ -182,6 +184,7 @@ def test_a_policy_keeps_the_products_that_it_keeps_in_the_dtype(policy, capsys):
 
 
 def test_products_that_do_not_ask_for_it_stay_as_they_are():
+  """Only products that are called with ``large=True`` use float8, and grouped products never do."""
   precision, x, w = Precision(matmul_dtype="float8"), draw(4, 8), draw(8, 6)
   (dot,) = named(lambda x, w: product(precision, "MD,DF->MF", x, w), x, w, name="dot_general")
   assert dtypes(dot) == ("bfloat16",) * 3

@@ -1,4 +1,5 @@
-"""Tests LoRA's factors: shapes and axes follow from the weight alone, and the initial factors change nothing."""
+"""Tests low-rank adapters (LoRA and DoRA): shapes and axes of the factors follow from the weight, and initial factors do not
+change results. Products and gradients equal those of the merged weight."""
 
 import dataclasses
 
@@ -55,6 +56,7 @@ def test_nothing_changes_at_the_start():
 
 
 def test_what_multiplies_nothing_has_none():
+  """A parameter that is not used in products, such as the scale of a norm, cannot have an adapter."""
   with pytest.raises(ValueError, match=r"embed.*low-rank adapter"):
     factors(Param((5,), ("embed",), contracts=()), 6)
 
@@ -79,6 +81,8 @@ def test_a_product_and_its_gradients_are_those_of_the_merged_weight(dtype):
 
 
 def test_on_one_gpu_the_gradients_of_an_addition_come_as_soon_as_they_can(monkeypatch):
+  """On one GPU, a barrier for each factor makes XLA compute the gradients of the factor and of its input together. Without it,
+  XLA delays the gradient and keeps its inputs in memory. Results must not change by a bit."""
   x, w = jax.random.normal(jax.random.key(0), (2, 3, 5)), jax.random.normal(jax.random.key(1), (5, 7))
   a, b = jax.random.normal(jax.random.key(2), (5, 2)), jax.random.normal(jax.random.key(3), (2, 7))
   layout = Layout.of(Param(w.shape, ("embed", "mlp"), "float32", fan_in(0)))

@@ -162,6 +162,7 @@ def test_zeros_and_the_size_of_the_error(name):
 
 @pytest.mark.parametrize("summed", [0, 1])
 def test_a_table_is_none_of_these(summed):
+  """Embedding tables cannot be quantized."""
   table = Param((10, 8), ("vocab", "embed"), contracts=(summed,))
   with pytest.raises(ValueError, match=r"vocab.*is a table"):
     stored_params(FORMS["nf4"], table)

@@ -136,8 +136,8 @@ def test_long_rows_take_this_way_and_short_ones_the_reference():
 
 @pytest.mark.slow
 def test_cotangents_whose_difference_leaves_float16():
-  """The scores are 16-bit. The cotangent of one key is 4e4 and that of the others -4e4. Each fits float16, their difference
-  does not."""
+  """The scores are 16-bit. The cotangent of one key is 4e4 and that of the others -4e4. Each fits float16, but their difference
+  does not, and the gradient must still be finite and correct."""
   precision = Precision(dtype="float16", float32_logits=False)
   t, sign = 8, np.where(np.arange(8) == 0, 1, -1)
   v = jnp.asarray(np.broadcast_to(sign[None, :, None, None], (1, t, 1, 1)), jnp.float16)

@@ -62,6 +62,8 @@ def rows(rng: np.random.Generator, B: int, T: int, longest: int) -> tuple[np.nda
 @pytest.mark.parametrize("with_segments", [False, True])
 @pytest.mark.parametrize("with_images", [False, True])
 def test_what_a_query_sees_is_a_stretch_of_keys(window, with_segments, with_images):
+  """``key_ranges`` describes the same visible keys as ``attention_mask``: one interval for each query. Its ends never decrease
+  along a row."""
   rng, B, T = np.random.default_rng(0), 2, 40
   at = np.arange(T)
   for _ in range(8):
@@ -79,6 +81,8 @@ def test_what_a_query_sees_is_a_stretch_of_keys(window, with_segments, with_imag
 @pytest.mark.parametrize(("B", "T", "N", "K"), [(2, 4096, 32, 4), (1, 32768, 8, 1), (3, 384, 6, 3)])
 @pytest.mark.parametrize("budget", mosaic_flash._BUDGETS.values())
 def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, window, ahead, budget):
+  """The plan of the backward pass divides queries and heads evenly, and its buffer is within the memory budget. The buffer has
+  room for all tiles of keys that the queries of a turn see."""
   how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
   assert (T // 128) % how.tiles == B * K % how.heads == 0
   assert how.heads % K == 0 or K % how.heads == 0
@@ -184,7 +188,7 @@ def written_out(q, k, v, g, mask, scale, soft_cap=None) -> list[np.ndarray]:
     ((2, 256, 2, 1, 512, 512), "bfloat16", None, True, False, 1 << 30, None),
     ((1, 384, 2, 2, 512, 320), "bfloat16", 70, False, False, 1 << 19, None),  # one key-value head at a time, in several turns
     ((1, 384, 2, 1, 256, 256), "bfloat16", None, True, False, 1 << 30, None),  # only half of the last 256 keys exist
-    # Several turns, each with some query heads of one key-value head.
+    # In several turns, each with some query heads of one key-value head.
     ((1, 384, 6, 2, 256, 256), "float16", 70, True, False, 1 << 20, None),
     ((1, 256, 3, 1, 256, 256), "bfloat16", None, True, True, 1 << 30, None),
     # Latent attention: the forward pass pads the heads to 256.
@@ -302,6 +306,7 @@ def test_save_attention_keeps_what_the_backward_pass_needs(name):
 
 @needs_interpreter
 def test_borrowed_keys_of_another_dtype_become_the_layer_s():
+  """A layer may reuse keys and values of a layer with another dtype. The result has the layer's own dtype."""
   shape = lambda heads, dtype: jax.ShapeDtypeStruct((1, 128, heads, 256), dtype)
   how = {"window": None, "bidirectional_images": False, "scale": 1.0, "precision": Precision(dtype="bfloat16")}
   run = lambda q, k, v: attend("mosaic_flash", q, k, v, Tokens(None, None), **how)
@@ -309,6 +314,8 @@ def test_borrowed_keys_of_another_dtype_become_the_layer_s():
 
 
 def test_its_operations_are_known_by_the_names_of_the_kernels():
+  """The kernel's operations are found in a compiled program by the names of kernels in their scopes. Operations of other
+  kernels are not."""
   scopes = ("jvp()", "mosaic_flash", "mosaic_flash_scores", "pallas_call")
   assert mosaic_flash.KERNEL.operation("mosaic_gpu_v2", scopes) == "mosaic_flash_scores"
   assert mosaic_flash.KERNEL.operation("mosaic_gpu_v2", ("experts",)) is None

@@ -97,7 +97,7 @@ def test_heads_of_512_have_a_kernel_on_hopper_gpus_where_jax_can_write_it(monkey
     for kernel, change in (
       ("mosaic_flash", {}),
       ("mosaic_flash", {"bidirectional_images": True, "length": 1024}),
-      ("mosaic_flash", {"capability": None}),  # not known ahead of time
+      ("mosaic_flash", {"capability": None}),  # unknown if the program is compiled ahead of time
       ("cudnn_flash", {"head_dim": 256, "value_dim": 256}),
       ("dot_product", {"capability": "8.0"}),
     ):
@@ -109,6 +109,7 @@ def test_heads_of_512_have_a_kernel_on_hopper_gpus_where_jax_can_write_it(monkey
 
 
 def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is_one(monkeypatch):
+  """cuDNN needs a mask for several documents, which makes it slow. ``auto`` then prefers mosaic_flash, which needs none."""
   monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
   case = dataclasses.replace(HOPPER, head_dim=256, value_dim=256, documents=True)
   without: Any = ("mosaic_flash",)
@@ -118,7 +119,7 @@ def test_rows_of_several_documents_go_to_a_kernel_that_masks_none_where_there_is
   assert choose("auto", dataclasses.replace(case, capability="8.0", head_dim=128, value_dim=128)).name == "cudnn_flash"
   # cuDNN does not support 256 on this device.
   assert choose("auto", dataclasses.replace(case, capability="8.0")).name == "dot_product"
-  # mosaic_flash pads heads of 192. It is still the choice if queries see all earlier keys, but not with a window.
+  # mosaic_flash pads heads of 192. It is still chosen if queries see all earlier keys, but not with a window.
   narrow = dataclasses.replace(case, head_dim=128, value_dim=128)
   for change, name in (
     ({}, "mosaic_flash"), ({"window": 64}, "mosaic_flash"), ({"documents": False}, "cudnn_flash"),
@@ -148,6 +149,7 @@ def test_plain_xla_goes_in_blocks_where_a_row_has_several():
 
 
 def test_flags_that_a_fused_kernel_surpasses_are_named():
+  """``surpasses`` returns the flags that request less precision than the kernel uses."""
   asked = dataclasses.replace(GPU, precision=Precision(float32_logits=False))
   assert registry.kernel("cudnn_flash").surpasses(asked) == ["float32_logits"]
   assert registry.kernel("cudnn_flash").surpasses(GPU) == []
@@ -174,5 +176,6 @@ def test_auto_imports_only_kernels_of_the_platform(platform, monkeypatch):
 
 
 def test_the_configuration_can_ask_without_jax():
+  """Importing the registry must not import JAX, so that code without JAX can use it."""
   code = "import sys, maxtext_like.layers.kernels.attention.registry; assert 'jax' not in sys.modules"
   assert subprocess.run([sys.executable, "-c", code]).returncode == 0

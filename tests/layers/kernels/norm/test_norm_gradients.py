@@ -62,6 +62,8 @@ def test_gradients_are_those_of_xla(dtype, options, rows, monkeypatch):
 
 
 def test_who_gets_the_kernel():
+  """``auto`` chooses the kernel for one Hopper GPU and rows of a supported width, and XLA otherwise. Naming the kernel in an
+  unsupported case is an error."""
   able: dict[str, Any] = {"platform": "gpu", "capability": "9.0", "devices": 1, "dim": 2560}
   assert choose("auto", Case(**able)) == ("xla" if OLD else "pallas_gpu")
   assert choose("xla", Case(**able)) == "xla"
