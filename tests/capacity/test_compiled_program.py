@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (instructions are as long as compilers write them)
-"""A compiled program read from its text, against counts by hand."""
+"""Operations, transfers and copies that are read from the text of a compiled program, compared with counts by hand."""
 
 import re
 
@@ -9,8 +9,9 @@ from maxtext_like.capacity.compiled_program import Transfer, read_program
 from maxtext_like.capacity.traffic import Traffic
 from maxtext_like.errors import UserError
 
-# Two devices' program, cut to what is counted: a loop of three turns over a stack of weights, with a product, a gather that
-# is waited for, one beside computation, a gradient that is scattered in a fusion, and a transfer to another slice.
+# The program of two devices, reduced to what is counted: a loop of three iterations over a stack of weights, with a product; an
+# all-gather that is waited for and others that overlap with computation; a reduce-scatter of a gradient inside a fusion; a
+# transfer to another slice.
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
 FileNames
@@ -99,7 +100,7 @@ ENTRY %main (p: f32[3,5,6]) -> f32[] {
 
 
 def by_number(text: str) -> str:
-  """Elements of tuples without instructions of their own, as compilers of 2026's second half write them."""
+  """Rewrite tuple elements as %tuple#index, as compilers from the second half of 2026 do, which write no get-tuple-element."""
   for line, name, of, index in re.findall(r"(  %([\w.]+) = .* get-tuple-element\(%([\w.]+)\), index=(\d+)\n)", text):
     text = re.sub(rf"%{re.escape(name)}(?![\w.])", f"%{of}#{index}", text.replace(line, ""))
   assert "get-tuple-element" not in text
@@ -117,7 +118,7 @@ def test_loops_count_as_often_as_they_turn(program):
 
 
 def test_of_a_stack_the_layer_that_is_read_counts(program):
-  # The slice and its number, three times; what "send" reads and writes; all else lies on the chip.
+  # Each iteration reads the slice and its index. "send" reads its operand and writes its result. All else is in on-chip memory.
   assert Traffic(program).step() == 3 * (5 * 6 * 4 + 4) + (3 * 5 * 6 * 4 + 10 * 4 + 4)
 
 
@@ -140,9 +141,9 @@ def test_who_asked_for_an_operation(program):
 @pytest.mark.parametrize(
   ("line", "flops"),
   [
-    # A batch of 3 products [2, 4] x [4, 5] as a convolution with a hole between entries, as TPUs have them.
+    # A batch of 3 products [2, 4] x [4, 5], written as a convolution with a dilated input, as on TPUs.
     ("f32[3,2,5]{2,1,0} convolution(%x, %y), window={size=3 stride=2 pad=0_0 lhs_dilate=3}, dim_labels=0bf_0io->0bf", 3 * 80),
-    # Padding is no work: size 3 over 4 entries, padded by one on each side.
+    # Padding takes no FLOPs: a window of size 3 over 4 entries, padded by one on each side.
     ("f32[4,2,5]{2,1,0} convolution(%x, %z), window={size=3 pad=1_1}, dim_labels=0bf_0io->0bf", (4 * 3 - 2) * 80),
     ("f32[3,2,5]{2,1,0} dot(%x, %y), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}", 240),
   ],
@@ -191,7 +192,7 @@ def test_groups_of_a_mesh_that_is_written_by_its_axes(mesh, size, between):
   assert gathers[0].bytes == gathers[0].times * (8 * 6 * 2) * (size - 1) / size
 
 
-# The first turn is taken out of the loop; the loop cuts a layer's input out of what waits in the host's memory, or puts it there.
+# The first iteration is peeled off. The loop copies a layer's input to host memory, S(5), and reads one back.
 COPIES = """HloModule jit_step, is_scheduled=true
 
 %put (host: bf16[3,7,5], row: bf16[1,7,5], at: s32[]) -> bf16[3,7,5] {
@@ -243,11 +244,11 @@ ENTRY %main (p: bf16[1,7,5]) -> f32[] {
 
 @pytest.mark.parametrize("written", [str, by_number])
 def test_copies_to_the_host_and_back(written):
-  """Two turns are left; only where something is computed before it has to be done a copy is beside computation."""
+  """The loop has two iterations. A copy counts as asynchronous only if something is computed between its start and its end."""
   program, size = read_program(written(COPIES)), 7 * 5 * 2
   assert program.transfers(chips_per_slice=1) == [
     Transfer("from host", 2 * size, 2, asynchronous=False),
     Transfer("to host", size, 1, asynchronous=False),
     Transfer("to host", 2 * size, 2, asynchronous=True),
   ]
-  assert Traffic(program).step() == 2 * 2 * size + size  # the device's side of each
+  assert Traffic(program).step() == 2 * 2 * size + size  # reads and writes of device memory

@@ -1,4 +1,4 @@
-"""FLOPs of a step against sums by hand, and the table of peaks."""
+"""FLOPs of a step compared with sums by hand, and the table of peak FLOP/s."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_gemma3_4b_as_the_measured_table_counts():
 def test_experts_count_by_their_share():
   program = make_program(load_config("deepseek3-671b", ["max_target_length=2048"]).config)
   products = 6 * 2048 * count(program.spec)
-  assert flops("deepseek3-671b", "max_target_length=2048") < products / 10  # 37 of 671 billion are active
+  assert flops("deepseek3-671b", "max_target_length=2048") < products / 10  # 37 of 671 billion parameters are active
 
 
 def test_frozen_parameters_cost_no_weight_gradient():
@@ -64,7 +64,7 @@ def test_a_table_that_is_trained_whole_counts_in_the_place_of_the_models_own():
   lora = ("lora_rank=2", "lora_modules=[q_proj]", "max_target_length=16")
   table = make_program(load_config("gemma4-tiny").config).spec["embedding"]["table"]
   without, beside = (flops("gemma4-tiny", *lora, *words) for words in ((), ("modules_to_save=[embed_tokens]",)))
-  assert beside - without == 2 * 16 * math.prod(table.shape)  # the product for its gradient
+  assert beside - without == 2 * 16 * math.prod(table.shape)  # the product that computes the table's gradient
 
 
 def test_the_dense_warm_up_has_a_backward_pass_in_the_indexer_only():

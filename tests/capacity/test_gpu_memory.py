@@ -1,4 +1,4 @@
-"""What a GPU holds at the instants of a step that updates layers in the backward pass, of tiny models of unequal sizes."""
+"""GPU memory in the phases of a step that updates layers in the backward pass, for tiny models with layers of unequal sizes."""
 
 import functools
 import math
@@ -38,10 +38,11 @@ def table(p: TrainProgram) -> int:
 
 @pytest.mark.parametrize(("weights", "stored_otherwise"), [("bfloat16", 0), ("float32", 2), ("float16", 2)])
 def test_a_loss_in_chunks_has_logits_or_what_they_make_of_the_head(weights, stored_otherwise):
-  """The sum of the head's gradients in float32, a chunk's in bfloat16; the head in bfloat16, unless it is stored so."""
+  """The loss needs the float32 sum of the head's gradients, the bfloat16 gradient of a chunk, and the head in bfloat16 unless
+  it is stored in bfloat16."""
   p = program("gemma3-tiny", f"weight_dtype={weights}", "vocab_size=40009")
   numbers = ROWS * LENGTH // CHUNKS * 40009
-  assert table(p) > 4 * numbers  # a chunk's gradient of the head is more than its logits
+  assert table(p) > 4 * numbers  # the head's gradient of a chunk is larger than the chunk's logits
   expected = KEPT + 4 * table(p) + 2 * table(p) + stored_otherwise * table(p) + 2 * numbers
   found = gpu_memory.in_loss(p, trained(p), KEPT, p.objective.logit_bytes(ROWS, LENGTH))
   assert sum(found) == expected
@@ -50,15 +51,16 @@ def test_a_loss_in_chunks_has_logits_or_what_they_make_of_the_head(weights, stor
 
 
 def test_a_layer_at_work_has_its_gradients_and_its_weights_taken_out_of_the_stack():
-  """Of gemma4-tiny's rows of three layers the largest one's: updated numbers are written where they lie."""
+  """The largest layer in a group of three counts. Its updated values are written in place and need no further memory."""
   p = program("gemma4-tiny", "vocab_size=64")
   layers = [trained(p)["stack_0"][f"layer_{j}"] for j in range(3)]
   assert {x.shape[0] for layer in layers for x in jax.tree.leaves(layer)} == {2}
   numbers = [sum(math.prod(x.shape) for x in jax.tree.leaves(layer)) // 2 for layer in layers]
-  assert len(set(numbers)) > 1  # a global layer is none of the local ones
+  assert len(set(numbers)) > 1  # the global layer and the local layers have different sizes
   found = in_use(p)
   assert found == (2 * table(p) + 2 * max(numbers), 2 * max(numbers), KEPT + AGAIN, 0)
-  # With momentum of low rank, where a layer's own activations are less: directions and what is added to them, in bfloat16.
+  # With momentum of low rank and small activations, the update is the peak: the layer's updates and the changes that momentum
+  # adds, both in bfloat16.
   p = program("gemma4-tiny", "vocab_size=64", "adafactor_momentum_rank=2")
   assert in_use(p, again=0) == (2 * table(p) + 2 * max(numbers), 2 * max(numbers) + 2 * 2 * max(numbers), KEPT, 0)
   more = in_use(p, KEPT, AGAIN + 10**6)
@@ -87,7 +89,8 @@ EIGHT_BITS = ("opt_type=adamw", "mu_dtype=dynamic8", "nu_dtype=dynamic8")
 
 
 def test_tables_that_are_updated_at_once_have_their_steps_in_float32():
-  """Steps of all that lies in no stack and its next moments; of gradients in float32 one at a time."""
+  """The update of everything outside the stacks holds the float32 updates and the new moments of all its arrays, and one
+  float32 gradient at a time."""
   p = program("qwen3-tiny", "vocab_size=4096", *EIGHT_BITS)
   own = [x for name, tree in trained(p).items() if not name.startswith("stack_") for x in jax.tree.leaves(tree)]
   numbers = [math.prod(x.shape) for x in own]
@@ -98,7 +101,7 @@ def test_tables_that_are_updated_at_once_have_their_steps_in_float32():
   )
   assert gpu_memory._in_last_update(p, own_tree(p)) == (4 * max(numbers), 4 * sum(numbers) + state, 0, 0)
   assert in_use(p) == gpu_memory._in_last_update(p, own_tree(p))
-  assert sum(gpu_memory._in_last_update(program("qwen3-tiny", "vocab_size=4096"), own_tree(p))) == 0  # Adafactor's is fused
+  assert sum(gpu_memory._in_last_update(program("qwen3-tiny", "vocab_size=4096"), own_tree(p))) == 0  # fused: nothing is stored
 
 
 def test_of_a_table_that_is_updated_piece_by_piece_nothing_is_there_but_its_gradient(monkeypatch):

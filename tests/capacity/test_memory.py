@@ -1,4 +1,4 @@
-"""The memory estimate: what it counts, what makes it smaller, and the refusal."""
+"""The memory estimate: what it counts, what reduces it, and the refusal of runs that do not fit."""
 
 import functools
 import math
@@ -34,7 +34,8 @@ def test_state_is_counted_exactly():
 
 @pytest.mark.slow
 def test_a_gpu_holds_a_loss_in_chunks_beside_gradients_where_a_loop_has_several_layers():
-  """gemma4-tiny is a row of three layers twice; unrolled it is no loop. A loss in one piece has one gradient of the head."""
+  """gemma4-tiny is a loop of two iterations over three layers; unrolled, it has no loop. Only a loss in chunks holds a separate
+  float32 sum of the head's gradients."""
 
   def need(*words, platform="gpu"):
     config = load_config("gemma4-tiny", ["per_device_batch_size=1", "max_target_length=64", *words]).config
@@ -48,10 +49,10 @@ def test_a_gpu_holds_a_loss_in_chunks_beside_gradients_where_a_loop_has_several_
     other, _ = need(*words, platform=platform)
     assert other.copies == 0
     assert "copies" not in memory.table(other, None)
-  # Unrolled, what the loss needs makes way for the gradients: together they are what the larger of both is.
+  # Unrolled, gradients reuse the memory of the loss, so only the larger of the two counts.
   unrolled, _ = need(chunks, one_row)
   assert unrolled.gradients == looped.gradients
-  # A chunk's gradient of the head comes when its logits have gone.
+  # The head's gradient of a chunk is computed when the chunk's logits are no longer needed.
   at_loss = looped.activations + looped.logits + 4 * table + max(0, 4 * table - looped.logits // 2)
   assert unrolled.total == unrolled.parameters + unrolled.optimizer + max(unrolled.gradients, at_loss)
 
@@ -64,7 +65,8 @@ def on_gpus(model: str, *words: str, topology: str = "h200") -> memory.MemoryEst
 
 @pytest.mark.slow
 def test_a_loop_of_single_layers_has_the_loss_or_the_gradients():
-  """deepseek3-tiny's loops: with a large head the loss needs more, with none in chunks what is kept stands beside gradients."""
+  """deepseek3-tiny has loops over single layers. Without chunks, activations count in addition to the gradients. With a large
+  head in chunks, the loss needs more memory than the gradients."""
   words = ("remat_policy=none", "weight_dtype=float32", "dtype=bfloat16")
   plain = on_gpus("deepseek3-tiny", *words)
   assert (plain.copies, plain.logits) == (0, 0)
@@ -76,7 +78,7 @@ def test_a_loop_of_single_layers_has_the_loss_or_the_gradients():
 
 @pytest.mark.parametrize("scan", ["true", "false"])
 def test_weights_that_have_no_gradient_take_nothing_away(scan):
-  """Their 16-bit copies are not kept, and so not left out."""
+  """JAX keeps no 16-bit copies of frozen weights, so the estimate must not subtract them."""
   words = ("remat_policy=none", "dtype=bfloat16", "num_vocab_tiling=4", "trainable_parameters_mask=[final_norm]")
   need = on_gpus("gemma4-tiny", *words, f"scan_layers={scan}")
   assert min(need.activations, need.logits, need.copies) >= 0
@@ -85,7 +87,8 @@ def test_weights_that_have_no_gradient_take_nothing_away(scan):
 
 @pytest.mark.slow
 def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
-  """Of 32 keys that each of 256 queries gathers: what 4 heads make of them, and the latents. Warm-up has pairs of all keys."""
+  """Sparse training counts a tile of 256 queries with 32 gathered keys each: the scores of 4 heads, and the gathered latents.
+  The dense warm-up counts the scores of all keys."""
   words = ("max_target_length=512", "per_device_batch_size=2")
   dense = (*words, "indexer_sparse_training=false")
   whole, warm = on_gpus("deepseek3.2-tiny", *words).total, on_gpus("deepseek3.2-tiny", *dense).total
@@ -110,8 +113,8 @@ def test_sparse_attention_has_the_scores_of_a_tile_of_queries(monkeypatch):
   ],
 )
 def test_tiles_are_counted_in_the_form_that_the_layer_takes(words, gathers, monkeypatch):
-  """Gathered keys only where the weight that expands latents is plain and activations are not float16: estimate and layer ask
-  the same function."""
+  """The estimate and the layer call the same function: keys are gathered only if the weight that expands the latents is plain
+  and the dtype is not float16."""
   words = ["num_decoder_layers=2", "max_target_length=512", "per_device_batch_size=1", *words]
   program = make_program(load_config("deepseek3.2-tiny", words).config)
   gathered = 4 * 256 * 32 * (2 * 4 + 32 + 16)
@@ -124,7 +127,8 @@ def test_tiles_are_counted_in_the_form_that_the_layer_takes(words, gathers, monk
 
 
 def test_a_gpu_keeps_gate_and_up_and_makes_the_gate_s_activation_again():
-  """A GPU's gated product keeps an array less of each layer than that of a device without a kernel for both gradients."""
+  """The GPU's kernel computes both gradients of the gated product and recomputes the gate's activation, so each layer keeps one
+  array less than on a CPU."""
   words = ("remat_policy=none", "dtype=bfloat16", "attention=dot_product", "num_vocab_tiling=4")
   config = load_config("qwen3-tiny", [*words, "per_device_batch_size=3", "max_target_length=28"]).config
   program = lambda platform: make_program(config, mesh=abstract_mesh(config.mesh, 1), platform=platform)
@@ -133,13 +137,14 @@ def test_a_gpu_keeps_gate_and_up_and_makes_the_gate_s_activation_again():
 
 
 def test_weights_that_are_rounded_while_unstacked_are_there_in_the_loss():
-  """With the logits in float32 and their gradient in bfloat16, in one piece; what is kept is that of a loop."""
+  """During a loss without chunks, the kept activations, which include the weights in bfloat16, are in memory together with the
+  float32 logits and their bfloat16 gradient."""
   words = ("remat_policy=none", "dtype=bfloat16", "weight_dtype=float32", "num_vocab_tiling=1", "vocab_size=4001")
   need = on_gpus("qwen3-tiny", *words, "scan_layers=false", "opt_type=sgd", "sgd_momentum=0")
   config = load_config("qwen3-tiny", [*words, "max_target_length=64", "per_device_batch_size=1"]).config
   program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu", capability="9.0")
   with assumed_gpu():
-    kept = memory.activation_bytes(program).kept  # with the weights of all layers in bfloat16
+    kept = memory.activation_bytes(program).kept  # includes the weights of all layers in bfloat16
   assert need.total - need.parameters - need.optimizer == kept + 64 * 4001 * (4 + 2)
 
 
@@ -149,7 +154,7 @@ def test_a_rule_that_looks_at_whole_arrays_makes_their_steps_at_once():
   words = ("gemma4-tiny", *wide, "weight_dtype=bfloat16", "grad_dtype=bfloat16", "opt_type=adafactor")
   need = on_gpus(*words, "gradient_clipping_threshold=0")
   assert need.activations + need.logits + need.copies >= 2 * need.gradients
-  assert on_gpus(*words).total < need.total  # not where the update is proved finite
+  assert on_gpus(*words).total < need.total  # no updates are held if the update is proved finite
   layer_by_layer = on_gpus("gemma4-tiny", "weight_dtype=bfloat16", "opt_type=adafactor", "optimizer_in_backward=true")
   assert layer_by_layer.gradients + layer_by_layer.copies < need.gradients
 
@@ -173,12 +178,12 @@ def test_beside_an_adapter_a_row_of_layers_has_its_weights_apart_from_their_stac
   assert need.copies == 2 * weights * 2 // 3
   assert on_gpus("gemma3-tiny", *words, "scan_layers=false").copies == 0
   assert on_gpus("gemma3-tiny", *words, "base_weights=nf4").copies == 0
-  assert on_gpus("gemma3-tiny", *words, "num_decoder_layers=3").copies == 0  # one row is no loop
+  assert on_gpus("gemma3-tiny", *words, "num_decoder_layers=3").copies == 0  # a single group of three layers is not a loop
 
 
 @pytest.mark.slow
 def test_slices_of_weights_are_not_counted_as_kept():
-  """Layers in no loop read them where they are: of each but its input is kept, in a loop, unrolled or alone."""
+  """Layers outside a loop read slices of their weights in place, so a layer keeps only its input there, as in a loop."""
 
   def kept(layers: int, scan: str) -> int:
     words = [f"num_decoder_layers={layers}", f"scan_layers={scan}", "remat_policy=full", "per_device_batch_size=2"]
@@ -190,7 +195,7 @@ def test_slices_of_weights_are_not_counted_as_kept():
 
 @pytest.mark.slow
 def test_the_layer_that_is_computed_again_may_be_one_of_a_tower():
-  """A tower of more layers keeps more between them, and a layer of it is as large as before."""
+  """A larger tower keeps more activations between its layers, but one layer's recomputed activations are as large as before."""
 
   def again(layers: int, tower: str) -> int:
     words = ["use_multimodal=true", f"num_hidden_layers_for_vit={layers}", f"vision_tower={tower}", "remat_policy=full"]
@@ -203,7 +208,8 @@ def test_the_layer_that_is_computed_again_may_be_one_of_a_tower():
 
 
 def test_the_gradient_of_a_head_in_chunks_is_counted_once(monkeypatch):
-  """The loss keeps it for the backward pass, but it is the gradient already."""
+  """The loss keeps the head's gradient for the backward pass. It already counts as a gradient and must not count as an
+  activation too."""
   program = make_program(load_config("gemma4-tiny", ["num_vocab_tiling=4", "remat_policy=none"]).config)
   once = memory.estimate(program).activations
   monkeypatch.setattr(LanguageModeling, "made_in_forward", lambda *_: None)
@@ -221,7 +227,7 @@ def test_so_is_that_of_a_table_that_is_trained_whole_beside_an_adapter(monkeypat
 @pytest.mark.parametrize("axis", ["context", "tensor"])
 @pytest.mark.slow
 def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
-  """What is kept is shared out among them, and it was not among that."""
+  """Kept activations are divided among the devices that share rows. The head's gradient is removed before this division."""
   words = ["num_vocab_tiling=4", "remat_policy=full", f"ici_{axis}_parallelism=2", "ici_fsdp_parallelism=1"]
   config = load_config("deepseek3-tiny", words).config
   program = make_program(config, mesh=abstract_mesh(config.mesh, 2), platform="cpu")
@@ -233,7 +239,8 @@ def test_nor_does_it_count_where_devices_share_rows(monkeypatch, axis):
 
 @pytest.mark.slow
 def test_an_adapter_s_run_has_logits_and_gradients_of_layers_one_after_the_other(monkeypatch):
-  """Of a large vocabulary most of the logits count, of a small one none; a table that is trained whole is there with them."""
+  """Logits use memory before the layers' gradients do, so only their excess counts: most of a large vocabulary's logits, none
+  of a small one's. The gradient of a completely trained table is in memory together with the logits."""
   words = ["lora_rank=2", "per_device_batch_size=1", "max_target_length=64"]
   host = find_gpus("h100")
   assert host is not None
@@ -277,7 +284,7 @@ def test_monotonic(smaller, larger, part):
   assert getattr(estimate(*smaller), part) < getattr(estimate(*larger), part)
 
 
-@pytest.mark.slow  # test_run.py ends a run with it
+@pytest.mark.slow  # test_run.py covers a run that ends with this error
 def test_a_31b_is_refused_with_a_table_and_remedies(monkeypatch):
   monkeypatch.setattr(memory_limits, "host_limit", lambda: memory_limits.Limit(24 * 10**9, "a test"))
   with pytest.raises(DoesNotFitError) as caught:

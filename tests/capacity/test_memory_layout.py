@@ -1,4 +1,4 @@
-"""A buffer assignment of libtpu read into classes: what is alive at the fullest instant, and what lies between."""
+"""The classes of memory at the peak, and the gaps between arrays, as read from a buffer assignment of libtpu."""
 
 import re
 
@@ -65,7 +65,7 @@ RANGES = """HloLiveRange (max 8):
 """
 
 
-# As the libtpu of JAX 0.12 writes it.
+# The format of the libtpu of JAX 0.12.
 WITH_PAGES = re.sub(r"^(allocation \d+: size \d+(?:, color \d+)?)", r"\1, page 0", ASSIGNMENT, flags=re.MULTILINE)
 
 
@@ -76,8 +76,8 @@ def test_classes_at_the_fullest_instant(assignment):
     "parameters": 128,
     "optimizer": 128,
     "batch": 16,
-    "gradients": 128,  # once, though two values lie there
-    "activations": 200,  # "kept" is made forward and read last by the backward pass
+    "gradients": 128,  # counted once: two values share this memory
+    "activations": 200,  # "kept" is computed in the forward pass and last read by the backward pass
     "temporaries": 64 + 40,  # a copy of a parameter, and "work"
     "gaps": 640 - 200 - 64 - 128 - 40,
   }
@@ -99,7 +99,7 @@ def test_a_moment_on_the_host_takes_none_of_a_chip():
 
 
 def test_what_shares_a_place_is_there_once():
-  # 200 + 240 where "early" is made; 432 at the end, or 560 with the alias counted as another array.
+  # The peak is 200 + 240 at "early". The end has 432, or 560 if the alias counted as a separate array.
   assert lay_out(PROGRAM, ASSIGNMENT.replace("size=230", "size=240"), RANGES).at == "jit(step)/jvp()/mlp/mul"
 
 

@@ -1,4 +1,4 @@
-"""Plans by arithmetic against what libtpu laid out (docs/results/memory.md) and against the compiled programs' own counts."""
+"""Plans by arithmetic, compared with libtpu's memory layouts (docs/results/memory.md) and counts of compiled programs."""
 
 import dataclasses
 import json
@@ -29,19 +29,19 @@ def planned(model: str, topology: str, *words: str) -> Plan:
 @pytest.mark.parametrize(
   ("model", "topology", "words", "gib", "tflop"),
   [
-    # What `compile ... machine_code=false` said on 2026-11-22 (docs/results/memory.md): dense; a table whose parts fill no
-    # tiles; experts that travel to tokens, and tokens to experts; a loss in one piece.
+    # Reported by `compile ... machine_code=false` on 2026-11-22 (docs/results/memory.md): dense models; a table whose shards do
+    # not fill complete tiles; experts that are gathered, and tokens that are sent to experts; a loss without chunks.
     ("gemma4-31b", "v6e-32", ["max_target_length=2048"], 17.58, 518.9),
     nightly("gemma4-31b", "v6e-32", ["weight_dtype=bfloat16"], 14.41, 1058),
     ("gemma3-27b", "v6e-32", [], 17.48, 898.2),
     nightly("gemma3-27b", "v6e-256", [], 9.74, 898.2),
     nightly("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     ("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
-    # 2026-11-25: a table of inputs by layer, of which the gradient is there in two orders.
+    # 2026-11-25: a table of per-layer inputs, whose gradient is in memory in two orders of its axes.
     ("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
     nightly("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
     nightly("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 4.55, 79.06),
-    # Positions that are split: the gradient of the logits' table is whole.
+    # Sharded positions: each device holds the complete gradient of the table of the logits.
     (
       "gemma3-4b",
       "v6e-16",
@@ -49,7 +49,7 @@ def planned(model: str, topology: str, *words: str) -> Plan:
       13.64,
       140.2,
     ),
-    # 2026-11-27: a rule that needs arrays whole. Where nothing proves its update finite, the steps of all are there at once.
+    # 2026-11-27: a rule that needs complete arrays. Unless its update is proved finite, all updates are in memory together.
     ("gemma3-4b", "v6e-8", [*ADAFACTOR, "weight_dtype=bfloat16", "gradient_clipping_threshold=0"], 4.96, 63.35),
     (
       "deepseek3-671b",
@@ -80,7 +80,7 @@ def test_what_libtpu_gathers():
 
 
 def test_a_logit_is_counted_once():
-  """A loss in one piece keeps them for its backward pass; they are gone when the layers' begins."""
+  """A loss without chunks keeps the logits for its backward pass and frees them before the layers' backward pass begins."""
   whole, pieces = (planned("gemma3-tiny", "v6e-8", *words) for words in ([], ["num_vocab_tiling=4"]))
   assert whole.classes["activations"] == pytest.approx(pieces.classes["activations"], rel=1e-3)
 
@@ -99,7 +99,7 @@ def test_remat_takes_what_it_computes_again():
 
 @pytest.mark.slow
 def test_a_backward_pass_that_measures_first_counts_as_one_more():
-  """With what remat computes again for it."""
+  """Without clip=running, the gradient norm needs a second backward pass. The recomputation of remat counts for it too."""
   words = ("remat_policy=full", "optimizer_in_backward=true", "matmul_dtype=float8")
   one, two, ordinary = (
     planned("gemma4-tiny", "h200-8", *words, *more) for more in (["clip=running"], [], ["optimizer_in_backward=false"])
@@ -109,7 +109,7 @@ def test_a_backward_pass_that_measures_first_counts_as_one_more():
   assert ordinary.flops == one.flops
   assert one.memory_bytes < two.memory_bytes < 2 * one.memory_bytes
   sent = lambda p, kind: sum(t.bytes for t in p.transfers if t.kind == kind)
-  assert sent(two, "all-gather") < 1.5 * sent(one, "all-gather")  # the table goes to the loss alone
+  assert sent(two, "all-gather") < 1.5 * sent(one, "all-gather")  # only the loss needs the table
   assert sent(one, "reduce-scatter") < sent(two, "reduce-scatter") < 2 * sent(one, "reduce-scatter")
 
 
@@ -122,7 +122,7 @@ def test_remat_takes_no_table_twice():
 
 @pytest.mark.slow
 def test_the_gradient_of_a_table_that_is_trained_whole_is_there_twice_behind_the_layers():
-  """In float32 and as it is stored, on a device that has all of it."""
+  """After the layers, a device that holds the complete table has its gradient both in float32 and in the stored dtype."""
   words = ("vocab_size=50000", "max_target_length=16", "num_vocab_tiling=16", "remat_policy=full")
   words += ("ici_fsdp_parallelism=1", "ici_data_parallelism=8", "lora_rank=2", "lora_modules=[q_proj]")
   without, beside = (planned("gemma3-tiny", "v6e-8", *words, *more) for more in ((), ("modules_to_save=[embed_tokens]",)))
@@ -141,7 +141,7 @@ def test_every_kind_of_machine():
 
 @pytest.mark.slow
 def test_a_card_that_is_not_in_the_table(monkeypatch, capsys):
-  """Of its memory JAX takes a share; its speed is not known."""
+  """JAX uses its usual share of the specified memory. The speed of a card without a name is unknown, and the plan says so."""
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
   assert main(["plan", "gemma3-tiny", "memory=24GB"]) == 0
@@ -158,7 +158,7 @@ def test_a_card_that_is_not_in_the_table(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_what_is_kept_makes_way_for_gradients_where_a_gpu_unrolls():
-  """The parts are those of the estimate, and none is less than nothing."""
+  """The parts of the plan add up to the memory estimate, and none is negative."""
   words = ("remat_policy=none", "scan_layers=false", "ici_fsdp_parallelism=1", "num_vocab_tiling=4")
   cards = planned("gemma4-tiny", "h200", *words)
   need = for_gpus(load_config("gemma4-tiny", list(words)).config, find_gpus("h200"))[1]  # pyright: ignore[reportArgumentType]
@@ -181,7 +181,7 @@ def test_a_search_finds_what_fits_best_first(monkeypatch):
   monkeypatch.setattr(plan_module, "_meshes", lambda config, target: [config.mesh])
   found = search(load_config("gemma3-tiny").config, find_topology("v6e-8"))
   bounds = [p.roofline.step / p.model_flops for p in found if p.roofline]
-  assert len(found) == 20  # five policies, four numbers of rows
+  assert len(found) == 20  # five remat policies times four batch sizes
   assert bounds == sorted(bounds)
 
 

@@ -1,4 +1,4 @@
-"""Bytes through memory by arithmetic: parts against sums by hand, all against compiled programs (docs/results/memory.md)."""
+"""Memory traffic by arithmetic: parts compared with sums by hand, totals with compiled programs (docs/results/memory.md)."""
 
 import dataclasses
 import functools
@@ -35,12 +35,12 @@ def update(*words: str, chips: int = 1) -> float:
 
 
 def test_scores_of_tiles_of_queries_go_through_memory():
-  """Two layers of 4 heads; 1024 queries in four stretches, which meet 256 to 1024 keys."""
+  """There are two layers of 4 heads. 1024 queries are processed in four tiles, which see 256, 512, 768 and 1024 keys."""
   of = lambda *words: planned_traffic._of_scores(program("deepseek3.2-tiny", "num_decoder_layers=2", *words))
   pairs = 256 * (256 + 512 + 768 + 1024)
   assert of("max_target_length=1024", "per_device_batch_size=3") == 2 * planned_traffic.SCORES * 4 * 2 * 4 * 3 * pairs
   assert of("max_target_length=256") == 0
-  # Devices that share a row meet all of its keys.
+  # Devices that share a row compute scores for all of its keys.
   shared = program("deepseek3.2-tiny", "num_decoder_layers=2", "max_target_length=1024", "ici_context_parallelism=2", chips=2)
   rows = shared.model.rows
   assert planned_traffic._of_scores(shared) == 2 * planned_traffic.SCORES * 4 * 2 * 4 * rows * 1024**2 / 2
@@ -53,7 +53,8 @@ def test_scores_of_tiles_of_queries_go_through_memory():
 
 def test_an_update_moves_what_the_state_holds():
   numbers = count(program("qwen3-tiny").model.spec)
-  # Parameter, two moments, both ways; the gradient is written, and read for its norm and here. A few counters beside them.
+  # The parameter and two moments are read and written. The gradient is written, and read for its norm and for the update. A few
+  # counters are added.
   assert update() == pytest.approx(4 * numbers * (3 * 2 + 3), rel=1e-4)
   assert update("opt_type=sgd", "sgd_momentum=0") == pytest.approx(4 * numbers * (2 + 3), rel=1e-4)
   assert update("weight_dtype=bfloat16", "mu_dtype=float32", "nu_dtype=float32") == pytest.approx(
@@ -76,7 +77,8 @@ def test_weights_on_the_device_itself_are_read_in_every_pass():
   split = program("qwen3-tiny", "remat_policy=full", chips=8)
   weights = gathered_weights(split)
   own = [w for w in weights if w.part != TABLE]
-  # Once written as they come and once read; gradients in float32 before they are scattered.
+  # Gathered weights are written once and read once in each pass. Their float32 gradients are written and read before the
+  # reduce-scatter.
   assert planned_traffic._of_gathered(split, weights) == 2 * 3 * sum(w.bytes for w in own) + 8 * sum(w.numbers for w in own)
   assert planned_traffic._of_gathered(program("qwen3-tiny"), []) == 0
 
@@ -92,7 +94,7 @@ def test_quantized_weights_are_read_as_they_are_stored(monkeypatch):
   numbers, unpacked = sum(map(count, base.weights.values())), planned_traffic.UNPACKED[False]
   assert [made(p) for p in (bfloat16, nf4, int8)] == [0, 3 * unpacked * numbers, 0]
   monkeypatch.setattr(planned_traffic, "ON_CHIP", 0)
-  # A byte and a float32, twice each.
+  # A code of one byte and a float32 value are each written and read.
   assert [made(p) for p in (bfloat16, nf4, int8)] == [0, 3 * (unpacked + 10) * numbers, 0]
 
 
@@ -100,7 +102,7 @@ def test_logits_and_their_table():
   p = program("qwen3-tiny", "num_vocab_tiling=4", "max_target_length=64", "per_device_batch_size=2")
   V, D = p.config.model.vocab_size, p.config.model.emb_dim
   table, logits = 4 * V * D, 4 * 2 * 64 * V
-  # Four pieces read it twice and add to its gradient; its rows are an embedding's too.
+  # Each of the four chunks reads the table twice and adds to its gradient. The embedding's rows have a gradient as well.
   assert planned_traffic._of_head(p, []) == 3 * logits + 2 * 4 * table + 7 * table + 2 * table
   frozen = program("qwen3-tiny", "num_vocab_tiling=4", "max_target_length=64", "per_device_batch_size=2", "lora_rank=2")
   assert planned_traffic._of_head(frozen, []) == 2 * logits + 2 * 4 * 4 * V * D
@@ -128,7 +130,7 @@ def test_more_rows_a_chip_share_an_update():
 @pytest.mark.parametrize(
   ("model", "topology", "words", "gb"),
   [
-    # What `compile ... machine_code=false` said on 2026-11-25 (docs/results/memory.md).
+    # Reported by `compile ... machine_code=false` on 2026-11-25 (docs/results/memory.md).
     ("qwen3-0.6b", "v6e-1", ["max_target_length=128"], 31.2),
     nightly("qwen3-0.6b", "v6e-1", ["max_target_length=2048", "remat_policy=none"], 47.8),
     slow("qwen3-8b", "v6e-8", ["max_target_length=2048"], 253.9),

@@ -1,4 +1,4 @@
-"""Bounds of a step against sums by hand."""
+"""Lower bounds of the time of a step, compared with sums by hand."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_chips():
 @pytest.mark.parametrize(
   ("kind", "gb", "bandwidth", "bfloat16", "float16", "float32", "exact", "float8"),
   [
-    # Typed from the data sheets: GB on the card, GB/s, dense TFLOP/s with float32 sums.
+    # Copied from the data sheets: GB of the card, GB/s, dense TFLOP/s with float32 accumulation.
     ("NVIDIA L4", 24, 300, 121, 121, 60, 30.3, 242),
     ("NVIDIA L40S", 48, 864, 362.05, 362.05, 183, 91.6, 733),
     ("NVIDIA A10", 24, 600, 125, 125, 62.5, 31.2, None),
@@ -48,7 +48,7 @@ def test_published_numbers_of_cards(kind, gb, bandwidth, bfloat16, float16, floa
   assert card.memory == bandwidth * 1e9
   assert [card.peak(dtype) for dtype in ("bfloat16", "float16", "float32")] == [bfloat16, float16, float32]
   assert (card.peak("float32", "highest"), card.float8) == (exact, float8)
-  # CUDA gives out less than all of the memory, of which a data sheet's GB may have 2**30 bytes.
+  # CUDA offers less than the complete memory, and a GB of a data sheet may mean 2**30 bytes.
   assert 0.9 * gb * 2**30 < card.bytes < gb * 2**30
 
 
@@ -118,14 +118,14 @@ def test_kernels_count_what_their_masks_leave():
   for name, products in {"splash_mha_fwd_residuals": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}.items():
     op = call(name, f"jit(step)/jvp()/while/body/stack_0/layer_0/attention/{name}/pallas_call")
     assert of(op, [*tables, q, k, k]) == products * 2 * 32 * 256 * pairs
-  # Patches of an image all see each other.
+  # In a vision tower, all patches of an image attend to each other.
   for tower in ("jvp(vision)", "transpose(jvp(vision))", "vision"):
     op = call("splash_mha_dq", f"jit(step)/{tower}/while/body/checkpoint/attention/splash_mha_dq/pallas_call")
     assert of(op, [*tables, q, q, q]) == 3 * 2 * 32 * 256 * 2048**2
   wide = Array("bf16", (32, 2048, 512))
   path = "jit(step)/jvp()/stack_1/layer_0/attention/splash_mha_fwd/pallas_call"
   assert of(call("splash_mha_fwd", path), [*tables, wide, wide, wide]) == 2 * 2 * 32 * 512 * visible_pairs(2048)
-  # Latent attention: products with values are narrower.
+  # In latent attention, values are narrower than queries and keys.
   q, v = Array("bf16", (16, 2048, 192)), Array("bf16", (16, 2048, 128))
   for name, wide in {"splash_mha_fwd": 192 + 128, "splash_mha_dq": 2 * 192 + 128, "splash_mha_dkv": 2 * 192 + 2 * 128}.items():
     op = call(name, f"jit(step)/stack_1/layer_0/attention/{name}/pallas_call")
@@ -142,7 +142,7 @@ def test_products_of_experts_count_their_rows():
   gradient = call("ragged-dot-none.2", "jit(step)/experts", weights)
   assert of(gradient, [sizes, rows, Array("bf16", (640, 20))]) == 2 * 640 * 48 * 20
   assert of(call("ragged-dot-metadata", "jit(step)/experts", sizes), [sizes]) == 0
-  # The Pallas kernels count a part more at each of the 7 borders, and skip what pads the rows of a round.
+  # The Pallas kernels process one more tile of 16 rows at each of the 7 boundaries, and skip the padding rows.
   path = "jit(step)/experts/transpose(jvp(grouped_weights))/pallas_call"
   assert of(call("grouped.3", path, weights), [sizes, rows, Array("bf16", (640, 20))]) == 2 * (640 + 7 * 16) * 48 * 20
   padded = kernel_flops(make_program(config, mesh=abstract_mesh(config.mesh, 8), platform="tpu").model.decoder, 1.25)

@@ -1,13 +1,13 @@
 # ruff: noqa: E501 (instructions are as long as compilers write them)
-"""Bytes through memory of a program's text, against counts by hand."""
+"""Memory traffic that is read from the text of a program, compared with counts by hand."""
 
 import pytest
 
 from maxtext_like.capacity.compiled_program import read_program
 from maxtext_like.capacity.traffic import Traffic
 
-# Two turns over a stack of seven layers, as libtpu writes them: a product cuts its layer out in a fusion inside its fusion and in
-# one inside that; a gradient that lies on the chip goes into two stacks at once.
+# Two iterations over a stack of seven layers, as libtpu writes them. The fusion of a product slices its layer in a nested
+# fusion, and again in a fusion inside another nested one. A gradient in on-chip memory is written to two stacks at once.
 LOOP = """HloModule jit_step, is_scheduled=true
 
 %cut (stack.1: f32[7,5,3], at.1: s32[]) -> bf16[5,3] {
@@ -95,7 +95,7 @@ LAYER = 5 * 3 * 4
 
 
 def test_fusions_inside_fusions_read_what_they_cut_out_and_write_what_they_put_in():
-  # One layer is read, once for both products; one goes into each stack, and the copy beside them.
+  # Each iteration reads one layer, once for both products, and writes three: to each of two stacks, and a copy.
   assert Traffic(read_program(LOOP)).step() == 2 * (LAYER + 3 * LAYER)
 
 
@@ -150,7 +150,7 @@ ROW, WHOLE = 6 * 4, 8 * 6 * 4
     ("f32[1,6]{1,0} slice(%x), slice={[0:1], [0:6]}", 2 * ROW),
     ("f32[1,6]{1,0:S(1)} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,6}", ROW),
     ("f32[8,6]{1,0} dynamic-update-slice(%x, %onchip, %i, %i)", ROW),
-    # What each device keeps of a sum needs all that it gives.
+    # A device keeps a part of the sum, but the sum reads the complete operand.
     ("f32[4,6]{1,0:S(1)} fusion(%x), kind=kCustom, calls=%sum", WHOLE),
     ("f32[]{:S(6)} fusion(%x), kind=kLoop, calls=%total", WHOLE),
     ("f32[8,6]{1,0} fusion(%x), kind=kLoop, calls=%one, output_to_operand_aliasing={{}: (0, {})}", 0),

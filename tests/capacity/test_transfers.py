@@ -1,4 +1,4 @@
-"""What devices send each other by arithmetic, against what libtpu's programs move."""
+"""Transfers between devices by arithmetic, compared with those of libtpu's programs."""
 
 import dataclasses
 
@@ -9,7 +9,8 @@ from maxtext_like.capacity.plan import plan
 from maxtext_like.capacity.topologies import find_topology
 from maxtext_like.config.load import load_config
 
-# gemma4-26b: tpu/v6e-32-experts.yml. gemma3-4b: v6e-8, max_target_length=8192, four devices of an axis, a row for each group.
+# gemma4-26b: as in tpu/v6e-32-experts.yml. gemma3-4b: on v6e-8 with max_target_length=8192; four devices along an axis, and in
+# GROUPS one row for each group of four.
 LONG = ("gemma3-4b", "v6e-8", "max_target_length=8192")
 GROUPS = (*LONG, "per_device_batch_size=0.25")
 EXPERTS = ("gemma4-26b", "v6e-32", "ici_fsdp_parallelism=4", "ici_expert_parallelism=8")
@@ -18,8 +19,8 @@ EXPERTS = ("gemma4-26b", "v6e-32", "ici_fsdp_parallelism=4", "ici_expert_paralle
 @pytest.mark.parametrize(
   ("words", "gb"),
   [
-    # GB through a chip, by `maxtext-like compile ... machine_code=false` on 2026-11-23 (docs/results/memory.md). What experts'
-    # and dense weights gather and scatter differs by how often the compiler gathers; together they are the same.
+    # GB through a chip, reported by `maxtext-like compile ... machine_code=false` on 2026-11-23 (docs/results/memory.md). For
+    # experts and dense weights only the sum of gathers and scatters is compared: the compiler chooses how often it gathers.
     (EXPERTS, {"all-to-all": 36.43, "all-gather reduce-scatter": 47.09}),
     ((*GROUPS, "ici_context_parallelism=4", "weight_dtype=bfloat16"), {"all-reduce": 13.66, "reduce-scatter": 10.81}),
     ((*GROUPS, "ici_tensor_parallelism=4"), {"all-reduce": 38.76, "reduce-scatter": 2.622}),
@@ -35,23 +36,23 @@ def test_what_libtpus_programs_move(words, gb):
 
 @pytest.mark.slow
 def test_an_axis_of_experts_gathers_what_is_no_expert():
-  """A mesh of nothing else: dense weights lie over it too, and come whole to every device."""
+  """With only an expert axis, the dense weights are sharded over it too, and each device gathers them."""
   alone = planned("gemma4-moe-tiny", "h200-8", "ici_fsdp_parallelism=1", "ici_expert_parallelism=8")
   assert {t.kind for t in alone.transfers} == {"all-gather", "reduce-scatter", "all-to-all", "all-reduce"}
 
 
 def test_what_cannot_be_split_is_added_up_whole():
-  """No width is a multiple of 3, so every device has all weights, and nothing is gathered."""
+  """No width is a multiple of 3, so every device holds all weights and gathers nothing."""
   p = planned("gemma3-tiny", "cpu-3")
   assert {t.kind for t in p.transfers} == {"all-reduce"}
   twice = 2 * 4 * p.parameters * 2 / 3
-  assert sum(t.bytes for t in p.transfers) == pytest.approx(twice, rel=0.3)  # and the table in more than one piece
+  assert sum(t.bytes for t in p.transfers) == pytest.approx(twice, rel=0.3)  # the table's gradient is summed in several parts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_a_table_that_is_trained_whole_is_added_up_like_the_models_own(axis):
-  """For each piece of the logits, and split or not as it lies."""
+  """The gradient is summed for each chunk of the logits, sharded or not as the table is."""
   mesh = ("num_vocab_tiling=4", "ici_fsdp_parallelism=1", f"ici_{axis}_parallelism=8")
   lora = ("lora_rank=2", "lora_modules=[q_proj]")
   moved = lambda *words: sum(
@@ -81,7 +82,8 @@ def test_an_axis_over_slices_uses_their_network(axis):
 
 
 def test_a_load_of_the_complete_batch_takes_one_more_forward_pass():
-  """Experts receive tokens in each pass of each of the two microbatches: 4 passes with full recomputation, or 3."""
+  """Experts receive tokens in each pass of each of the two microbatches. With full recomputation there are 3 passes, and the
+  load of the complete batch adds a fourth."""
 
   def sent(definition):
     words = ("gradient_accumulation_steps=2", "remat_policy=full", "load_balance_loss_weight=0.1")

@@ -1,4 +1,5 @@
-"""A checkpoint for a model with a larger vocabulary: the rows of new tokens are the mean of the others, all else stays."""
+"""A checkpoint that is loaded into a model with a larger vocabulary: the rows of new tokens are the mean of the others, and all
+other weights are unchanged."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def test_the_rows_that_every_layer_reads_grow_by_their_own_key():
 
 def test_null_rows_of_the_table_of_every_layer_are_those_of_the_vocabulary():
   plain: Any = model_of("gemma4_e2b").config.model
-  assert plain.vocab_size_per_layer_input == plain.vocab_size  # config.json names both
+  assert plain.vocab_size_per_layer_input == plain.vocab_size  # config.json sets both
   for size in (plain.vocab_size, plain.vocab_size + 5):
     model = model_of("gemma4_e2b", vocab_size=size, vocab_size_per_layer_input=None)
     found = read_weights(GOLDEN / "gemma4_e2b" / "checkpoint", model)

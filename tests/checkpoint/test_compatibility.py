@@ -1,4 +1,4 @@
-"""What a refused checkpoint is told to differ by: the keys that decide the arrays, by name."""
+"""The error for an incompatible checkpoint names the keys that decide the arrays."""
 
 import pytest
 

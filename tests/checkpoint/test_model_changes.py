@@ -1,6 +1,7 @@
-"""Every key of ``model:`` with another value, through resume and ``init_from``: the run works, or a fix that is printed does.
+"""Every key of ``model:`` with another value, through resume and ``init_from``: the run works, or it does after the printed
+fix.
 
-Nothing is trained: configurations and the shapes of parameters are compared, as they are before a step is read.
+Nothing is trained. Configurations and the shapes of parameters are compared, as before a step is read.
 """
 
 import functools
@@ -27,15 +28,16 @@ from maxtext_like.models.registry import FAMILIES
 MODELS = ("gemma3-tiny", "gemma4-e2b-tiny", "gemma4-moe-tiny", "deepseek3-tiny", "deepseek3.2-tiny", "qwen3-moe-tiny")
 STEP = "runs/a/checkpoints/5"
 
-# Values that are not twice the number, or the other bool, and what has to change with a key to keep the model valid.
+# Other values for keys where twice the number or the opposite bool is not a valid choice. WITH has the keys that must change
+# together with a key to keep the model valid.
 VALUES: dict[str, str] = {
   "model_name": "mine",
-  "decoder_block": "",  # another family: below
-  "layer_types": "",  # follows from the interval, whose change covers it
+  "decoder_block": "",  # another family: tested below
+  "layer_types": "",  # follows from the interval, which is tested
   "query_pre_attn_scalar": "7",
   "attn_logits_soft_cap": "30",
   "final_logits_soft_cap": "20",
-  "rope_type": "",  # with the other keys of its kind: below
+  "rope_type": "",  # with other keys: in PAIRS
   "pad_token_id": "5",
   "bos_token_id": "6",
   "eos_token_id": "[1, 7]",
@@ -76,7 +78,7 @@ PAIRS: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
 
 @functools.cache
 def loaded(model: str, words: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-  """A configuration as a manifest stores it, and the shapes of its parameters."""
+  """Return a configuration as a manifest stores it, and a description of the model's parameters."""
   config = load_config(model, ["max_target_length=64", *words]).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
   return record(config), stored_state.describe(stored_state.flatten({"params": abstract(decoder.params())}))
@@ -90,7 +92,7 @@ def test_every_key_of_a_model_declares_its_class():
 
 
 def other(key: str, kind: Any, value: Any) -> str:
-  """Another value of a key, as text; empty: there is none that it could be alone."""
+  """Return another value of a key, as text; "" if it has no other value without a change of other keys."""
   if key in VALUES:
     return VALUES[key]
   if isinstance(value, bool):
@@ -146,7 +148,7 @@ def test_a_changed_key_works_or_its_fix_does(model, key, old, new):
 
 
 def follow(fix: str, model: str, saved: Any, current: Any, words: tuple[str, ...], *, resumes: bool) -> None:
-  """Apply the words of a fix and check that nothing is refused afterwards."""
+  """Apply the settings of a fix and check that no error is left."""
   typed = [word for word in shlex.split(re.sub(r" \([^)]*\)$", "", fix)) if "=" in word]
   own = {word.partition("=")[0]: word.partition("=")[2] for word in typed}
   if not own:
@@ -154,7 +156,7 @@ def follow(fix: str, model: str, saved: Any, current: Any, words: tuple[str, ...
     return
   if own.pop("run_name", None):
     if "init_from" not in own:
-      return  # a new run, which reads nothing
+      return  # a new run, which reads no checkpoint
     assert own.pop("init_from") == STEP
     resumes = False
   again = loaded(model, (*words, *(f"{key}={value}" for key, value in own.items())))

@@ -1,4 +1,5 @@
-"""Weights that are quantized while they are read: the same as of the whole, one layer at a time, float8 as the file has it."""
+"""Weights that are quantized while they are read: equal to the quantized complete weights, one layer at a time, and float8
+codes as stored in the file."""
 
 import functools
 import shutil
@@ -34,7 +35,8 @@ def model_of(directory: Path, form: str, *words: str) -> Model:
 
 
 def in_float8(tmp_path: Path) -> Path:
-  """DeepSeek's golden checkpoint with its layers' matrices in float8, blocks of 128 and one with a single scale."""
+  """Write DeepSeek's golden checkpoint with float8 matrices in its layers: blocks of 128, and one matrix with a single
+  scale."""
   source, rng = GOLDEN / "deepseek3/checkpoint", np.random.default_rng(0)
   file, sources = SafetensorsFile(source / "model.safetensors"), []
   for name in file.entries:
@@ -76,7 +78,7 @@ def test_it_is_what_quantizing_the_whole_gives(case: str, form: Any):
 
 @pytest.mark.slow
 def test_float8_is_taken_over_as_the_file_has_it(tmp_path: Path):
-  """No number is rounded again: codes and scales are the file's, and the numbers those of a file that is read whole."""
+  """No number is rounded again: codes and scales equal the file's, and the dequantized weights equal those of a plain load."""
   directory = in_float8(tmp_path)
   model = model_of(directory, "fp8_block")
   assert model.base is not None
@@ -99,7 +101,8 @@ def test_float8_is_taken_over_as_the_file_has_it(tmp_path: Path):
 
 @pytest.mark.slow
 def test_one_layer_at_a_time_is_whole(monkeypatch: pytest.MonkeyPatch):
-  """Every array of 16 bits and more on devices, counted when a layer is complete."""
+  """Whenever a layer is complete, the arrays of 16 bits and more on devices are counted. Only one complete layer may exist in
+  addition to the chunks."""
   directory = GOLDEN / "gemma4_moe/checkpoint"
   model = model_of(directory, "nf4")
   assert model.base is not None
@@ -121,7 +124,7 @@ def test_one_layer_at_a_time_is_whole(monkeypatch: pytest.MonkeyPatch):
   rest = sum(x.size for x in jax.tree.leaves(stored) if x.dtype.itemsize > 1)  # norms, tables, and scales of scales
   assert len(layers) == sum(p.rows or 1 for p in weights.values()) >= 20
   assert max(layers) == layer
-  assert max(held) <= rest + 3 * layer < sum(layers) / 2  # the layer, its chunks, and those that are already read
+  assert max(held) <= rest + 3 * layer < sum(layers) / 2  # the layer, its chunks, and chunks that are read ahead
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The identity of weights changes with their content, and not with their place."""
+"""The identity of weights changes with their content, not with their directory."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an entry of ``lora_modules`` means, in every family."""
+"""The weights that an entry of ``lora_modules`` selects, in every family."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ MEANT = [
   ("gemma4-tiny", "attention", ATTENTION),
   ("gemma4-tiny", "layers.1", f"{ATTENTION} {MLP}"),
   ("gemma4-tiny", r"layers\.[01]\..*_proj", f"{ATTENTION} {MLP}"),
-  ("gemma4-tiny", "model.layers.0.self_attn.q_proj", "attention.q"),  # as export --adapter writes it, and as peft has it
+  ("gemma4-tiny", "model.layers.0.self_attn.q_proj", "attention.q"),  # the spelling of export --adapter and of peft
   ("gemma4-tiny", "base_model.model.model.language_model.layers.0.self_attn.q_proj", "attention.q"),
   ("gemma4-tiny", r"^model\.layers\.(0|1)\.", f"{ATTENTION} {MLP}"),
   ("gemma4-tiny", "embed_tokens", "embedding.table"),
@@ -33,7 +33,7 @@ MEANT = [
   ("gemma4-moe-tiny", "router", "moe.router.kernel"),
   ("deepseek3.2-tiny", "all-linear", f"{MLA} {MLP} {SHARED}"),
   ("deepseek3.2-tiny", "gate_proj", "mlp.gate moe.experts.gate moe.shared.gate"),
-  ("deepseek3.2-tiny", "gate", "mlp.gate moe.experts.gate moe.shared.gate"),  # and not the router, whose file says "gate"
+  ("deepseek3.2-tiny", "gate", "mlp.gate moe.experts.gate moe.shared.gate"),  # not the router, whose tensor is called "gate"
   ("deepseek3.2-tiny", "mlp", f"{MLP} {SHARED}"),
   ("deepseek3.2-tiny", "indexer", "attention.indexer.k attention.indexer.q attention.indexer.weights"),
   ("deepseek3.2-tiny", "wq_b", "attention.indexer.q"),

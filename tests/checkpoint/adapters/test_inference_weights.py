@@ -1,4 +1,4 @@
-"""Loaded models with quantized weights, and adapters that are added to them, against dequantized weights in float32."""
+"""Loaded models with quantized weights, without and with adapters, compared with dequantized weights in float32."""
 
 import dataclasses
 from pathlib import Path
@@ -38,7 +38,7 @@ def checkpoint(case: str) -> Path:
 
 
 def greedy(model: Pretrained) -> list[list[int]]:
-  """Prompts with their answers. The third prompt gets the slot of an answer that has ended."""
+  """Return the prompts with their greedy answers. There are two slots, so the third prompt reuses one of them."""
   rows = [list(prompt) for prompt in PROMPTS]
   how: dict[str, Any] = {"max_tokens": 5, "stop": frozenset(), "sampling": Sampling(temperature=0), "slots": 2}
   for pieces in generate(model.decoder_without_kernels, model.decoding_params, Prompts(PROMPTS), **how):
@@ -48,7 +48,7 @@ def greedy(model: Pretrained) -> list[list[int]]:
 
 
 def assert_most_likely(rows: list[list[int]], decoder: Any, params: Any) -> None:
-  """Every token of the answers is the most likely one of a pass over the complete rows."""
+  """Check that every token of the answers is the most likely one in a pass over the complete rows."""
   tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
   for row, ids in zip(tokens, rows, strict=True):
     row[: len(ids)] = ids
@@ -79,7 +79,7 @@ def test_greedy_answers_are_those_of_the_dequantized_weights(case: str, form: st
 
 
 def adapter_of(directory: Path, *words: str) -> tuple[Any, Any, Any]:
-  """A program that trains an adapter on a golden model, the adapter, and random arrays of it."""
+  """Return a program that trains an adapter on a golden model, the adapter, and random arrays for it."""
   own = [*WORDS, "dataset=synthetic", "lora_rank=2", "lora_alpha=3", "max_target_length=8", "per_device_batch_size=1"]
   program = make_program(load_config(directory, *own, *words).config)
   assert program.adapter is not None
@@ -100,7 +100,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("name", tiers(ADAPTERS, slow=("dora", "experts")))
 def test_an_adapter_of_peft_on_quantized_weights(name: str, tmp_path: Path):
-  """The same numbers as merged into the dequantized weights, up to the order of float32 sums."""
+  """The logits equal those with the adapter merged into the dequantized weights, up to the order of float32 sums."""
   case, form, words = ADAPTERS[name]
   directory = checkpoint(case)
   program, adapter, arrays = adapter_of(directory, *words)
@@ -125,7 +125,7 @@ QLORA = ["base_weights=nf4", "base_weights_modules=[experts, q_proj]", "lora_mod
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainProgram, Path]:
-  """A program that trains an adapter on nf4 weights, and a step of its run, with random factors."""
+  """Return a program that trains an adapter on nf4 weights, and a saved step of its run with random factors."""
   place = tmp_path_factory.mktemp("run")
   directory = checkpoint("qwen3_moe")
   program, _, arrays = adapter_of(directory, *QLORA, f"output_dir={place}")
@@ -196,7 +196,7 @@ def test_training_still_needs_an_adapter():
 
 
 def test_the_kernels_of_generation_are_named(monkeypatch: pytest.MonkeyPatch):
-  """A CPU uses none of them, so that the choices of a GPU are put in their place."""
+  """A CPU uses no kernels, so the test replaces the functions that choose them."""
   assert not any(note.startswith("kernels: ") for note in load(checkpoint("gemma3_text")).notes)
   monkeypatch.setattr("maxtext_like.models.decode_kernels.settle", lambda decoder, target: (decoder, "kernel a, passed"))
   monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Malformed files, as a user meets them: ``maxtext-like import`` ends with 2, names file and reason, leaves nothing."""
+"""Malformed files as a user meets them: ``import`` exits with 2, names the file and the reason, and leaves no output."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ CONFIGS = {
 
 
 def imported(source: Path, capsys: pytest.CaptureFixture) -> str:
-  """The message of an import that has to end with 2."""
+  """Return the message of an import that must exit with 2 and leave no files."""
   assert main(["import", str(source), "--out", str(source.parent / "out")]) == 2
   assert sorted(path.name for path in source.parent.iterdir()) == [source.name]
   return capsys.readouterr().err
@@ -35,7 +35,7 @@ def test_malformed_safetensors_files(tmp_path: Path, capsys: pytest.CaptureFixtu
   source = tmp_path / "source"
   source.mkdir()
   shutil.copy(GOLDEN / "gemma3_text/checkpoint/config.json", source)
-  some = dict(list(MALFORMED.items())[::2])  # test_tensor_file.py reads them all
+  some = dict(list(MALFORMED.items())[::2])  # test_tensor_file.py covers all of them
   assert len(some) > 20
   for what, (content, reason) in some.items():
     (source / "model.safetensors").write_bytes(content)

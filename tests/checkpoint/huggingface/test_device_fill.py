@@ -1,4 +1,4 @@
-"""Chunks of tensors from several threads into arrays on devices: the same numbers as one tensor after the other."""
+"""Arrays on devices that several threads fill with chunks of tensors: equal to reading one tensor after the other."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ def test_axes_are_moved_in_blocks(shape: tuple[int, ...], order: tuple[int, ...]
 
 
 class Halves(jax.sharding.Sharding):
-  """A sharding over two devices that splits one axis and leaves the first row of a stack to neither."""
+  """A sharding over the devices "a" and "b" that splits one axis. Neither device holds the first row of a stack."""
 
   def __init__(self, axis: int):
     self._axis = axis
@@ -64,7 +64,7 @@ class Halves(jax.sharding.Sharding):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_device_gets_its_part_and_nothing_else_is_read(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-  """Over every axis and for every layout of a file, with numpy instead of devices."""
+  """Every axis is split once, for every layout of a file, with numpy arrays instead of devices."""
   half, shape = KINDS[kind]
   pieces = [Piece(("w",), (row,), shape, kind, half) for row in range(3)]
   stored = pieces[0].hf_shape() if half is None else (shape[0], 2 * shape[2], shape[1])
@@ -102,7 +102,7 @@ def weights_of(directory: Path, weight_dtype: Any) -> Weights:
 
 
 def changed(tmp_path: Path, case: str, change: Any) -> Path:
-  """A golden checkpoint in several files of unequal sizes, after ``change``."""
+  """Write a golden checkpoint that ``change`` has edited to several files of unequal sizes."""
   file = SafetensorsFile(GOLDEN / case / "checkpoint/model.safetensors")
   arrays = {name: np.array(file.tensor(name)) for name in file.entries}
   change(arrays)
@@ -113,7 +113,7 @@ def changed(tmp_path: Path, case: str, change: Any) -> Path:
 
 
 def in_other_dtypes(arrays: dict[str, np.ndarray]) -> None:
-  """Float8 with block scales and with one scale, and float64."""
+  """Convert matrices to float8 with block scales or with one scale, and to float64."""
   for i, name in enumerate([n for n in arrays if n.endswith("proj.weight")]):
     if i % 3 == 0:
       arrays[name] = arrays[name].astype(np.float64)
@@ -124,7 +124,7 @@ def in_other_dtypes(arrays: dict[str, np.ndarray]) -> None:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-  """All tensors count as large, and chunks are small."""
+  """Treat all tensors as large, and make chunks small."""
   monkeypatch.setattr(weights_module, "SMALL_BYTES", 1)
   monkeypatch.setattr(device_fill, "_CHUNK_BYTES", 1500)
   monkeypatch.setattr(device_fill, "_THREADS", 2)
@@ -150,7 +150,7 @@ def test_it_equals_one_tensor_after_the_other(
     return out
 
   def given_back(self, array):
-    with lock:  # a float8 tensor in our order is no block
+    with lock:  # the array of a float8 tensor that needs no transposition is not a block
       blocks[:] = [x for x in blocks if not np.may_share_memory(x, array)]
       give_back(self, array)
 
@@ -179,7 +179,7 @@ def test_it_equals_one_tensor_after_the_other(
 
 @pytest.mark.parametrize("files", [1, 20])
 def test_small_tensors_after_large_ones_stay_within_the_memory_of_chunks(files: int, tmp_path: Path, monkeypatch):
-  """On a machine with 16 cores: bytes of all blocks, used and free, against the limit."""
+  """With 16 threads, the bytes of all blocks, used and free, stay within the limit."""
   rng = np.random.default_rng(0)
   shapes = {f"w{i}": (512, 100) if i < 6 else (24, 9) for i in range(400)}
   arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -216,13 +216,13 @@ def test_small_tensors_after_large_ones_stay_within_the_memory_of_chunks(files: 
   largest = max(file.size for file in shards.files)
   assert device_fill.budget(shards) == min(4 * 16 * chunk, 2 * largest)
   assert (2 * largest < 4 * 16 * chunk) == (files == 20)
-  # A thread may still refer to a block that it has just given back and that another thread released.
+  # A thread may still refer to a block that it has just returned and that another thread has freed.
   assert most <= device_fill.budget(shards) + 16 * device_fill.block_bytes(chunk)
 
 
 @pytest.mark.slow
 def test_damage_is_named(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch):
-  monkeypatch.setattr(weights_module, "SMALL_BYTES", 5000)  # the table and the three matrices of the MLP are large
+  monkeypatch.setattr(weights_module, "SMALL_BYTES", 5000)  # only the table and the three matrices of the MLP are large
   name = "model.layers.2.mlp.up_proj.weight"
 
   def change(arrays: dict[str, np.ndarray], value: float) -> None:
@@ -239,7 +239,7 @@ def test_damage_is_named(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyP
   weights.finite = False
   stack, row, layer = weights.decoder.locate(2)
   assert np.isnan(dict(flatten(weights.load()))[stack, layer, "mlp", "up"][row, 5, 3])
-  # Numbers beyond the dtype, with and without the check of finite numbers.
+  # Numbers that float16 cannot hold, with and without the check for finite numbers.
   weights = weights_of(directories[1], "float16")
   for weights.finite in (True, False):
     with pytest.raises(UserError, match=rf"{name}: contains numbers beyond 65504"):
@@ -252,7 +252,7 @@ def test_damage_is_named(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyP
 
 
 def test_one_array_larger_than_the_memory_of_chunks(tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch):
-  """A row that is longer than all chunks together is read alone."""
+  """A row that is larger than the memory of all chunks is read alone."""
   values = np.arange(30.0, dtype=np.float32).reshape(3, 10)
   write(tmp_path, [Source("w", "F32", values.shape, lambda: values)], shard_size=10**6)
   monkeypatch.setattr(device_fill, "_CHUNK_BYTES", 1)

@@ -1,4 +1,4 @@
-"""Import and export: every tensor comes back bit for bit under its released name; nothing is left half-written."""
+"""Import and export: every tensor comes back bit for bit under its released name, and no partial output is left."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def checkpoint(case: str) -> Path:
 
 
 def export(case: str, out: Path | Place, **options: Any) -> dict:
-  """Loads a golden checkpoint, tower and all, and writes it to ``out``; returns the parameters."""
+  """Load a golden checkpoint, including its tower, write it to ``out``, and return the parameters."""
   words = ["use_multimodal=true"] if read_config(checkpoint(case)).has_tower else []
   config, loaded = load_checkpoint_config(checkpoint(case), words)
   model, vision = loaded.config.model, loaded.config.vision
@@ -71,7 +71,8 @@ def test_every_tensor_comes_back_bit_for_bit(case: str, tmp_path: Path):
 
 @pytest.mark.parametrize("case", ["gemma3_vision", "deepseek3"])
 def test_what_comes_back_otherwise(case: str, tmp_path: Path):
-  """The two that docs/guides/hugging-face.md names: transformers' own spelling of a tower, and a bias in 16 bits."""
+  """The two differences that docs/guides/hugging-face.md names: tower tensors in transformers' spelling come back in the
+  released one, and a bias in 16 bits comes back as float32."""
 
   def spelled(name: str) -> str:
     return name.replace("vision_tower.vision_model.", "vision_tower.")
@@ -200,7 +201,7 @@ def test_import_refuses_numbers_that_are_not_finite_and_leaves_nothing(tmp_path:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_file_survives_config_json(name: str):
-  """What an export of a trained model says about it is what the model file said."""
+  """The config.json of an exported model describes the same model as the model file."""
   config = load_config(name).config
   vision = config.vision if config.vision.hidden_size_for_vit else None
   shown = export_config(config.model, "bfloat16", vision and dataclasses.replace(vision, use_multimodal=True))
@@ -228,14 +229,15 @@ def test_params_are_those_of_the_file(tmp_path: Path):
 
 @pytest.mark.slow
 def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsys: pytest.CaptureFixture):
-  """Import, train, export; and train and export alone: a chat model that is left with one of its two never stops."""
+  """Both tokens that end an answer survive import, train and export, and also train and export. A chat model that knows only
+  one of them may never stop."""
   source = copy_golden("gemma3_text", tmp_path / "source")
   config = json.loads((source / "config.json").read_text())
   (source / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 4]}))
   ours, run, out, again = (tmp_path / name for name in ("ours", "run", "out", "again"))
   assert main(["import", str(source), "--out", str(ours)]) == 0
   assert load_config(ours / "model.yml").config.model.eos_token_id == (1, 4)
-  # A model file that names one of them, as ours in configs/models do, trains the same model.
+  # A configuration that names only one of them, as the files in configs/models do, trains the same model.
   words = ["steps=1", f"output_dir={tmp_path}", "run_name=run", "max_target_length=16", "per_device_batch_size=1"]
   text = tmp_path / "a.txt"
   text.write_text("what is this, and that? " * 40)
@@ -246,7 +248,7 @@ def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsy
     assert json.loads((out / name).read_text())["eos_token_id"] == [1, 4], name
   model = load(ours)
   assert stop_tokens(model.tokenizer, model.files, model=model.model.config.model) == {1, 4}
-  # Beside a carried generation_config.json, config.json says it too; another value of the run's own counts.
+  # A generation_config.json is copied as it is, and config.json lists the tokens as well.
   (source / "generation_config.json").write_text('{"eos_token_id": [1, 4, 3]}')
   shutil.rmtree(run)
   assert main(["train", str(ours / "model.yml"), f"init_from={source}", *words]) == 0

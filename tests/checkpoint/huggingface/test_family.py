@@ -1,4 +1,4 @@
-"""Names of config.json for our keys: every one is the field that decides the key, and messages about a file use them."""
+"""Names of config.json for our keys: each is the field that decides the key, and messages about a file use it."""
 
 import copy
 import json
@@ -22,10 +22,10 @@ CASES = {
   "deepseek": ("deepseek3", "deepseek32"),
   "qwen3": ("qwen3", "qwen3_moe"),
 }
-FIXED = ("decoder_block", "mlp_activation")  # every other value is another family, or refused
-# Fields that go with one: what they are beside its other value.
+FIXED = ("decoder_block", "mlp_activation")  # any other value is another family or is refused
+# Values that other fields need when this field has another value.
 BESIDE = {"num_hidden_layers": {"layer_types": None, "per_layer_config": {}}, "num_attention_heads": {"num_key_value_heads": 1}}
-# Values of fields that the golden files leave out or leave null.
+# Values for fields that the golden files omit or set to null.
 OTHER = {"tie_word_embeddings": False, "default_output_length": 1, "final_logit_softcapping": 20.0, "router_aux_loss_coef": 0.5}
 
 
@@ -34,7 +34,7 @@ def hub(case: str) -> dict[str, Any]:
 
 
 def others(config: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-  """The file with another value of a field, for every object in which it may stand."""
+  """Yield the file with another value of a field, once for every object that may contain it."""
   for path in [(), *((key,) for key in config if isinstance(config[key], dict)), *ROPE]:
     other = copy.deepcopy(config)
     holder = other
@@ -43,7 +43,7 @@ def others(config: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     if name in holder or name in OTHER:
       holder[name] = OTHER[name] if name in OTHER and holder.get(name) is None else another(holder[name])
       holder |= BESIDE.get(name, {}) if path != ("vision_config",) else {}
-      if "kv_lora_rank" in holder:  # DeepSeek has as many of both
+      if "kv_lora_rank" in holder:  # DeepSeek needs equal numbers of both
         holder["num_key_value_heads"] = holder["num_attention_heads"]
       if path == ("vision_config",) and "num_key_value_heads" in holder:
         holder["num_key_value_heads"] = holder["num_attention_heads"]
@@ -66,7 +66,7 @@ def another(value: Any) -> Any:
 
 
 def decides(case: str, ours: str, theirs: str) -> bool:
-  """Whether another value of the field is another value of our key."""
+  """Return True if another value of the field changes our key."""
   config = hub(case)
   before = interpret(config, "config.json")
   for other in others(config, theirs):
@@ -96,7 +96,7 @@ def test_whole_words_are_translated_and_what_someone_wrote_stays():
 
 
 def failure(tmp_path: Path, case: str, change: dict[str, Any], *words: str) -> str:
-  (tmp_path / "emb_dim").mkdir()  # a folder is no key
+  (tmp_path / "emb_dim").mkdir()  # a folder's name is not translated
   (tmp_path / "emb_dim" / "config.json").write_text(json.dumps(hub(case) | change))
   with pytest.raises(UserError) as error:
     load_checkpoint_config(tmp_path / "emb_dim", words)

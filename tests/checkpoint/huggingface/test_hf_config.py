@@ -1,4 +1,4 @@
-"""config.json: both forms give one model, sparse files take Hugging Face's defaults, the rest is refused by name."""
+"""config.json: both forms give the same model, omitted fields have Hugging Face's defaults, and the rest is refused by name."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_exported_config_gives_the_model_back(case: str):
   assert again.dtype == "bfloat16"
   difference = {key: (values[key], again.model[key]) for key in values if values[key] != again.model[key]}
   difference.pop("model_name", None)
-  if case == "gemma3_vision":  # the exported model is the text model, which has no images
+  if case == "gemma3_vision":  # the text model is exported, which has no images
     assert difference.pop("use_bidirectional_image_attn") == (True, False)
   assert not difference
 
@@ -65,17 +65,17 @@ def test_sparse_gemma3_takes_the_class_defaults():
 
 def test_gemma4_defaults_that_surprise():
   model = values({"model_type": "gemma4_text", "num_hidden_layers": 8})
-  assert model["global_head_dim"] == 512  # not head_dim
-  assert model["hidden_size_per_layer_input"] == 256  # per-layer embeddings are on
+  assert model["global_head_dim"] == 512  # does not follow head_dim
+  assert model["hidden_size_per_layer_input"] == 256  # per-layer embeddings are on by default
   assert model["num_kv_shared_layers"] == 0
   assert model["global_rope_proportion"] == 0.25
-  assert model["layer_types"] == (*("sliding",) * 5, "global", "sliding", "global")  # the last layer is forced
+  assert model["layer_types"] == (*("sliding",) * 5, "global", "sliding", "global")  # the last layer is always global
   config = {"model_type": "gemma4_text", "num_global_key_value_heads": 2}
-  assert values(config)["global_num_kv_heads"] is None  # honored only with attention_k_eq_v
+  assert values(config)["global_num_kv_heads"] is None  # used only with attention_k_eq_v
   assert values(config | {"attention_k_eq_v": True})["global_num_kv_heads"] == 2
 
 
-# What transformers 5.23 makes of null, seen by running it: most classes refuse it, these do not.
+# The meaning of null in transformers 5.23, found by running it. Most classes refuse null, these do not.
 NULLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
   ({"model_type": "deepseek_v3", "norm_topk_prob": None}, {"norm_topk_prob": False}),
   ({"model_type": "deepseek_v3", "rope_interleave": None}, {"rope_interleave": False}),
@@ -85,7 +85,7 @@ NULLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     {"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": None, "mscale": None}},
     {"beta_fast": 32.0, "mscale": 0.0},
   ),
-  ({"model_type": "deepseek_v32", "rope_interleave": None}, {"rope_interleave": True}),  # not a field of that class
+  ({"model_type": "deepseek_v32", "rope_interleave": None}, {"rope_interleave": True}),  # not a field of this class
   ({"model_type": "gemma3_text", "final_logit_softcapping": None, "layer_types": None}, {"final_logits_soft_cap": None}),
   ({"model_type": "gemma3_text", "rope_parameters": None, "eos_token_id": None}, {"eos_token_id": None}),
   ({"model_type": "gemma3", "text_config": {}, "tie_word_embeddings": None}, {"logits_via_embedding": False}),
@@ -129,7 +129,7 @@ def test_yarn_that_is_not_truncated_is_refused_in_either_spelling():
 
 
 def test_the_class_with_the_head_decides_whether_it_is_tied():
-  """transformers never reads what text_config says about it."""
+  """transformers never reads ``tie_word_embeddings`` in text_config, because the class with the head is the outer one."""
   yes, no = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
   for top, text, tied in [({}, False, True), (yes, False, True), (no, True, False)]:
     for model_type in ("gemma3", "gemma4"):
@@ -140,7 +140,7 @@ def test_the_class_with_the_head_decides_whether_it_is_tied():
 def test_keys_that_override_or_do_nothing():
   yarn = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
   config = {"model_type": "deepseek_v3", "rope_scaling": yarn, "original_max_position_embeddings": 32}
-  assert values(config)["original_max_position_embeddings"] == 32  # as in transformers: the one at the top
+  assert values(config)["original_max_position_embeddings"] == 32  # as in transformers, the top level wins
   assert values({"model_type": "gemma3_text", "_sliding_window_pattern": 2})["inhomogeneous_layer_cycle_interval"] == 6
   for config in ({"model_type": "deepseek_v3"}, {"model_type": "gemma3_text"}):
     with pytest.raises(UserError, match=r"partial_rotary_factor: 0\.5 is not supported"):
@@ -305,9 +305,9 @@ def test_another_model_is_told_in_the_files_names_and_ours(case: str, change: di
 
 
 def test_other_placeholders_are_refused_unless_they_never_occur():
-  config = read_config(GOLDEN / "gemma4_e2b" / "checkpoint")  # 10000, 10003 and 10004, beyond the 128 of the vocabulary
+  config = read_config(GOLDEN / "gemma4_e2b" / "checkpoint")  # its placeholders are beyond the vocabulary of 128
   model = build(config.model)
-  vision = load_config("gemma4-tiny").config.vision  # 260, 263 and 264
+  vision = load_config("gemma4-tiny").config.vision  # placeholders 260, 263 and 264
   require_same_model(config, model, GOLDEN, vision)
   with pytest.raises(UserError, match=r"\n  audio_token_id: config.json null, this run 7"):
     require_same_model(config, model, GOLDEN, dataclasses.replace(vision, audio_token_id=7))
@@ -350,7 +350,8 @@ RELEASED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_config_is_the_model_file_of_that_name(name: str):
-  """A sparse config.json, as it is on the Hub, and configs/models agree, so that ``init_from`` takes it."""
+  """``init_from`` accepts a released model: its config.json, which omits many fields, agrees with the file in
+  configs/models."""
   family = {"gemma3": "gemma3", "gemma4": "gemma4", "deepseek3": "deepseek_v3", "deepseek3.2": "deepseek_v32"}
   text, model_type = RELEASED[name], family[name.rpartition("-")[0]]
   config = text if "deepseek" in name else {"text_config": text, "vision_config": None}
@@ -368,7 +369,7 @@ def test_released_config_is_the_model_file_of_that_name(name: str):
   ],
 )
 def test_deepseek_s_coefficient_of_the_load_balancing_loss_is_kept(change, definition, weight):
-  """``aux_loss_alpha`` is for the mean over sequences with ``seq_aux``, else for that over the batch."""
+  """``aux_loss_alpha`` weights the mean over sequences with ``seq_aux``, and the loss over the batch without it."""
   values = hub("deepseek3")
   base = {key: value for key, value in values.items() if key not in ("aux_loss_alpha", "seq_aux")}
   model = make_section("model", interpret(base | change, "config.json").model)

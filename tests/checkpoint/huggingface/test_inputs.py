@@ -1,4 +1,4 @@
-"""Inputs of ``forward``: what arrays mean, as transformers means them, and which ones are refused."""
+"""Inputs of ``forward``: arrays mean what they mean in transformers, and arrays that cannot be used are refused."""
 
 import io
 import pickle
@@ -48,7 +48,7 @@ def test_positions_that_jump_begin_a_document_unless_there_is_a_mask():
   found = batch(position_ids=positions, labels=IDS)
   np.testing.assert_array_equal(found["segments"], [[1, 1, 2, 2, 2], [1, 1, 1, 2, 2]])
   np.testing.assert_array_equal(found["positions"], positions)
-  np.testing.assert_array_equal(found["targets"][0], [6, 7, 8, 9, -100])  # as transformers: labels alone decide
+  np.testing.assert_array_equal(found["targets"][0], [6, 7, 8, 9, -100])  # as in transformers, documents do not change targets
   masked = batch(position_ids=positions, attention_mask=np.ones((2, 5), np.int64))
   np.testing.assert_array_equal(masked["segments"], np.ones((2, 5)))
   np.testing.assert_array_equal(batch(position_ids=[[3, 4, 5, 6, 7]])["positions"], [range(3, 8)] * 2)

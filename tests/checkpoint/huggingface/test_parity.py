@@ -1,4 +1,4 @@
-"""With the extra ``parity`` (torch, transformers): weights trained here, exported, give transformers the same logits."""
+"""With the extra ``parity`` (torch, transformers): weights that were trained and exported give equal logits in transformers."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,8 @@ def test_logits_of_a_trained_and_exported_model(model: str, tmp_path: Path):
   assert main(["train", model, *run, "dtype=float32", "learning_rate=1e-2", "enable_tensorboard=false"]) == 0
   exported = tmp_path / "exported"
   assert main(["export", str(tmp_path / "run"), "--out", str(exported), "--dtype", "float32"]) == 0
-  # Not longer than the indexer's top 32: of keys with equal scores (all relus 0, often so with 4 heads) each side picks others.
+  # Rows are shorter than the indexer's top 32. Among keys with equal scores, which are often 0 with 4 heads, the
+  # implementations select different ones.
   ids = np.random.default_rng(0).integers(1, 256, (2, 30))
   np.savez(tmp_path / "in.npz", input_ids=ids)
   words = ["--checkpoint", str(exported), "--inputs", str(tmp_path / "in.npz"), "--output", str(tmp_path / "out.npz")]
@@ -47,7 +48,8 @@ def reference(folder: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gemma4_e2b", "gemma4_moe"])
 def test_tokens_of_images_video_and_sound_without_any(case: str, tmp_path: Path):
-  """In a prompt, and given by the model itself, they are looked up as padding, there and here."""
+  """Placeholder tokens without an image, video or sound are looked up as padding here and in transformers, both in a prompt and
+  in an answer."""
   folder = copy_golden(case, tmp_path / "model")
   prompt, tokens = [2, 20, 9, 21, 33, 22, 7, 40], 14
 
@@ -94,7 +96,7 @@ IDS = np.array([[2, 5, 9, 14, 33, 8, 7, 11, 12, 3, 5, 40, 41]])
 
 
 def compare(folder: Path, tmp_path: Path) -> None:
-  """Our logits of a checkpoint, and those of its export, are transformers'."""
+  """Check that our logits of a checkpoint, and transformers' logits of its export, equal transformers' original logits."""
   np.savez(tmp_path / "in.npz", input_ids=IDS)
   with torch.no_grad():
     theirs = reference(folder)(input_ids=torch.tensor(IDS), use_cache=False).logits.numpy()
@@ -115,7 +117,7 @@ def test_heads_beside_and_instead_of_embeddings(case: str, change, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # the shared experts that are none
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # DeepSeek with 0 shared experts
 @pytest.mark.parametrize(
   ("case", "change"),
   [

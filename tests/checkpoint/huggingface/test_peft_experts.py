@@ -1,4 +1,4 @@
-"""Additions to experts in peft's form; tests/parity/test_peft.py holds them against peft itself."""
+"""Adapters of experts in peft's form. tests/parity/test_peft.py compares them with peft itself."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_halves_of_other_ranks_and_scales_are_one_addition():
   halves = [half(rng, 2, 4, 1.5), half(rng, 3, 4, 0.5)]
   a, b = fused(halves)
   assert (a.shape, b.shape) == ((E * 5, D), (8, 5 * E))
-  # peft's ParamWrapper.get_delta_weight, written out.
+  # The computation of peft's ParamWrapper.get_delta_weight.
   each_a, each_b = a.reshape(E, -1, D), b.reshape(8, -1, E)
   added = scale(halves) * np.stack([sum(np.outer(each_b[:, r, e], each_a[e, r]) for r in range(5)) for e in range(E)])
   want = [own.scale * np.einsum("eir,ero->eoi", *own.factors()) for own in halves]

@@ -1,4 +1,4 @@
-"""Where an adapter is in peft's files and settings, without peft; tests/parity/test_peft.py holds that against peft itself."""
+"""Names and settings of an adapter in peft's files, without peft. tests/parity/test_peft.py compares them with peft."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def program_of(model: str, modules: str, *words: str) -> tuple[TrainProgram, Ada
 
 
 def written(program: TrainProgram, adapter: Adapter, out: Path) -> tuple[dict[str, Any], peft.Written, dict[str, Any]]:
-  """adapter_config.json, what is said of it, and the factors, which are drawn."""
+  """Write the adapter with random factors. Return adapter_config.json, the result of write_adapter, and the factors."""
   rng = np.random.default_rng(0)
   factors = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), adapter.params())
   block = program.config.model.decoder_block
@@ -49,7 +49,7 @@ def written(program: TrainProgram, adapter: Adapter, out: Path) -> tuple[dict[st
 
 
 def assert_read_alike(program: TrainProgram, adapter: Adapter, factors: dict[str, Any], out: Path) -> None:
-  """What is read adds to every weight what the adapter adds."""
+  """Check that the adapter in the files adds to every weight what the original adapter adds."""
   zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), program.model.decoder.params())
   want = adapter.merge({**zeros, ADAPTER: factors}, "float32").params
   found = jax.tree.map(np.array, zeros)
@@ -65,7 +65,8 @@ def assert_read_alike(program: TrainProgram, adapter: Adapter, factors: dict[str
 
 @pytest.mark.slow
 def test_what_peft_would_take_for_experts_is_written_as_parameters(tmp_path):
-  """DeepSeek: dense layers, shared experts and routers beside experts, with ranks and scales of their own."""
+  """With adapted experts, DeepSeek's dense layers, shared experts and routers become parameters, with their own ranks and
+  scales."""
   patterns = ["lora_rank_pattern={shared.up: 2, layers.0.mlp.down: 1}", "lora_alpha_pattern={router: 5, kv_a: 4}"]
   program, adapter = program_of("deepseek3-tiny", "[all-linear, router, experts]", *patterns, "lora_rslora=true")
   config, done, factors = written(program, adapter, tmp_path / "out")
@@ -75,7 +76,8 @@ def test_what_peft_would_take_for_experts_is_written_as_parameters(tmp_path):
   assert sorted(config["target_parameters"]) == sorted(f"model.{name}" for name in names)
   assert {name.split(".")[3] for name in config["target_modules"]} == {"self_attn"}
   assert done == (len(names) + len(config["target_modules"]), ())
-  # peft holds patterns against a parameter's whole name. Gate and up of the experts are one array, of both their ranks.
+  # peft matches patterns with complete names of parameters. Gate and up of the experts are one array with the sum of their
+  # ranks.
   ranks = {f"layers.1.{SHARED}.up_proj.weight": 2, "layers.0.mlp.down_proj.weight": 1, "layers.1.mlp.experts.gate_up_proj": 6}
   assert config["rank_pattern"] == {f"model.{name}": rank for name, rank in ranks.items()}
   assert {name for name, alpha in config["alpha_pattern"].items() if alpha == 5} == {"model.layers.1.mlp.gate.weight"}
@@ -92,7 +94,7 @@ def test_what_peft_would_take_for_experts_is_written_as_parameters(tmp_path):
   ],
 )
 def test_modules_and_parameters_of_each_kind_of_model(model, modules, words, as_modules, as_parameters, tmp_path):
-  if model == "DENSE":  # a DeepSeek without experts: peft goes by the model_type, which does not say so
+  if model == "DENSE":  # a DeepSeek without experts: peft decides by the model_type, which is the same as with experts
     text = (Path(maxtext_like.__path__[0]) / "../configs/models/deepseek3-tiny.yml").read_text()
     text = text.replace("num_experts: 8", "num_experts: 0")
     (tmp_path / "deepseek.yml").write_text(text.replace("first_num_dense_layers: 1", "first_num_dense_layers: 2"))

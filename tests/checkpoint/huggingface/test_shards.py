@@ -1,4 +1,4 @@
-"""Checkpoint directories: index and shards that disagree or lead outside, pickles, float8 scales, and writing."""
+"""Checkpoint directories: index and shards that disagree or point outside of it, pickles, float8 scales, and writing."""
 
 import json
 import os
@@ -166,7 +166,7 @@ def test_nothing_there(tmp_path: Path):
 
 
 def block_scaled(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Random float8 values, their scales, and the product written out entry by entry."""
+  """Return random float8 values, their scales, and the product, computed block by block."""
   rng = np.random.default_rng(0)
   values = rng.normal(size=shape).astype(E4M3)
   scales = rng.uniform(0.5, 2, (-(-shape[0] // 128), -(-shape[1] // 128))).astype(np.float32)

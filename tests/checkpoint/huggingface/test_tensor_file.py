@@ -113,7 +113,7 @@ def test_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path):
   path = tmp_path / "model.safetensors"
   with open(path, "wb") as file:
     file.write((HEADER_LIMIT + 1).to_bytes(8, "little"))
-    file.truncate(HEADER_LIMIT + 1000)  # sparse
+    file.truncate(HEADER_LIMIT + 1000)  # a sparse file
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   with pytest.raises(UserError, match="more than the limit of 100000000"):
     SafetensorsFile(path)
@@ -135,13 +135,13 @@ def test_pickle_is_refused_and_not_run(tmp_path: Path, protocol: int):
   with pytest.raises(UserError, match=r"(?s)pickle can run code.*save_pretrained"):
     SafetensorsFile(path)
   assert not canary.exists()
-  pickle.loads(path.read_bytes())  # The test's own bait works.
+  pickle.loads(path.read_bytes())  # The pickle would have run.
   assert canary.exists()
 
 
 @pytest.mark.parametrize("length", [0x180, 0x280, 0x580])
 def test_header_whose_length_looks_like_a_pickle_is_read(tmp_path: Path, length: int):
-  """The first byte of such a file is that of a pickle."""
+  """The first byte of such a file equals the first byte of a pickle."""
   raw = json.dumps({"a": tensor()}).encode()
   path = tmp_path / "model.safetensors"
   path.write_bytes(pack(raw + b" " * (length - len(raw)), EIGHT))

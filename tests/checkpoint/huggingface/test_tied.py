@@ -1,4 +1,4 @@
-"""Output heads and embeddings in one file: which of them counts, from import to export, as transformers 5 decides it."""
+"""An output head and an embedding in one file: which of them is used, from import to export, as in transformers 5."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from maxtext_like.errors import UserError
 from tests.generation.letters import write_letters
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# The embedding's name in the file, and the head's.
+# The names of the embedding and of the head in the file.
 TIED = {
   "gemma3_text": ("model.embed_tokens.weight", "lm_head.weight"),
   "gemma3_vision": ("language_model.model.embed_tokens.weight", "language_model.lm_head.weight"),
@@ -32,7 +32,7 @@ TIED = {
 
 
 def rewritten(folder: Path, case: str, change: Any) -> Path:
-  """A copy of a golden checkpoint whose tensors, {name: array}, ``change`` has edited."""
+  """Write a copy of a golden checkpoint whose tensors, {name: array}, ``change`` has edited."""
   folder.mkdir(parents=True, exist_ok=True)
   file = SafetensorsFile(GOLDEN / case / "checkpoint" / "model.safetensors")
   arrays = {name: np.array(file.tensor(name)) for name in file.entries}
@@ -45,11 +45,11 @@ def rewritten(folder: Path, case: str, change: Any) -> Path:
 
 def another_head(arrays: dict[str, np.ndarray], embedding: str, head: str) -> None:
   arrays[head] = arrays[embedding].copy()
-  arrays[head][-1, -1] += 0.5  # one number, in the last block that is compared
+  arrays[head][-1, -1] += 0.5  # one number in the last block of the comparison
 
 
 def the_same_head(arrays: dict[str, np.ndarray], embedding: str, head: str) -> None:
-  arrays[head] = arrays[embedding].astype(np.float32)  # the numbers count, not how they are stored
+  arrays[head] = arrays[embedding].astype(np.float32)  # values are compared, not dtypes
 
 
 def nothing_but_the_head(arrays: dict[str, np.ndarray], embedding: str, head: str) -> None:
@@ -109,7 +109,7 @@ def test_a_run_whose_model_ties_them_is_refused_and_told(tmp_path: Path):
 
 
 def _model_file(tmp_path: Path) -> Path:
-  """The model of the golden checkpoint as config.json has it."""
+  """Write the model of the golden checkpoint's config.json to a model file."""
   from maxtext_like.checkpoint.huggingface.model_file import model_file
 
   path = tmp_path / "tied.yml"
@@ -148,7 +148,7 @@ def test_without_a_tie_a_missing_embedding_is_missing(tmp_path: Path):
 def test_tables_are_compared_by_their_numbers(tmp_path: Path):
   def quieter(arrays: dict[str, np.ndarray], embedding: str, head: str) -> None:
     arrays[embedding] = arrays[embedding].astype(np.float32)
-    arrays[embedding][0, 0] = 1 + 2.0**-20  # bfloat16 has 1
+    arrays[embedding][0, 0] = 1 + 2.0**-20  # 1 in bfloat16
     arrays[head] = arrays[embedding].astype(ml_dtypes.bfloat16)
 
   def other_shape(arrays: dict[str, np.ndarray], embedding: str, head: str) -> None:

@@ -1,4 +1,4 @@
-"""Keys of a config.json that nothing reads: harmless, reported, or refused because they make another model."""
+"""Keys of a config.json that nothing reads: harmless, reported, or refused because they change the model."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from maxtext_like.errors import UserError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FILES = [*GOLDEN.glob("*/checkpoint/config.json"), *GOLDEN.glob("*/config_as_saved_by_transformers.json")]
-RELEASED = {  # further keys of the files of the releases
+RELEASED = {  # further keys of the released files
   "qwen3": {"max_window_layers": 28, "sliding_window": None, "rope_scaling": None, "attention_dropout": 0.0},
   "deepseek3": {"auto_map": {"AutoConfig": "a.B"}, "ep_size": 1, "pretraining_tp": 1, "aux_loss_alpha": 0.001, "seq_aux": True},
   "gemma3_vision": {

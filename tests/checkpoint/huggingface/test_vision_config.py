@@ -1,4 +1,4 @@
-"""``vision_config`` of a config.json: both forms give one tower, it is written back, and what is not supported is refused."""
+"""``vision_config`` of a config.json: both forms give one tower, it is written back, and unsupported values are refused."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_text_model_has_no_tower():
   ],
 )
 def test_released_files_are_our_model_files(name: str, vision: dict[str, Any], top: dict[str, Any]):
-  """Sparse, as the Hub's are: the rest are defaults of the classes."""
+  """The files omit most fields, as on the Hub. The omitted fields have the defaults of the classes."""
   found = interpret(top | {"text_config": {}, "vision_config": vision}, "config.json")
   assert vision_of(found) == load_config(name).config.vision
 

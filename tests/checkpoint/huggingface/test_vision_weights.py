@@ -1,4 +1,4 @@
-"""Tensors of the towers: every spelling is read, every value comes back bit for bit, what does not fit is listed."""
+"""Tensors of the towers: all spellings are read, values come back bit for bit, and tensors that do not fit are listed."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_every_tensor_reaches_a_parameter_and_comes_back_bit_for_bit(case: str):
   for name, tensor in zip(names, towers, strict=True):
     back = tensor.from_params(leaves)
     assert back.shape == file[name].shape
-    # Bounds and statistics are float32 here and bfloat16 there: the same numbers, exactly.
+    # Bounds and statistics are float32 here and bfloat16 in the file, with equal values.
     np.testing.assert_array_equal(back.astype(np.float32), file[name].astype(np.float32))
     assert back.dtype == (np.float32 if tensor.rule.buffer else file[name].dtype)
 
@@ -85,7 +85,7 @@ def test_spellings_of_the_gemma_3_tower(spelling: str, tmp_path: Path):
 
 
 def test_float32_statistics_and_bounds_keep_every_bit(tmp_path: Path):
-  """A file with bounds and statistics that bfloat16 does not hold: none of them is rounded, whatever the weights are."""
+  """Bounds and statistics that bfloat16 cannot represent are not rounded, whatever dtype the weights have."""
   for case in ("gemma4_vision_large", "gemma4_vision_small"):
     folder = tmp_path / case
     folder.mkdir()

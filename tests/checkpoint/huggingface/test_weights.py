@@ -1,4 +1,4 @@
-"""Tensors of every golden checkpoint find their parameters and back; what does not fit is listed by name."""
+"""Tensors of every golden checkpoint reach their parameters and come back; tensors that do not fit are listed by name."""
 
 import json
 import shutil
@@ -70,11 +70,11 @@ def test_every_tensor_reaches_a_parameter_and_comes_back_bit_for_bit(case: str):
 
 
 def test_transforms_put_every_axis_where_it_belongs():
-  """Against layouts written out by hand, in sizes that are all different."""
+  """Elements are compared with indices that were written by hand. All sizes differ, so an exchanged axis is noticed."""
   config = read_config(checkpoint("gemma4_dense"))
   params = load_hugging_face(checkpoint("gemma4_dense"), decoder_of(config, weight_dtype="float32"))
   file = SafetensorsFile(checkpoint("gemma4_dense") / "model.safetensors")
-  q = file.tensor("model.layers.5.self_attn.q_proj.weight").astype(np.float32)  # layer 5: row 1 of layer_2, global
+  q = file.tensor("model.layers.5.self_attn.q_proj.weight").astype(np.float32)  # layer 5 is row 1 of layer_2, global
   np.testing.assert_array_equal(params["stack_0"]["layer_2"]["attention"]["q"][1, 7, 3, 11], q[3 * 16 + 11, 7])
   o = file.tensor("model.layers.3.self_attn.o_proj.weight").astype(np.float32)
   np.testing.assert_array_equal(params["stack_0"]["layer_0"]["attention"]["o"][1, 2, 5, 40], o[40, 2 * 8 + 5])
@@ -127,7 +127,7 @@ def test_a_part_of_a_parameter_reads_only_its_tensors(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("case", ["deepseek3", "gemma4_moe", "gemma4_e2b"])
 def test_a_part_of_a_parameter_is_that_of_the_whole(case: str):
-  """Rows of stacks and experts with tensors of their own by number, the rest by any slice."""
+  """Rows of stacks, and experts with separate tensors, are indexed by number. All other axes take any slice."""
   _, weights, params = load(checkpoint(case), weight_dtype="float32")
   for path, whole in flatten(params):
     by_number = 0 if not path[0].startswith("stack") else 2 if case == "deepseek3" and "experts" in path else 1
@@ -138,7 +138,7 @@ def test_a_part_of_a_parameter_is_that_of_the_whole(case: str):
 
 
 def rewritten(tmp_path: Path, case: str, change: Any) -> Path:
-  """A copy of a golden checkpoint whose tensors, {name: array}, ``change`` may edit."""
+  """Write a copy of a golden checkpoint whose tensors, {name: array}, ``change`` may edit."""
   file = SafetensorsFile(checkpoint(case) / "model.safetensors")
   arrays = {name: np.array(file.tensor(name)) for name in file.entries}
   arrays = change(arrays) or arrays
@@ -232,7 +232,7 @@ def test_other_layers_beyond_the_model_are_unexpected(tmp_path: Path):
 
 
 def test_float8_checkpoint_loads_and_a_missing_scale_does_not(tmp_path: Path):
-  """Every matrix of attention and experts in float8 with block scales, as DeepSeek ships them."""
+  """All matrices of attention and experts are float8 with block scales, as in DeepSeek's releases."""
   whole: dict[str, np.ndarray] = {}
 
   def change(arrays: dict[str, np.ndarray]) -> None:
@@ -285,7 +285,8 @@ def test_config_of_another_size_is_refused(tmp_path: Path):
 def test_memory_beyond_the_arrays_is_bounded_by_the_largest_one(
   weight_dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-  """At most 1.5 times its size, converted or not: numpy's allocations, which tracemalloc sees; JAX's own it does not."""
+  """numpy allocates at most 1.5 times the size of the largest array, with and without a cast. tracemalloc does not see the
+  memory of JAX's arrays."""
   monkeypatch.setattr(weights_module, "_CHUNK_BYTES", 1 << 20)
   monkeypatch.setattr(device_fill, "_CHUNK_BYTES", 1 << 20)
   model = load_config("gemma4-moe-tiny", ["vocab_size=30000"]).config.model
@@ -307,7 +308,7 @@ def test_memory_beyond_the_arrays_is_bounded_by_the_largest_one(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 def test_finite_is_read_off_the_bits(dtype: str):
-  """Every 8-bit number; of the wider formats those around the largest, and every kind of NaN."""
+  """All numbers of the formats with 8 and 16 bits; zeros, the limits, infinity and NaN of the wider formats."""
   kind = np.dtype(dtype)
   if kind.itemsize < 4:
     numbers = np.arange(2 ** (8 * kind.itemsize)).astype(f"u{kind.itemsize}").view(kind)

@@ -1,4 +1,4 @@
-"""Data files of a save have a size that uses all cores, and a failed save does not print the calls of TensorStore into the
+"""A save is divided into data files of a size that uses all cores. A failed save does not print TensorStore's calls into the
 event loop that orbax has closed."""
 
 import asyncio
@@ -49,7 +49,7 @@ def test_calls_of_tensorstore_into_a_closed_loop_are_not_printed(monkeypatch):
 def test_failed_writes_that_orbax_does_not_read_are_not_printed(file, printed, caplog):
   source = compile("async def write():\n  raise ValueError('NOT_FOUND')", f"/site-packages/{file}", "exec")
   names = {}
-  exec(source, names)  # the file of the coroutine is in the message
+  exec(source, names)  # the message contains the coroutine's file
 
   async def save():
     task = asyncio.ensure_future(names["write"]())
@@ -74,7 +74,7 @@ class Fails:
 
 
 def test_other_exceptions_that_cannot_be_raised_are_passed_on(monkeypatch):
-  """The same words from Python's own code too."""
+  """The same message is passed on too if it does not come from TensorStore."""
   passed = []
   monkeypatch.setattr(sys, "unraisablehook", without_calls_into_closed_loops(lambda u: passed.append(str(u.exc_value))))
   for error in (ValueError("broken"), RuntimeError("Event loop is closed")):

@@ -1,4 +1,4 @@
-"""What names the files of weights: other numbers are others, whatever a directory is called."""
+"""The fingerprint of weight files changes with their numbers, not with the directory's name."""
 
 import shutil
 
@@ -23,7 +23,7 @@ def test_of_hugging_face_files(tmp_path):
   assert first.startswith("hf ")
   shutil.copytree(tmp_path / "a", tmp_path / "b")
   assert of_files(tmp_path / "b") == first
-  assert write(tmp_path / "b", values + np.float32(1e-3)) != first  # trained on
+  assert write(tmp_path / "b", values + np.float32(1e-3)) != first  # as after further training
   half = values.copy()
   half[150:] *= 2
   assert write(tmp_path / "b", half) != first

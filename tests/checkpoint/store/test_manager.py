@@ -1,4 +1,4 @@
-"""Tests maxtext_like/checkpoint/store/manager.py: saves that count, keep-K, refusals, failures with back-off, restores."""
+"""Tests maxtext_like/checkpoint/store/manager.py: complete saves, max_to_keep, refusals, failures with back-off, restores."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ CONFIG = {"model": {"model_name": "a", "num_query_heads": 3, "emb_dim": 7}, "tra
 
 
 def make_state(seed=0, dtype=jnp.float32):
-  """A state with everything that real ones have: nested dicts, optax namedtuples, masked leaves, None, scalars."""
+  """Return a state with all kinds of nodes of real states: nested dicts, optax namedtuples, masked leaves, None, scalars."""
   params = {
     "embedding": {"table": jax.random.normal(jax.random.key(seed), (11, 7), dtype)},
     "stack_0": {"layer_0": {"o": jnp.ones((2, 3, 5), jnp.bfloat16), "layer_scalar": jnp.ones((2,))}},
@@ -80,10 +80,10 @@ def test_donated_arrays_are_saved_as_they_were(tmp_path):
 def test_keeps_the_newest(tmp_path):
   state = {"x": jnp.arange(3.0)}
   with CheckpointManager(tmp_path, max_to_keep=2, asynchronous=False) as manager:
-    for step in (9, 10, 100):  # 9 < 10 < 100 as numbers, not as names
+    for step in (9, 10, 100):  # sorted as numbers, not as names
       assert manager.save(step, state)
     assert manager.complete_steps() == [10, 100]
-    assert manager.save(100, state)  # already there: nothing is written
+    assert manager.save(100, state)  # already saved, so nothing is written
     assert manager.statistics.saved == 3
   assert sorted(entry.name for entry in tmp_path.iterdir()) == ["10", "100"]
 
@@ -134,14 +134,14 @@ def test_failures_surface_in_poll_and_end_retryable(tmp_path, caplog, monkeypatc
       assert not (tmp_path / "20").exists()
       assert not manager.due(21)
       manager._retry_at = time.monotonic()
-      assert manager.due(21)  # not a multiple of the interval: a retry
+      assert manager.due(21)  # a retry is due before the next multiple of the interval
       assert manager.save(21, state)
       assert not manager.wait()
       manager._backoff_seconds = 0.01
       with pytest.raises(RetryableError, match=r"checkpoint of step 22 failed .3 of 3.*step 10 is kept"):
         manager.save_and_wait(22, state)
     assert manager.complete_steps() == [10]
-    assert manager.save_and_wait(23, state)  # the disk has room again
+    assert manager.save_and_wait(23, state)  # the disk has space again
     assert manager.complete_steps() == [10, 23]
     assert not manager.due(24)
     assert manager.due(30)
@@ -185,7 +185,7 @@ def test_a_file_in_place_of_the_checkpoint_directory_ends_a_save(tmp_path):
 
 
 def test_leftovers_are_told_and_removed(tmp_path, caplog):
-  """F11 and what F01 leaves: empty directories and unfinished saves are no checkpoints; foreign files stay."""
+  """Empty directories (fault F11) and unfinished saves (fault F01) are not checkpoints and are removed. Foreign files stay."""
   (tmp_path / "100").mkdir()
   (tmp_path / "90.saving-0a1b2c3d" / "state.orbax-checkpoint-tmp" / "d").mkdir(parents=True)
   (tmp_path / "70.dropping-0a1b2c3d" / "state").mkdir(parents=True)
@@ -246,7 +246,7 @@ def pristine(tmp_path_factory):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_falls_back_to_the_step_before(pristine, tmp_path, caplog, damage):
-  """F08, F09, F10 in process; tests/faults does it with whole programs."""
+  """Faults F08, F09 and F10 within this process. tests/faults covers them with complete programs."""
   source, state = pristine
   path = tmp_path / "c"
   shutil.copytree(source, path)
@@ -287,7 +287,7 @@ def test_all_steps_damaged_is_a_user_error(pristine, tmp_path):
   with CheckpointManager(path, config=CONFIG) as manager:
     with pytest.raises(UserError, match=r"no valid checkpoint is left\n  step 20 is corrupt: .*\n  step 10 is corrupt"):
       manager.restore(abstract(state))
-    assert sorted(entry.name for entry in path.iterdir()) == ["10", "20"]  # nothing renamed or removed
+    assert sorted(entry.name for entry in path.iterdir()) == ["10", "20"]  # nothing is renamed or removed
 
 
 def changed_config(**fields):
@@ -307,7 +307,7 @@ def test_another_model_is_refused_even_when_all_shapes_agree(pristine):
 
 
 def test_other_arrays_are_refused_with_the_list_before_any_read(pristine, monkeypatch):
-  """F15."""
+  """Fault F15."""
   source, state = pristine
   wanted = abstract(state)
   wanted["params"]["embedding"]["table"] = jax.ShapeDtypeStruct((13, 7), jnp.float32)
@@ -323,7 +323,7 @@ def test_other_arrays_are_refused_with_the_list_before_any_read(pristine, monkey
 
 
 def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
-  """F13."""
+  """Fault F13."""
   state = {"w": jnp.array([1.0, 3.0, 70000.0]), "n": jnp.int32(3)}
   with CheckpointManager(tmp_path, config=CONFIG) as manager:
     assert manager.save_and_wait(1, state)
@@ -343,7 +343,7 @@ def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_arrays_come_back_into_the_hosts_memory(tmp_path, dtype):
-  """And from it, as they are and cast."""
+  """Arrays in host memory are saved, and restored to host memory, in the same dtype and cast."""
   place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
   state = {"w": jax.device_put(jnp.array([1.0, 3.0, 0.1]), place)}
   with CheckpointManager(tmp_path, config=CONFIG) as manager:
@@ -373,7 +373,7 @@ def test_a_relative_path_is_read(pristine, monkeypatch):
 
 
 def test_a_newer_schema_is_refused(pristine, tmp_path):
-  """F17."""
+  """Fault F17."""
   source, state = pristine
   path = tmp_path / "c"
   shutil.copytree(source, path)
@@ -389,7 +389,7 @@ def test_a_newer_schema_is_refused(pristine, tmp_path):
 
 
 def test_preflight(tmp_path, caplog, monkeypatch):
-  """F06."""
+  """Too little free space for one checkpoint is an error, and too little for all that are kept is a warning (fault F06)."""
   free = 0
   monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free))
   state = {"x": jax.ShapeDtypeStruct((250_000,), jnp.float32)}
@@ -415,7 +415,7 @@ def test_a_save_that_cannot_fit_is_not_started(tmp_path, caplog, monkeypatch):
     assert "step 2 failed (1 of 3)" in caplog.text
     assert "needs 1.00 MB, 0.90 MB free: not started: " in caplog.text
     assert "step 1 is kept" in caplog.text
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))  # one that does not know
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))  # a file system that reports no size
     assert manager.save_and_wait(3, state)
 
 

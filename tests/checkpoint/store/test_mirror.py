@@ -1,4 +1,4 @@
-"""Tests maxtext_like/checkpoint/store/mirror.py: copies that count only when proved, faults that end nothing, the way back."""
+"""Tests maxtext_like/checkpoint/store/mirror.py: copies count only when verified, faults end no run, steps are restored."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ LIKE = {"x": jax.ShapeDtypeStruct((7,), jnp.float32)}
 
 @pytest.fixture(params=["path", "memory"])
 def place(request, tmp_path):
-  """A mirror on a disk, and one in object storage's terms."""
+  """Yield the place of a mirror on a disk, and of one in an object store."""
   yield str(tmp_path / "m" / "irror") if request.param == "path" else "memory://bucket/runs"
   fsspec.filesystem("memory").store.clear()
 
@@ -72,7 +72,7 @@ def test_a_lost_run_comes_back(place, tmp_path):
     restored = manager.restore(LIKE)
     assert restored is not None
     assert (restored.step, restored.state["x"].tolist()) == (20, STATE["x"].tolist())
-    assert manager._run == made.steps()[20].run  # the same life
+    assert manager._run == made.steps()[20].run  # the run keeps its identity
   assert made.bring_back(StepDirectories(own), resume=True) is None
   assert sorted(entry.name for entry in own.iterdir()) == ["20"]
 
@@ -83,7 +83,7 @@ def test_the_best_is_kept_and_named_there_and_comes_back(place, tmp_path):
   made = save(own, place, 20, 30, 40, keep=1, best=best)
   assert sorted(made.steps()) == StepDirectories(own).complete() == [20, 40]
   assert json.loads(made._files.cat_file(f"{made._root}/best.json")) == {"step": 20, "eval_loss": 0.5}
-  if made._local:  # a run to every command
+  if made._local:  # all commands accept the mirror as a run
     assert find_step(tmp_path / "m/irror/run/checkpoints/best") == tmp_path / "m/irror/run/checkpoints/20"
   shutil.rmtree(own)
   assert made.bring_back(StepDirectories(own), resume=True) == 40
@@ -97,7 +97,7 @@ def test_a_best_that_was_passed_over_or_lost_its_files_there(place, tmp_path, ca
   with CheckpointManager(own, max_to_keep=1, config={"model": {}}) as manager:
     for step in (20, 30):
       manager.save_and_wait(step, STATE, best=best)
-  assert sorted(save(own, place, keep=1).steps()) == [20, 30]  # the newest alone was handed over
+  assert sorted(save(own, place, keep=1).steps()) == [20, 30]  # the best step is copied too
   shutil.rmtree(own)
   flip(place, 20)
   assert Mirror(place, "run", own, 1).bring_back(StepDirectories(own), resume=True) == 30
@@ -110,7 +110,7 @@ def test_bringing_back_goes_on_from_a_killed_one_and_not_through_a_link_to_nothi
   own, place = tmp_path / "own", str(tmp_path / "mirror")
   save(own, place, 10)
   shutil.rmtree(own)
-  (own / "10.saving-0123abcd" / "state").mkdir(parents=True)  # what a copy that was killed leaves
+  (own / "10.saving-0123abcd" / "state").mkdir(parents=True)  # left by a copy that was killed
   made = Mirror(place, "run", own, 2)
   assert made.bring_back(StepDirectories(own), resume=True) == 10
   assert sorted(entry.name for entry in own.iterdir()) == ["10"]
@@ -171,7 +171,7 @@ def test_what_would_be_mixed_is_refused(place, tmp_path):
 
 
 def test_faults_are_told_and_tried_again(place, tmp_path, caplog, monkeypatch):
-  """Writing fails twice in the middle of a step: nothing counts there, nothing ends, and then it is whole."""
+  """Two writes fail in the middle of a step. The partial copy does not count, the run continues, and the copy is made later."""
   own, fails = tmp_path / "own", [2]
   files = fsspec.core.url_to_fs(place)[0]
   real = type(files).open
@@ -235,7 +235,7 @@ def test_a_place_that_does_not_answer(place, tmp_path, monkeypatch, caplog):
 
 def test_unusable_places(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "gcsfs", None)
-  monkeypatch.delitem(_registry, "gs", raising=False)  # what another test has loaded
+  monkeypatch.delitem(_registry, "gs", raising=False)  # another test may have loaded it
   with pytest.raises(UserError, match=r"gs:// needs a package that is not installed\n  fix: pip install -e '.\[gcs\]'"):
     storage.require_usable("checkpoint_mirror", "gs://bucket/runs")
   with pytest.raises(UserError, match="unknown protocol nonsense://"):
@@ -255,7 +255,7 @@ def test_steps_that_the_run_went_back_past_go_and_never_come_back(place, tmp_pat
   assert f"{own}/7: the run went back to step 5" in caplog.text
   assert "7.abandoned" in caplog.text
   assert sorted(made.steps()) == [5, 10]
-  save(own, place, 7, keep=3)  # anew: nobody needs the other one
+  save(own, place, 7, keep=3)  # step 7 exists again, so the abandoned one is removed
   assert not (own / "7.abandoned").exists()
 
 

@@ -1,4 +1,4 @@
-"""Parts of saved arrays are those of the whole; other models and damaged steps are refused."""
+"""Parts of saved arrays equal slices of the complete arrays; other models and damaged steps are refused."""
 
 from pathlib import Path
 

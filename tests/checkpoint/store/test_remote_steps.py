@@ -1,4 +1,4 @@
-"""Tests checkpoints in gs:// and s3:// (remote_steps.py, the manager's part) on emulated ones: whole, or not there."""
+"""Tests checkpoints in emulated gs:// and s3:// (remote_steps.py and the manager): a step is complete or does not exist."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ def state(step):
 
 @pytest.fixture(params=["gs", slow("s3")])
 def steps(request, monkeypatch):
-  """Where a run's steps are, empty. Clients try again at once."""
+  """Return an empty place for a run's steps. Clients retry without a delay."""
   store_of(request.param)
 
   async def at_once(_):
@@ -97,7 +97,7 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_used(steps, caplog, d
   assert "step 20 is corrupt" in caplog.text
   assert "CORRUPT.json" in [n.rpartition("/")[2] for n in names(steps, 20)]
   assert RemoteSteps(steps).complete() == [10]
-  save(steps, 20)  # trained again
+  save(steps, 20)  # the step is trained again
   assert restored(steps) == 20
   save(steps, 30)
   assert "CORRUPT.json" not in [n.rpartition("/")[2] for n in names(steps, 20)]
@@ -106,7 +106,7 @@ def test_a_damaged_step_is_set_aside_and_the_one_before_it_used(steps, caplog, d
 def test_what_has_no_manifest_does_not_count_and_goes(steps, caplog):
   save(steps, 10, 20)
   store = store_of(steps)
-  store.remove(next(n for n in names(steps, 20) if n.endswith("COMPLETE.json")))  # as after a kill before it was written
+  store.remove(next(n for n in names(steps, 20) if n.endswith("COMPLETE.json")))  # as after a kill during the save
   store.write("/".join([*steps.parts[1:], "10", "0123abcd.5", "state", "x"]), b"of a process that lost the run")
   store.write("/".join([*steps.parts[1:], "notes", "x"]), b"a person's")
   assert restored(steps) == 10
@@ -139,26 +139,26 @@ def test_steps_that_the_run_went_back_past_do_not_count(steps):
 
 @pytest.mark.parametrize("wrong", ["lost", slow("503")])
 def test_a_store_that_fails_now_and_then_is_asked_again(steps, wrong):
-  """Some writes fail, or are done and not answered, the manifest's first one among them: no step is torn."""
+  """Some writes fail, or succeed without an answer, the first one of the manifest among them. No incomplete step remains."""
   count, published = itertools.count(), itertools.count()
 
   def fault(method, path, query):
     name = query.get("name", "")
     if method not in ("POST", "PUT") or not name or (wrong == "lost" and "/state/" in name):
-      return None  # orbax gives a save up then: tests/faults/test_remote.py
+      return None  # orbax would abort the save, see tests/faults/test_remote.py
     if name.endswith("COMPLETE.json"):
       return wrong if next(published) == 0 else None
     return wrong if next(count) in (1, 4) else None
 
   with store_of(steps).failing(fault):
     save(steps, 10)
-  assert next(published) == 2  # it was asked again, once
+  assert next(published) == 2  # one retry
   assert restored(steps) == 10
 
 
 @pytest.mark.slow
 def test_a_manifest_that_cannot_be_written_makes_no_step(steps, caplog):
-  """The save is tried again, told, and ends the run when it fails too often; what was whole before stays so."""
+  """The failure is reported and the save is retried. After too many failures the run ends. Earlier steps stay complete."""
   save(steps, 10)
   refused = lambda m, path, q: "503" if q.get("name", "").endswith("20/COMPLETE.json") else None
   with store_of(steps).failing(refused), caplog.at_level(logging.ERROR), pytest.raises(RetryableError) as ended:
@@ -168,7 +168,7 @@ def test_a_manifest_that_cannot_be_written_makes_no_step(steps, caplog):
   assert "step 10 is kept" in str(ended.value)
   assert restored(steps) == 10
   assert not names(steps, 20)
-  answers = iter([None, "503", "503", "503", "503", "503", "503"])  # all tries of one save, not of the next
+  answers = iter([None, "503", "503", "503", "503", "503", "503"])  # all attempts of one save fail, the next save works
   with store_of(steps).failing(lambda m, path, q: next(answers, None) if q.get("name", "").endswith("COMPLETE.json") else None):
     save(steps, 20, attempts=2)
   assert restored(steps) == 20

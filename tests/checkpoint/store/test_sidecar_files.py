@@ -1,4 +1,4 @@
-"""The files that travel with a model's weights, those of a folder below it too, here and in a store."""
+"""Files that are copied together with a model's weights, also from a subfolder, on a disk and in a store."""
 
 import fsspec
 import pytest

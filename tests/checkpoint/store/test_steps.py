@@ -1,4 +1,4 @@
-"""Tests maxtext_like/checkpoint/store/steps.py: what is a step, what is moved aside, what is refused; nothing is lost."""
+"""Tests maxtext_like/checkpoint/store/steps.py: which directories are steps, moved aside or refused. No data is lost."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ STATE = {"x": jnp.arange(3.0)}
 
 @pytest.fixture
 def saved(tmp_path):
-  """A directory with steps 10 and 20."""
+  """Save steps 10 and 20, and return their directory."""
   with CheckpointManager(tmp_path / "c", asynchronous=False) as manager:
     manager.save(10, STATE)
     manager.save(20, STATE)
@@ -94,11 +94,11 @@ def test_a_step_under_the_name_of_another_is_refused(saved, where):
   with pytest.raises(UserError, match="50 holds step 20"):
     find_step(saved if where == "c" else saved.parent)
   assert StepDirectories(saved).complete() == [10]
-  assert find_step(saved / "50") == saved / "50"  # named itself, it is whatever its manifest says
+  assert find_step(saved / "50") == saved / "50"  # a path to the step itself is accepted, whatever its manifest says
 
 
 def test_no_name_is_given_or_taken_outside_the_fence(saved, monkeypatch):
-  """Whoever lost the directory writes under a name of its own and gives it none."""
+  """A process that lost the directory to another one writes only under a temporary name and never renames it to a step."""
   inside, lost = [], []
 
   @contextlib.contextmanager
@@ -155,7 +155,7 @@ def test_what_has_the_name_of_a_save_and_is_no_directory_is_refused_and_kept(tmp
 
 
 def test_a_manifest_or_an_array_file_that_is_a_pipe_is_damage(tmp_path):
-  """Reading it would never end."""
+  """Reading a pipe would never end."""
   os.mkfifo(tmp_path / manifest.FILE_NAME)
   with pytest.raises(manifest.DamageError, match="not a regular file"):
     manifest.read(tmp_path)

@@ -1,4 +1,4 @@
-"""Host memory while a step is read."""
+"""Host memory that is in use while a step is read."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_the_limit_fits_the_largest_array():
 
   assert gb() == gb(1, 10**9) == 4
   assert gb(7, 4_900_000_000, 3) == 10
-  # Orbax refuses an array of as many bytes as the limit.
+  # Orbax refuses an array whose size equals the limit.
   assert gb(5_000_000_000) == 11
 
 

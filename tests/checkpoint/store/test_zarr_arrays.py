@@ -1,4 +1,4 @@
-"""Tests zarr_arrays.py: arrays come back to the bit on another mesh, large ones of several chunks; damage is no value."""
+"""Tests zarr_arrays.py: arrays come back bit for bit on another mesh, large ones in chunks; damage never becomes a value."""
 
 import json
 import threading
@@ -34,14 +34,14 @@ def values():
 
 
 def written(place):
-  """In parts of 2 x 2 devices where this process has so many."""
+  """Write arrays that are split over 2 x 2 devices, or over one device if the process has fewer than four."""
   size = 2 if jax.device_count() >= 4 else 1
   own = mesh(size, size)
   flat = {name: jax.device_put(x, NamedSharding(own, SPLIT[name])) for name, x in values().items()}
   writer = zarr_arrays.Writer(60)
   writer.save(place, flat)
   for x in flat.values():
-    x.delete()  # the training goes on with their memory
+    x.delete()  # training reuses their memory
   writer.wait_until_finished()
   return flat
 
@@ -79,7 +79,7 @@ def test_chunks_divide_a_part_and_are_no_larger_than_a_request(part):
 
 
 def test_parts_in_host_memory_are_limited(monkeypatch):
-  """Twelve arrays of 40 bytes with a limit of 100 bytes, and one that is larger than the limit."""
+  """The limit is 100 bytes. There are twelve arrays of 40 bytes, and one that is larger than the limit."""
   lock, held, most = threading.Lock(), 0, []
 
   class Stored:
