@@ -1,4 +1,4 @@
-"""What ``compile`` tries where a step does not fit."""
+"""The larger slices that ``compile`` tries if a step does not fit."""
 
 import pytest
 
@@ -11,5 +11,6 @@ from maxtext_like.config.load import load_config
   [([], True), (["ici_fsdp_parallelism=4"], False), (["ici_fsdp_parallelism=4", "ici_data_parallelism=-1"], True)],
 )
 def test_a_larger_slice_is_tried_where_an_axis_takes_what_chips_it_has(words, any_size):
-  """Not where the axis between slices does alone, as it is by default: their chips would not multiply to the larger one's."""
+  """A larger slice helps only if an axis within a slice takes all remaining chips. The axis between slices, which does so by
+  default, does not count."""
   assert _any_size(load_config("gemma4-tiny", words).config) == any_size

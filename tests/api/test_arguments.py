@@ -1,4 +1,4 @@
-"""Arguments that Python code gets wrong are told with a remedy; what is imported is a checkpoint for risk as well."""
+"""Wrong arguments from Python are errors with a remedy. ``risk`` reads exported and imported checkpoints."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_a_configuration_is_no_checkpoint():
 def test_a_run_goes_on_with_more_tokens(run, tmp_path, caplog):
   more = maxtext_like.load_config(run.directory).config.model.vocab_size + 3
   keys = {"vocab_size": more, "dataset": "synthetic", "output_dir": tmp_path, **TINY}
-  for steps in (1, 2):  # the second resumes
+  for steps in (1, 2):  # the second call resumes the run
     grown = maxtext_like.train("qwen3-tiny", init_from=run.directory, steps=steps, **keys)
   assert "rows are added to embedding.table" in caplog.text
   assert grown.load().logits([[more - 1]]).shape == (1, 1, more)
@@ -150,7 +150,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
   exported = maxtext_like.export_checkpoint(run, tmp_path / "qwen-of-mine", dtype=jnp.bfloat16, shard_size=10**9)  # pyright: ignore[reportArgumentType]
   assert maxtext_like.load_config("qwen3-tiny", init_from=exported).config.checkpoint.init_from == str(exported.directory)
   imported = maxtext_like.import_checkpoint(exported, tmp_path / "in")
-  # model_type is the whole family's; whoever named the directory knew more.
+  # model_type names only the family, so the directory's name is the model's name.
   assert maxtext_like.load(imported).config.model.model_name == "qwen-of-mine"
   assert maxtext_like.load_config(imported.directory / "model.yml").config.model.model_name == "qwen-of-mine"
   with pytest.raises(UserError, match=r"has neither tokenizer.json .*\n  fix: pass tokenizer="):

@@ -1,4 +1,4 @@
-"""Configurations from Python: every model's goes to a ``ConfigDict`` and back as it was, and mistakes are told."""
+"""Configurations from Python: every model's configuration survives a ``ConfigDict`` unchanged, and mistakes are reported."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Answers with their options, streams of text, and files of answers, with a golden model."""
+"""Answers with all options, streams of text, and files of answers, with a golden model."""
 
 import json
 import shutil
@@ -125,7 +125,7 @@ def test_a_killed_job_continues(folder: Path, tmp_path: Path, capsys: pytest.Cap
   assert {record["index"]: record for record in map(json.loads, output.read_bytes().splitlines())} == records
   assert main([*words, "--seed", "1"]) == 2
   assert "not an answer of this job" in capsys.readouterr().err
-  # A prompt that fails has no line, and the others are answered.
+  # A prompt that fails has no line in the file, and the other prompts are answered.
   model = load(folder, "dtype=float32")
   model.params["final_norm"]["scale"] = model.params["final_norm"]["scale"].at[0].set(float("nan"))
   with pytest.raises(
@@ -133,20 +133,20 @@ def test_a_killed_job_continues(folder: Path, tmp_path: Path, capsys: pytest.Cap
   ):
     generate_file(model, PROMPTS, tmp_path / "failed.jsonl", max_tokens=3)
   assert (tmp_path / "failed.jsonl").read_bytes() == b""
-  # In float16 the clamped values are counted.
+  # In float16, clamped values are counted.
   assert main([*words[:2], str(folder), *words[3:6], str(tmp_path / "half.jsonl"), "dtype=float16", "--max-tokens", "2"]) == 0
   assert "clamped" in capsys.readouterr().err
 
 
 def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, tmp_path: Path, monkeypatch):
-  """Two lines get answers, so that the remaining two have other numbers in the second job."""
+  """The first job answers two of four prompts, so the remaining two have other indices in the second job."""
   prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
   prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n\n" for prompt in PROMPTS))
   model = load(folder, "dtype=float32")
   listed, capacities = read_prompts(prompts), []
 
   def run(self: Schedule) -> Iterator[list[Piece]]:
-    """Answers "a" and "hello there", and fails for the others."""
+    """Answer "a" and "hello there", and fail for the other prompts."""
     capacities.append(self._longest)
     for i, request in enumerate(self._requests):
       answer = _Answer(i, 0, i)
@@ -163,7 +163,7 @@ def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, t
     assert any(line in str(raised.value) for line in lines)
     assert sorted(json.loads(line)["index"] for line in output.read_text().splitlines()) == [1, 2]
   assert capacities == [12 + 3] * 2, "the second job has caches as large as the first, without the longest prompt"
-  # Without the first line, the fourth one is the only one that remains and fails.
+  # Without the first prompt, the fourth is the only one that fails.
   for call in (model.generate, lambda *given, **how: list(model.stream(*given, **how))):
     with pytest.raises(NonFiniteError, match=f"{prompts}:7, token 1"):
       call(listed[1:], max_tokens=3)

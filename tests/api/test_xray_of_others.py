@@ -1,4 +1,4 @@
-"""``xray`` of what other people write: modules of Flax NNX and Linen, methods, and arguments that are no arrays."""
+"""``xray`` of other people's code: modules of Flax NNX and Linen, methods, and arguments that are not arrays."""
 
 from typing import Any
 

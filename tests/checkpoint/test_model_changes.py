@@ -1,5 +1,4 @@
-"""Every key of ``model:`` with another value, through resume and ``init_from``: the run works, or it does after the printed
-fix.
+"""Every key of ``model:`` with another value, through resume and ``init_from``: the run works, or the printed fix does.
 
 Nothing is trained. Configurations and the shapes of parameters are compared, as before a step is read.
 """

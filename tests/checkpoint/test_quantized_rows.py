@@ -35,8 +35,7 @@ def model_of(directory: Path, form: str, *words: str) -> Model:
 
 
 def in_float8(tmp_path: Path) -> Path:
-  """Write DeepSeek's golden checkpoint with float8 matrices in its layers: blocks of 128, and one matrix with a single
-  scale."""
+  """Write DeepSeek's golden checkpoint with float8 matrices in its layers: with blocks of 128, and one with a single scale."""
   source, rng = GOLDEN / "deepseek3/checkpoint", np.random.default_rng(0)
   file, sources = SafetensorsFile(source / "model.safetensors"), []
   for name in file.entries:

@@ -1,4 +1,4 @@
-"""``maxtext-like audit``: its words, its exit codes, its tables; with libtpu on the machine, a compiled program too."""
+"""``maxtext-like audit``: arguments, exit codes and tables; with libtpu on the machine, also a compiled program."""
 
 import json
 import subprocess

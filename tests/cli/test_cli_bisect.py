@@ -1,4 +1,4 @@
-"""``maxtext-like bisect``: words that are refused, and whole runs with their exit codes and what they print."""
+"""``maxtext-like bisect``: arguments that are refused, and complete runs with their exit codes and output."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SMALL += ["per_device_batch_size=2", "dataset=synthetic", "learning_rate=1e-4", 
 
 @pytest.fixture
 def bisect(capsys):
-  """bisect(*words) -> exit code, standard output and standard error."""
+  """Return a function bisect(*words) -> exit code, standard output and standard error."""
 
   def run(*words):
     code = main(["bisect", *words])
@@ -58,9 +58,9 @@ def test_a_step_that_is_fine(bisect):
   assert "nothing to repair: within the tolerance of 0.5" in said
 
 
-@pytest.mark.nightly  # tests/analysis/test_quantized_overflow.py bisects the same checkpoint, without a configuration either
+@pytest.mark.nightly  # tests/analysis/test_quantized_overflow.py covers this checkpoint, also without a configuration
 def test_a_hugging_face_checkpoint_needs_no_configuration(bisect):
-  """The first of the stress cases: the gated product overflows float16; a halved loss scale is a run's own affair."""
+  """The gated product overflows float16, and one key repairs it. The loss scale is not listed: a run adapts it itself."""
   checkpoint = GOLDEN / "stress_fp16_mlp" / "checkpoint"
   words = ["dtype=float16", "float32_gate_product=false", "float16_clamp=false", "max_target_length=12"]
   code, said, _ = bisect("--checkpoint", str(checkpoint), *words, "compilation_cache_dir=null")
@@ -83,7 +83,7 @@ def test_a_mended_step(bisect, tmp_path):
   assert row.startswith("weight_dtype=float32")
   assert " x " in row  # the measured cost
   assert "update: " in row
-  # What is printed is a hardware file as it stands.
+  # The printed lines are a valid hardware file.
   (tmp_path / "mend.yml").write_text("\n".join(lines[at : at + 2]))
   assert (
     load_config("gemma4-tiny", [*SMALL, "dtype=bfloat16", str(tmp_path / "mend.yml")]).config.precision.weight_dtype

@@ -1,4 +1,4 @@
-"""``maxtext-like config``: what it prints is the configuration itself, with places and notes."""
+"""``maxtext-like config``: the output is a configuration that can be loaded, with origins and notes as comments."""
 
 import pytest
 

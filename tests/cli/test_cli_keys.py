@@ -1,4 +1,4 @@
-"""``train --help-keys``: every key with type, default and meaning; patterns; MaxText's names."""
+"""``train --help-keys``: every key with type, default and description; patterns; MaxText's names."""
 
 import pytest
 
@@ -48,4 +48,4 @@ def test_a_terminal_gets_a_table(capsys, monkeypatch):
   assert main(["train", "--help-keys", "trainable"]) == 0
   out = capsys.readouterr().out
   assert "trainable_parameters_mask" in out
-  assert "[]" in out  # brackets are not taken for markup
+  assert "[]" in out  # brackets are not read as markup

@@ -1,4 +1,4 @@
-"""``maxtext-like models``: parameter counts equal the published ones, written out independently, without any array."""
+"""``maxtext-like models``: parameter counts equal the published ones, computed here independently. No array is allocated."""
 
 import pytest
 
@@ -59,7 +59,7 @@ EXACT = {
   "deepseek3.2-671b": deepseek(*V3, indexer=INDEXER),
 }
 
-# As published for the language models, in billions (the multi-token prediction module of DeepSeek left out).
+# Published counts of the language models, in billions, without DeepSeek's multi-token prediction module.
 PUBLISHED = {
   "gemma3-4b": "3.880",
   "gemma3-12b": "11.766",
@@ -73,7 +73,7 @@ PUBLISHED = {
 }
 
 
-# As transformers instantiates the released configurations, tower and projector included, in billions.
+# Counts of the released configurations in transformers, including tower and projector, in billions.
 WITH_TOWER = {
   "gemma3-4b": "4.300",
   "gemma3-12b": "12.187",
@@ -109,7 +109,7 @@ def test_active_parameters_leave_out_the_experts_not_chosen():
 
 
 def test_released_sizes_of_the_text_models():
-  # Totals of the whole checkpoints less the towers: 4 300 079 472 of Gemma 3 4B has 419 816 304 for pictures.
+  # Totals of the complete checkpoints minus the towers: 419 816 304 of Gemma 3 4B's 4 300 079 472 are for images.
   assert counts("gemma3-4b").total == 4_300_079_472 - 419_816_304
   config = load_config("gemma3-4b", ["use_multimodal=true"]).config
   assert models.parameter_counts(config.model, config.precision, config.vision).total == 4_300_079_472
@@ -124,7 +124,7 @@ def test_no_array_is_made(monkeypatch):
   for name in ("zeros", "ones", "asarray", "array"):
     monkeypatch.setattr(jax.numpy, name, fail)
   monkeypatch.setattr(jax.random, "key", fail)
-  assert counts("deepseek3-671b").total == 671_026_419_200 - 58 * 256  # the biases of the routers are no parameters
+  assert counts("deepseek3-671b").total == 671_026_419_200 - 58 * 256  # biases of routers are not parameters
 
 
 def test_the_table_lists_every_model(capsys):

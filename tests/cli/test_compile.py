@@ -1,4 +1,4 @@
-"""``maxtext-like compile``: its words, its errors, its verdict; with libtpu on the machine, a real compilation too."""
+"""``maxtext-like compile``: arguments, errors and verdict; with libtpu on the machine, also a real compilation."""
 
 import dataclasses
 import json
@@ -144,7 +144,7 @@ def test_gpus_are_what_their_names_say(monkeypatch):
   for size, count in {"24GB": 24 * 10**9, "22.5 GiB": 22.5 * GIB, "16384mib": 16 * GIB}.items():
     assert (host := find_gpus("gpu-2", size)) is not None
     assert (host.card_bytes, host.gpus, host.capability) == (count, 2, "8.0")
-  # What JAX 0.11.2 gave with this share on the cards themselves, which rounds it up to its blocks.
+  # The limits that JAX 0.11.2 reported on the cards for this share. JAX rounds them up to its blocks.
   for card, limit in {"h100": 78_217_478_144, "h200": 138_101_653_504}.items():
     host = find_gpus(card)
     assert host is not None
@@ -161,11 +161,11 @@ def test_a_share_of_the_memory_that_is_none(value, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_step_on_gpus_by_estimate(monkeypatch, capsys):
-  """XLA lays out 69.48 GB for this step with packed rows (docs/results/memory.md)."""
+  """For comparison: XLA lays out 69.48 GB for this step with packed rows (docs/results/memory.md)."""
   monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   monkeypatch.setattr(aot_gpu, "installed", lambda: None)
-  words = ["compile", "gemma3-4b", "topology=h200", "per_device_batch_size=2", "packing=false"]  # one kernel in every JAX
+  words = ["compile", "gemma3-4b", "topology=h200", "per_device_batch_size=2", "packing=false"]  # same kernel in every JAX
   assert main(words) == 0
   fits = capsys.readouterr().out
   for part in (
@@ -210,10 +210,10 @@ def test_a_kernel_for_hopper_gpus_is_compiled_for_no_others(topology, of_512, mo
   assert host is not None
   config = load_config("gemma4-31b", ["num_decoder_layers=6", "dtype=bfloat16", "ici_fsdp_parallelism=1"]).config
 
-  def looked_at(*args, **how):  # in the place of a minute of compilation
+  def looked_at(*args, **how):  # instead of a minute of compilation
     model = make_program(*args, **how).model
     mixer: Any = model.decoder.layers[5].mixer
-    assert choose(mixer.cfg.kernel, mixer.case(4096, images=False)).name == model.kernels[1].kernel  # as it is traced
+    assert choose(mixer.cfg.kernel, mixer.case(4096, images=False)).name == model.kernels[1].kernel  # the choice in tracing
     raise UserError(model.kernels[1].kernel)
 
   monkeypatch.setattr("maxtext_like.training.step.program.make_program", looked_at)
@@ -257,7 +257,7 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
         "code; machine code made with little optimization\n",
       ],
     ),
-    # The program of a run decides, not one that is optimized little.
+    # The verdict is about the program of a run, not about the one with little optimization.
     (
       {"machine_code": "quick", "quick_peak": 40 * GIB, "quick_words": "Ran out"},
       0,
@@ -366,11 +366,11 @@ def test_a_real_compilation_in_a_process_of_its_own(tmp_path):
   told = compiled_in_a_process(tmp_path, "topology=v6e-8")
   assert {t["kind"] for t in told["work"]["transfers"]} >= {"all-gather", "reduce-scatter"}
   assert not any(t["between_slices"] for t in told["work"]["transfers"])
-  # Nothing is computed again, so products are the model's and what a mask leaves out of them.
+  # Nothing is recomputed. The FLOPs exceed the model's only by the products of masked pairs.
   assert 1 <= told["work"]["flops"] / told["work"]["model_flops"] < 1.2
   assert any(key["verdict"] == "honored" for key in told["audit"])
   assert told["peak_bytes"] == told["layout"]["bytes"]
-  assert told["argument_bytes"] < told["quick_peak_bytes"] < told["peak_bytes"] + (128 << 20)  # with arrays in vector memory
+  assert told["argument_bytes"] < told["quick_peak_bytes"] < told["peak_bytes"] + (128 << 20)  # includes vector memory
 
 
 @pytest.mark.tpu

@@ -1,4 +1,4 @@
-"""The verb data: what is learned is marked, bad records are told; and the verb sft, which is train on conversations."""
+"""The verb data marks learned tokens and reports bad records. The verb sft is train on conversations."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def test_what_a_row_cuts_and_images_are_told(chats, tmp_path, capsys):
 
 
 def test_what_may_not_be_meant_is_noted(chats, capsys):
-  """Fields that nothing reads, thoughts that the template drops, and several records that are left out on purpose."""
+  """Notes name fields that nothing reads, thoughts that the template drops, and the number of records that a field excludes."""
   thought = RECORDS[0]["messages"][1] | {"reasoning_content": "Add."}
   turns = [ASKED, thought, ASKED, RECORDS[1]["messages"][1]]
   records = [{"messages": turns, "source": "web"}, RECORDS[0] | {"label": False}, RECORDS[1] | {"source": "web"}]
@@ -148,7 +148,8 @@ def test_sft_takes_no_kind_of_several_in_a_folder(tmp_path, capsys):
 
 
 def test_sft_needs_nothing_of_the_file_that_words_give(tmp_path, monkeypatch, capsys):
-  """As ``train`` does: base.yml has no model, and this one too few positions for the default length."""
+  """As with ``train``, arguments may add what files lack: base.yml has no model, and the overlay has fewer positions than the
+  default length."""
   taken = []
   monkeypatch.setattr(sft, "train", lambda loaded, **_: taken.append(loaded.config))
   (tmp_path / "a.jsonl").touch()
@@ -164,7 +165,7 @@ def test_sft_needs_nothing_of_the_file_that_words_give(tmp_path, monkeypatch, ca
 
 def test_data_takes_the_words_of_sft(chats, capsys):
   words = ["gemma3-tiny", f"dataset_path={chats}", "max_target_length=96", "--show", "1"]
-  assert main(["data", *words]) == 2  # of text nobody chose a kind
+  assert main(["data", *words]) == 2  # without --sft, the kind of data must be set
   capsys.readouterr()
   assert main(["data", "--sft", *words]) == main(["data", *words, "dataset=jsonl", "data_format=chat"])
   assert "template gemma3" in capsys.readouterr().out

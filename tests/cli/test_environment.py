@@ -1,4 +1,4 @@
-"""Variables of other programs: a typing error in one is told by its name before JAX starts (fault F57)."""
+"""Environment variables of other programs: an error in one is reported by its name before JAX starts (fault F57)."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests.processes import ROOT
 
 @pytest.fixture
 def machine(monkeypatch):
-  """A machine with the platforms of some packages and some devices; both are looked up in lists of names."""
+  """Return a function that simulates a machine with these installed platforms and these devices."""
 
   def make(installed=(), devices=()):
     monkeypatch.setattr(environment, "_installed", lambda platform: platform in installed)
@@ -73,7 +73,7 @@ def test_an_accelerator_that_jax_cannot_use_is_told_in_one_line(monkeypatch, mac
     assert re.fullmatch(rf"note: .*{what} \(/dev/{platform}0\).*: {re.escape(extra)}\n", capsys.readouterr().err)
     machine(installed=(platform,), devices=(platform,))
     check_environment()
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # then the CPU is what was asked for
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # the user chose the CPU
     machine(devices=(platform,))
     check_environment()
     monkeypatch.delenv("JAX_PLATFORMS")

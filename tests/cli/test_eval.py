@@ -1,4 +1,4 @@
-"""Refusals of ``maxtext-like eval`` before a model is loaded, and its progress. tests/evaluation runs it on tasks."""
+"""Errors of ``maxtext-like eval`` before a model is loaded, and its progress lines. tests/evaluation runs it on tasks."""
 
 import importlib.util
 import io

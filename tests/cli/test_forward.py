@@ -1,4 +1,4 @@
-"""``maxtext-like forward`` from its words to its file: exit codes, messages, and numbers that match transformers."""
+"""``maxtext-like forward`` from arguments to its file: exit codes, messages, and numbers that match transformers."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def test_words_that_are_missing_or_wrong(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.fixture
 def extreme(tmp_path: Path) -> Path:
-  """A checkpoint with a norm so large that what the MLP takes leaves float16: finite logits, and not the model's."""
+  """Write a checkpoint with a norm so large that the MLP's input overflows float16. Its float16 logits are finite but wrong."""
 
   def enlarge(arrays: dict[str, np.ndarray], *_: str) -> None:
     arrays["model.layers.3.pre_feedforward_layernorm.weight"][:] = 6e4

@@ -1,4 +1,4 @@
-"""``maxtext-like generate`` with images and files of prompts, as a user runs it; and what it refuses."""
+"""``maxtext-like generate`` with images and files of prompts, as a user runs it, and its errors."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ TOKENS = 5
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory):
-  """gemma4_vision_large with a tokenizer and two pictures of different shapes."""
+  """Write gemma4_vision_large with a tokenizer, two images of different shapes and a file of prompts."""
   folder = copy_golden("gemma4_vision_large", tmp_path_factory.mktemp("golden") / "vision", eos=[1, 4])
   for name, size in (("wide.png", (20, 50)), ("tall.jpg", (40, 15))):
     Image.fromarray(np.random.default_rng(2).integers(0, 255, (*size, 3)).astype(np.uint8)).save(folder / name)

@@ -1,4 +1,4 @@
-"""Several processes on this machine: which words ask for them, and what comes of a command line in each."""
+"""Several processes on this machine: the options that ask for them, and the command line of each process."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def test_the_first_bad_end_is_the_answer():
 
 @pytest.mark.parametrize("verb", [verb for verb, entry in VERBS.items() if entry.several_processes])
 def test_a_verb_starts_itself_in_each(verb, monkeypatch):
-  """With the words that were given to it, but for those that ask."""
+  """Each process gets the same arguments without the options that ask for several processes."""
   started = []
   monkeypatch.setattr(local_processes, "run", lambda *given: started.append(given) or 42)
   assert main([verb, "gemma4-tiny", "steps=1", "--processes", "2", "--devices-per-process=3"]) == 42
@@ -47,7 +47,7 @@ def test_a_verb_starts_itself_in_each(verb, monkeypatch):
 
 
 def stand_in(folder, line):
-  """A program that local_processes starts in place of Python."""
+  """Write a program that local_processes starts instead of Python."""
   path = folder / "program"
   path.write_text(f"#!/bin/sh\n{line}\n")
   path.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one message on stderr, no traceback unless asked for, and quick help (faults F49, F57)."""
+"""The command line: exit codes, one message on stderr, a traceback only on request, and fast help (faults F49, F57)."""
 
 import errno
 import gc
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def program(*words, env=None, cwd=ROOT, timeout=240):
-  """Runs the program as a user does; its environment is this one's without what would change its answers."""
+  """Run the program as a user does, without environment variables that change its output."""
   kept = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS", "MAXTEXT_LIKE_DEBUG")}
   return subprocess.run(
     [sys.executable, *words],
@@ -36,7 +36,7 @@ def program(*words, env=None, cwd=ROOT, timeout=240):
 
 
 def loaded_modules(*words):
-  """The modules that a command loads."""
+  """Return the names of the modules that a command loads."""
   code = (
     "import sys; from maxtext_like.cli.main import main\n"
     "try: main(sys.argv[1:])\n"
@@ -66,7 +66,7 @@ def test_a_verb_of_one_process_says_so(capsys):
   ],
 )
 def test_help_and_configuration_load_nothing_heavy(words):
-  """And little that is light: 230 modules take a fifth of a second, and benchmarks/startup.py measures it."""
+  """The number of light modules is limited too: 230 take a fifth of a second. benchmarks/startup.py measures it."""
   heavy = {"jax", "jaxlib", "flax", "orbax", "tokenizers", "numpy", "optax"}
   modules = loaded_modules(*words)
   assert not heavy & modules
@@ -122,7 +122,7 @@ def test_exit_codes_and_messages(name, code, debug, monkeypatch, capsys):
   monkeypatch.setenv("MAXTEXT_LIKE_DEBUG", debug)
   assert main(["config"]) == code
   stderr = capsys.readouterr().err
-  asked = issubclass(error, StoppedRunError)  # for: no error
+  asked = issubclass(error, StoppedRunError)  # a requested stop is not an error
   assert stderr.endswith(f"{'' if asked else 'error: '}what happened\n  where: here\n  fix: do that\n")
   assert ("error: what happened" in stderr) == (not asked)
   assert ("Traceback" in stderr) == (debug == "1")
@@ -138,7 +138,8 @@ def test_an_error_of_the_program_itself_keeps_its_traceback(monkeypatch):
 
 
 def test_garbage_is_looked_for_less_often_while_a_verb_runs(monkeypatch):
-  # Python's own for new objects; those of the tests before, a million, are not looked at. That of the tests is a verb's.
+  # 700 is Python's own threshold for new objects. The others keep the collector from scanning the million objects of earlier
+  # tests. The tests themselves run with the thresholds of a verb.
   seen, usual, of_tests = [], (700, 10_000, 10_000), gc.get_threshold()
   monkeypatch.setattr("maxtext_like.cli.config.run", lambda argv: seen.append(gc.get_threshold()) or 0)
   gc.set_threshold(*usual)
@@ -212,7 +213,7 @@ def test_endless_words_are_shortened():
 
 
 def verb(words, **streams):
-  """Runs ``maxtext-like`` as a process of its own, with one block of output after the other written at once."""
+  """Start ``maxtext-like`` as a separate process with unbuffered output."""
   command = [sys.executable, "-u", "-m", "maxtext_like.cli.main", *words]
   return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **streams)
 
@@ -248,6 +249,6 @@ def test_warnings_are_lines_of_their_own(capsys):
     logging.getLogger("maxtext_like.checkpoint.store.stored_state").warning("cast %d arrays", 3)
     logging.getLogger("some.library").error("no")
     logging.getLogger("maxtext_like.data").info("what nobody asked for")
-    logging.basicConfig()  # as libraries do
+    logging.basicConfig()  # as some libraries do
   assert capsys.readouterr().err == "warning: cast 3 arrays\nerror: some.library: no\n"
   assert not any(isinstance(handler, streams.LogLines) for handler in logging.getLogger().handlers)

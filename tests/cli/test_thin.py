@@ -1,4 +1,4 @@
-"""The command line over the API: a verb calls it and prints, and each calls words what they are, typed ones or arguments."""
+"""The command line is a thin layer: a verb calls the API and prints. Errors say if a key was typed or passed from Python."""
 
 import ast
 from pathlib import Path
@@ -13,7 +13,7 @@ from maxtext_like.verbs import VERBS
 
 CLI = Path(__file__).parents[2] / "maxtext_like" / "cli"
 CHECKPOINT = str(Path(__file__).parents[1] / "golden" / "deepseek3_plain" / "checkpoint")
-# What a verb may import besides the API: how its words are read, and what its help lists.
+# Modules that a verb may import in addition to the API: for parsing its words, and for lists in its help.
 BESIDES = {
   *(
     "errors",
@@ -27,8 +27,8 @@ BESIDES = {
     "typed_command",
     "verbs",
   ),
-  "sharding",  # of several processes one prints
-  "storage",  # a word may be a URL
+  "sharding",  # only one of several processes prints
+  "storage",  # an argument may be a URL
   *("generation.prompts", "generation.transformers_options", "capacity.topologies", "training.sinks.output", "__version__"),
 }
 
@@ -36,7 +36,7 @@ BESIDES = {
 def test_a_verb_calls_the_api():
   for path in CLI.glob("*.py"):
     tree = ast.parse(path.read_text("utf-8"))
-    checked = [node for node in tree.body if isinstance(node, ast.If)]  # TYPE_CHECKING: what is named in types
+    checked = [node for node in tree.body if isinstance(node, ast.If)]  # TYPE_CHECKING: imports for annotations
     tree.body = [node for node in tree.body if node not in checked]
     names = set()
     for node in ast.walk(tree):

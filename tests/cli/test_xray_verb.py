@@ -1,4 +1,4 @@
-"""``maxtext-like xray``: which tokenizer reads the text that a checkpoint's weights are shown."""
+"""``maxtext-like xray`` reads text with the tokenizer of its checkpoint, or as bytes without a checkpoint."""
 
 from types import SimpleNamespace
 

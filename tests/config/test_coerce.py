@@ -1,4 +1,4 @@
-"""Text to typed values: one meaning for each spelling, or an error that says what to write (fault F53)."""
+"""Text to typed values: each spelling has one meaning, or an error says what to write (fault F53)."""
 
 import re
 from typing import Literal
@@ -62,7 +62,7 @@ def test_values(text, kind, value):
     ("5.0", int, "write 5$"),
     ("1e3", int, "write 1000$"),
     ("5.5", int, "'5.5' is not an int; write a whole number"),
-    ("010", int, "'010' is not an int; write a whole number"),  # no guess whether 8 or 10 was meant
+    ("010", int, "'010' is not an int; write a whole number"),  # 8 or 10: ambiguous
     ("0x10", int, "not an int"),
     ("1:30", int, "not an int"),
     ("1__0", int, "not an int"),

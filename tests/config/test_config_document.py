@@ -1,4 +1,4 @@
-"""docs/reference/configuration.md is what the schema and base.yml say now, and every key has a meaning."""
+"""docs/reference/configuration.md agrees with the schema and base.yml, and every key has a description."""
 
 import pytest
 

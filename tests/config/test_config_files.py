@@ -22,7 +22,7 @@ def test_models_are_found_by_name_and_path(monkeypatch, tmp_path):
   assert find_config("gemma4-tiny") == file
   assert find_config(str(file)) == file
   monkeypatch.chdir(tmp_path)
-  assert find_config("configs/models/gemma4-tiny.yml") == file  # as the README writes it, from anywhere
+  assert find_config("configs/models/gemma4-tiny.yml") == file  # the README's spelling, from any directory
   mine = tmp_path / "mine.yml"
   mine.write_text("steps: 5\n")
   assert find_config("mine.yml").resolve() == mine
@@ -66,7 +66,7 @@ def test_labels_are_short(monkeypatch, tmp_path):
 
 
 def test_an_installed_wheel_finds_its_own_copy(tmp_path):
-  # What the wheel holds: the package without the checkout around it, configs/ inside (pyproject's force-include).
+  # The content of the wheel: the package with configs/ inside (pyproject's force-include), without the checkout around it.
   shutil.copytree(ROOT / "maxtext_like", tmp_path / "maxtext_like", ignore=shutil.ignore_patterns("__pycache__"))
   shutil.copytree(ROOT / "configs", tmp_path / "maxtext_like" / "configs")
   program = (
@@ -94,7 +94,7 @@ def test_a_damaged_installation_says_so(tmp_path):
 
 @pytest.mark.parametrize("name", model_names())
 def test_a_model_file_does_not_repeat_a_default(name):
-  """A reader of a model file should see only what the model changes. The reason for a kept default is a comment."""
+  """A model file should show only what the model changes. The reason for a kept default belongs in a comment."""
   path = configs_folder() / "models" / f"{name}.yml"
   defaults = base_values()
   repeated = []

@@ -1,7 +1,7 @@
-"""Every model's resolved configuration against its golden copies, so that no change of a default goes unseen.
+"""Every model's resolved configuration against its golden copies, so that each change of a default is noticed.
 
-A value stands once: ``golden/configs/defaults.txt`` has those of base.yml, a model's file those that it changes. After a
-change that is meant: ``python tests/config/test_config_golden.py`` writes the copies anew; read the difference.
+Each value is stored once: ``golden/configs/defaults.txt`` has those of base.yml, and a model's file has those that the model
+changes. After an intended change, ``python tests/config/test_config_golden.py`` writes new copies. Review the difference.
 """
 
 import re
@@ -16,17 +16,17 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "configs"
 
 
 def resolved(name):
-  """The resolved YAML; lines of files are left out, since they move with every comment."""
+  """Return the resolved YAML without line numbers, which change with every comment."""
   return re.sub(r"(\.yml):\d+$", r"\1", load_config(name).to_yaml(), flags=re.MULTILINE)
 
 
 def own(text):
-  """The lines of a resolved configuration whose values do not come from base.yml."""
+  """Return the lines of a resolved configuration whose values do not come from base.yml."""
   return "".join(line for line in text.splitlines(keepends=True) if not line.endswith("# configs/base.yml\n"))
 
 
 def defaults():
-  """The resolved lines that come from base.yml in some model, by section."""
+  """Return the resolved lines that come from base.yml in any model, with their sections."""
   lines: dict[str, None] = {}
   for name in model_names():
     section = ""

@@ -1,4 +1,4 @@
-"""The model section: sizes that no model can have are refused when it is built, whoever builds it."""
+"""The model section: sizes that no model can have are refused when the section is made, by a file or by Python code."""
 
 import dataclasses
 from typing import Any
@@ -73,7 +73,7 @@ def test_impossible_models(name, changes, reason):
     ("gemma4-tiny", {"global_head_dim": None, "global_num_kv_heads": None}),
     ("deepseek3-tiny", {"num_experts": 0, "first_num_dense_layers": 4}),
     ("deepseek3-tiny", {"q_lora_rank": 0, "attention_bias": True, "norm_topk_prob": False}),
-    ("deepseek3.2-tiny", {"indexer_topk": 100_000}),  # more than the sequence: dense attention
+    ("deepseek3.2-tiny", {"indexer_topk": 100_000}),  # more than any sequence: dense attention
     ("deepseek3.2-tiny", {"indexer_sparse_training": False}),
     ("deepseek3.2-tiny", {"indexer_loss_scaling_factor": 0.0}),
   ],

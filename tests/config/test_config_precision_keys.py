@@ -1,4 +1,4 @@
-"""The registry of precision keys: what is written from it is current, and what it says of a key holds of the layers."""
+"""The registry of precision keys: the files that are generated from it are current, and it agrees with the layers."""
 
 import dataclasses
 import typing
@@ -76,7 +76,7 @@ def test_what_a_model_lacks():
   dense, sparse = load_config("deepseek3-tiny").config, load_config("deepseek3.2-tiny").config
   key = KEYS["indexer_float32_logits"]
   assert (key.lacking(dense.model, dense.vision), key.lacking(sparse.model, sparse.vision)) == ("a sparse indexer", "")
-  assert "indexer_float32_logits" not in foreign_keys(dense.model)  # a DeepSeek may say it, and turn the indexer on later
+  assert "indexer_float32_logits" not in foreign_keys(dense.model)  # any DeepSeek may set it and add an indexer later
   text, pool = load_config("gemma4-tiny").config, KEYS["float32_vision_pool"]
   assert pool.lacking(text.model, text.vision) == "images (use_multimodal)"
   assert pool.lacking(dense.model, dense.vision) == "the vision pooler of Gemma 4"

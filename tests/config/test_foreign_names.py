@@ -1,4 +1,4 @@
-"""Names of other trainers: a value is printed only where the meaning and the unit are the same, and nothing is guessed."""
+"""Names of other trainers: a value is printed only if meaning and unit are the same, and nothing is guessed."""
 
 import json
 import re
@@ -35,7 +35,7 @@ NO_VALUES = (
   "keep_best=true",
   "offload=true",
   "mlflow_experiment=NAME",
-)  # ends of advice that may contain "true" themselves
+)  # endings of hints that contain "true" or a value themselves
 # The same quantity under nearly the same name.
 MISSPELLED = {"decoder_num_layers": "num_decoder_layers", "step": "steps"}
 
@@ -61,7 +61,7 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
 @pytest.mark.parametrize(
   ("word", "fix"),
   [
-    # The unit is the same: the value is carried over.
+    # The unit is the same, so the value is carried over.
     ("lr=2e-5", "write learning_rate=2e-5"),
     ("warmup_ratio=0.03", "write warmup_steps_fraction=0.03"),
     ("lr_warmup_fraction=0.01", "write warmup_steps_fraction=0.01"),
@@ -78,7 +78,7 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
     ("vision_config.hidden_size=1152", "write hidden_size_for_vit=1152"),
     ("text_config.hidden_size=2560", "write emb_dim=2560"),
     ("target_modules=q_proj,v_proj", "write lora_modules=[q_proj,v_proj]"),
-    # Values that are spelled otherwise here.
+    # Values with another spelling here.
     ("optim=adamw_torch", "write opt_type=adamw"),
     ("optim=adamw_torch_fused", "write opt_type=adamw"),
     ("lr_scheduler_type=cosine", "write lr_schedule_type=cosine learning_rate_final_fraction=0"),
@@ -93,7 +93,7 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
     ("train_on_inputs=false", "write data_format=chat train_on=assistant"),
     ("max_steps=-1", "leave it out"),
     ("max_grad_norm=none", "write gradient_clipping_threshold=0"),
-    # Values that the key does not take.
+    # Values that the key does not accept.
     ("rslora=true", "write lora_rslora=true"),
     ("save_steps=0.1", "write checkpoint_interval=INT"),
     ("compute_dtype=fp8", "write dtype=float32 | bfloat16 | float16"),
@@ -112,7 +112,7 @@ def test_a_value_without_a_counterpart_is_answered_with_the_choices(word):
   assert "there is no other" in fix
 
 
-# The name looks like a key here. None of these values would mean the same.
+# Names that look like a key here, but whose values have another meaning.
 SIMILAR = {
   "warmup_steps": "it counts steps; warmup_steps_fraction is a share",
   "min_lr": "it is a learning rate; learning_rate_final_fraction is the last rate divided by the peak",

@@ -1,4 +1,4 @@
-"""Keys that have a new name: the former one still works wherever a key comes in, and a note says the new one."""
+"""Renamed keys: the former name still works wherever a key is read, and a note names the new one."""
 
 import pytest
 

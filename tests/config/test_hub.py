@@ -1,4 +1,4 @@
-"""Names of models on the Hub: the cache's copy by revision, a directory of that name first, never the network."""
+"""Names of models on the Hub: a directory of that name comes first, then a cached snapshot, and the network is never used."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ NAME = "google/gemma-3-4b-it"
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-  """Puts a snapshot into a cache and gives its directory; the working directory is empty."""
+  """Return a function that makes a snapshot in a cache and returns its directory. The working directory is empty."""
   for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
     monkeypatch.delenv(variable, raising=False)
   monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -90,7 +90,7 @@ def test_keys_of_a_configuration(cached):
   assert loaded.config.checkpoint.init_from == str(snapshot) == loaded.config.data.tokenizer
   assert any(note.startswith(f'argument "init_from={NAME}": init_from') and str(snapshot) in note for note in loaded.notes)
   assert f'  init_from: {snapshot}  # argument "init_from={NAME}"' in loaded.to_yaml()
-  other = load_config("gemma3-tiny", ["init_from=google/gemma-3-12b-it"])  # on a machine that only plans
+  other = load_config("gemma3-tiny", ["init_from=google/gemma-3-12b-it"])  # not in the cache, as on a machine that only plans
   assert (other.config.checkpoint.init_from, other.notes) == ("google/gemma-3-12b-it", ())
 
 
@@ -104,7 +104,7 @@ def test_options(cached):
   Path("runs/mine").mkdir(parents=True)
   assert hub.checkpoint_path("runs/mine") == "runs/mine"
   with pytest.raises(argparse.ArgumentTypeError, match=r"^runs/others: no such file or directory"):
-    hub.checkpoint_path("runs/others")  # of a directory that is there, so no name of a model
+    hub.checkpoint_path("runs/others")  # a path in an existing directory is not a model's name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Notes about keys without effect: each gives its reason; none for a key that has an effect or that the user did not set."""
+"""Notes about keys without an effect: each gives its reason. There is none for keys with an effect or keys that are not set."""
 
 import pytest
 
@@ -63,7 +63,7 @@ ROWS = {
 
 
 def notes(words, key=None):
-  """Those about keys without an effect, or about one of them."""
+  """Return the notes about keys without an effect, or about one of them."""
   model, *others = words.split()
   return [note for note in load_config(model, others).notes if f"{key or ''} has no effect" in note]
 
@@ -101,7 +101,8 @@ def test_a_key_with_an_effect_is_not(words):
 
 
 def test_a_rate_of_the_model_s_file_is_reported_where_the_biases_stay():
-  """As it is with LoRA on any DeepSeek; the file's other keys are for every run of the model."""
+  """LoRA on any DeepSeek gives this note. Other keys of the model's file are not reported: the file is for all runs of the
+  model."""
   (note,) = notes("deepseek3-tiny lora_rank=4")
   assert note.startswith("configs/models/deepseek3-tiny.yml:")
   assert "routed_bias_update_rate has no effect: an adapter is trained" in note

@@ -1,4 +1,4 @@
-"""``layer_precision``: what is read, what is refused and with which words, and the way back to text."""
+"""``layer_precision``: accepted entries, refusals and their messages, and the conversion back to text."""
 
 import pytest
 
@@ -68,7 +68,7 @@ def test_the_resolved_configuration_can_be_used_again(tmp_path):
 def test_what_cannot_be_or_does_nothing_is_refused(name, entries, reason):
   text = error(name, "dtype=bfloat16", f"layer_precision={entries}")
   assert reason in text
-  assert "layer_precision=" in text  # the place
+  assert "layer_precision=" in text  # the error names its place
 
 
 def test_auto_means_what_it_means_for_the_layer_s_dtype():

@@ -1,4 +1,4 @@
-"""Merging: origins, unknown keys, required keys, and a resolved configuration that loads to itself (faults F52, F53)."""
+"""Merging: origins, unknown keys, required keys, and resolved configurations that load to the same values (faults F52, F53)."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ END = len(TINY.splitlines())
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-  """Writes ``m.yml`` in the working directory."""
+  """Return a function that writes ``m.yml`` in the working directory."""
   monkeypatch.chdir(tmp_path)
 
   def write(text, data=None):
@@ -131,7 +131,7 @@ def test_resolved_configuration_loads_to_itself(name, model):
 
 
 def overrides():
-  """Random values that leave gemma4-tiny a possible configuration."""
+  """Return a strategy for random values with which gemma4-tiny is still valid."""
   text = st.text(st.characters(exclude_categories=("Cc", "Cs"), exclude_characters="/"), min_size=1, max_size=9)
   names = text.filter(lambda t: t.strip() == t and t[0] not in "[{\"'" and t.lower() not in (".", "..", "~", "null"))
   return st.fixed_dictionaries(
@@ -166,7 +166,7 @@ def test_random_configurations_survive_to_yaml_and_back(tmp_path_factory, change
 
 @given(st.text(max_size=20), st.sampled_from([None, *SECTIONS]))
 def test_random_keys_in_a_file_are_refused(tmp_path_factory, key, section):
-  name = key.rpartition(".")[2]  # a section may stand before it
+  name = key.rpartition(".")[2]  # a section may precede it
   if name in LEAVES or key in SECTIONS or name in maxtext.KNOWN or any("\ud800" <= c <= "\udfff" for c in key):
     return
   quoted = "".join(f"\\U{ord(c):08x}" for c in key)
@@ -233,7 +233,7 @@ def test_numbers_that_no_program_and_no_clock_can_hold_are_refused(word):
 
 
 def test_a_seed_has_32_bits():
-  """JAX makes keys from 32 bits, so that 2**32 would be seed 0."""
+  """JAX makes keys from 32 bits, so a seed of 2**32 would be the same as 0."""
   assert load_config("gemma4-tiny", [f"seed={2**32 - 1}"]).config.training.seed == 2**32 - 1
   with pytest.raises(UserError, match=r"seed: 4294967296 .*4294967295"):
     load_config("gemma4-tiny", ["seed=4294967296"])

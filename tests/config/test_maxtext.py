@@ -1,4 +1,4 @@
-"""MaxText's commands: its names and values on the command line, and its way to name a model."""
+"""MaxText's command lines: its names and values of keys, and its way to name a model."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_maxtexts_commands_name_the_model_behind_the_defaults(path, tmp_path, mo
   loaded = load_config(path, ["model_name=gemma3-tiny", "steps=7", "learning_rate=1e-5"])
   assert loaded.config == load_config("gemma3-tiny", ["steps=7", "learning_rate=1e-5"]).config
   rows = {line.split()[0]: line.split()[1:] for line in loaded.notes[-1].splitlines()[2:]}
-  assert rows["dtype"] == ["float32", "bfloat16"]  # of the model file, which is this project's
+  assert rows["dtype"] == ["float32", "bfloat16"]  # the first value is that of this project's model file
   assert {"model", "max_target_length"} <= set(rows)
   assert rows["remat_policy"] == [loaded.config.training.remat_policy, "full"]
   assert not {"steps", "learning_rate", "max_position_embeddings"} & set(rows)

@@ -1,4 +1,5 @@
-"""MaxText's model files for our families mean here what MaxText does with them; the files below are short ones of our own."""
+"""MaxText's model files for our families have the same meaning here as in MaxText. The files below are short ones of our
+own."""
 
 import dataclasses
 import re
@@ -156,7 +157,7 @@ FILES = {
   "deepseek3.2-671b": DEEPSEEK | INDEXER,
 }
 
-# Where MaxText's file is meant to differ from the released model, or says nothing about it.
+# Keys for which MaxText's file intentionally differs from the released model, or which it does not set.
 DIFFERENT = {
   "gemma3": {"vocab_size": 262144},
   "gemma4": {"max_position_embeddings": 131072},
@@ -164,7 +165,7 @@ DIFFERENT = {
   | {"load_balance_loss": "maxtext"},
 }
 UNSAID_OF_VISION = {"image_placeholder", "head_dim_for_vit"}
-E2B_CAUSAL = ("gemma4-e2b", "gemma4-e4b")  # released so; MaxText's code knows no family whose images are causal
+E2B_CAUSAL = ("gemma4-e2b", "gemma4-e4b")  # as released; images are not causal in any family of MaxText's code
 
 
 @pytest.fixture
@@ -186,9 +187,9 @@ def test_maxtext_file_is_the_same_model(name, load):
   for key, value in DIFFERENT[ours["decoder_block"]].items():
     assert theirs[key] == value
     del theirs[key], ours[key]
-  if name in E2B_CAUSAL:  # FILES say so themselves
+  if name in E2B_CAUSAL:  # FILES sets this key
     assert theirs["use_bidirectional_image_attn"] is False
-  if ours["decoder_block"] == "gemma3" and ours["query_pre_attn_scalar"] == ours["head_dim"]:  # null means the same
+  if ours["decoder_block"] == "gemma3" and ours["query_pre_attn_scalar"] == ours["head_dim"]:  # null has the same meaning
     ours["query_pre_attn_scalar"] = None
   assert theirs == ours
   their_tower, our_tower = (dataclasses.asdict(c.vision) for c in (loaded.config, load_config(name).config))
@@ -329,7 +330,7 @@ def test_images_of_the_small_models_are_told_about(load):
 
 
 def rows_of(notes):
-  """The rows of the table: of what, here, in MaxText."""
+  """Return the rows of the table of differing defaults: {name: [value here, value in MaxText]}."""
   lines = notes[-1].splitlines()
   assert "defaults differ" in lines[0]
   assert lines[1].split() == ["here", "MaxText"]
@@ -347,7 +348,7 @@ def test_what_is_decided_otherwise_is_listed(load):
   less = rows_of(load("gemma3-4b", FILES["gemma3-4b"], *words).notes)
   assert set(rows) - set(less) == {"learning_rate", "remat_policy"}
   assert less["vision_tower"][0] == "trained"
-  said = rows_of(load("gemma3-27b", FILES["gemma3-27b"]).notes)  # which sets precision flags
+  said = rows_of(load("gemma3-27b", FILES["gemma3-27b"]).notes)  # its file sets precision flags
   assert not {"float32_qk_product", "float32_logits"} & set(said)
   assert "max_position_embeddings" not in rows_of(load("deepseek3-671b", FILES["deepseek3-671b"]).notes)
   assert {"indexer_sparse_training", "float32_gate_logits"} <= set(

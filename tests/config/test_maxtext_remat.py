@@ -1,4 +1,4 @@
-"""MaxText's words for what is kept and where, as keys of ours; what has no counterpart is refused."""
+"""MaxText's settings for what is kept and where, translated to our keys. Settings without a counterpart are refused."""
 
 import pytest
 

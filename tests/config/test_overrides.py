@@ -1,4 +1,4 @@
-"""Words of overrides: every way of typing a value is understood or refused, none is ignored (faults F52, F55)."""
+"""Overrides: every spelling of a value is understood or refused, and none is ignored (faults F52, F55)."""
 
 import contextlib
 import re
@@ -26,7 +26,7 @@ from maxtext_like.errors import UserError
     ["steps", "5"],
     ["steps = 5"],
     ["steps= 5"],
-    ["steps=7", "steps=5"],  # the last one counts, as in every shell script that appends to its arguments
+    ["steps=7", "steps=5"],  # the last one wins, as scripts expect that append to their arguments
   ],
 )
 def test_understood(words):
@@ -110,7 +110,7 @@ def test_random_keys_are_known_or_refused_with_the_key(key):
     return
   with pytest.raises(KeyError, match=re.escape(repr(key))):
     leaf_of(key)
-  bare = key.lstrip("-")  # as an option, it may be one
+  bare = key.lstrip("-")  # without the dashes of an option, it may be a key
   assert len(parse_overrides([f"{key}=1"])[2]) == (0 if is_key(bare) or bare == "hardware" else 1)
 
 
@@ -130,5 +130,5 @@ def test_no_word_is_ignored(words):
 @given(st.lists(st.text(max_size=12), max_size=4))
 @pytest.mark.slow
 def test_any_words_are_understood_or_refused(words):
-  with contextlib.suppress(UserError):  # anything else is a fault of the parser
+  with contextlib.suppress(UserError):  # any other exception is a bug of the parser
     assert load_config("gemma4-tiny", words).config.model.emb_dim >= 1

@@ -1,4 +1,4 @@
-"""Keys that hold a path, and URLs given to them."""
+"""Keys that hold a path, and URLs as their values."""
 
 import argparse
 

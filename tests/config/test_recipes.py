@@ -1,4 +1,4 @@
-"""The starting points in configs/recipes: each loads over every model, says nothing that does nothing, and can be planned."""
+"""The recipes in configs/recipes: each loads with every model, sets no key without an effect, and can be planned."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def test_each_kind_is_there():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_laid_over_every_model(recipe, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)  # from anywhere
+  monkeypatch.chdir(tmp_path)  # the name works in any directory
   for name in model_names():
     loaded = load_config(name, [f"recipes/{recipe}.yml"])
     c = loaded.config
@@ -33,14 +33,14 @@ def test_it_is_laid_over_every_model(recipe, tmp_path, monkeypatch):
    ("qwen3-30b-a3b", "lora")],
 )  # fmt: skip
 def test_it_can_be_planned(name, recipe):
-  """Each recipe, and each family with one of them; as deep as a group of its layers."""
+  """Every recipe is planned once, and every family with one recipe. The models have as many layers as one group of layers."""
   import maxtext_like
 
   layers = load_config(name).config.model
   depth = getattr(layers, "inhomogeneous_layer_cycle_interval", 0) or getattr(layers, "first_num_dense_layers", 0) + 1
   keys: dict[str, Any] = {"num_decoder_layers": depth}
-  if getattr(layers, "num_kv_shared_layers", 0):  # a group that owns keys and values, and one that shares them
+  if getattr(layers, "num_kv_shared_layers", 0):  # one group with its own keys and values, and one that shares them
     keys = {"num_decoder_layers": 2 * depth, "num_kv_shared_layers": depth}
-  topology = "h200-1" if recipe == "qlora" else "h200-8"  # blocks of nf4 are not cut in eight everywhere
+  topology = "h200-1" if recipe == "qlora" else "h200-8"  # eight parts of some weights would split blocks of nf4
   found = maxtext_like.plan(name, f"recipes/{recipe}.yml", topology=topology, **keys)
   assert found.fits

@@ -1,4 +1,4 @@
-"""Rules over sections: conflicts are listed together, each with both places and a remedy; useless keys are refused (F54)."""
+"""Rules over sections: conflicts are listed together with both places and a remedy; keys without effect are refused (F54)."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_a_fix_is_one_that_the_next_rule_takes(words, fix):
 
 
 def test_moments_that_a_rule_has_not_got_are_not_judged():
-  """Their other values would be refused in turn, where the optimizer is made."""
+  """Lion has no second moment. The other values of nu_dtype would be refused too, when the optimizer is made."""
   assert load_config("gemma3-tiny", ["opt_type=lion", "nu_dtype=bfloat16", "adam_b2=0.999"]).config
   assert "set nu_dtype=dynamic8" in error("gemma3-tiny", "nu_dtype=bfloat16", "adam_b2=0.999")
 
@@ -116,7 +116,7 @@ def test_moments_that_a_rule_has_not_got_are_not_judged():
   ],
 )
 def test_an_adapter_is_named_by_the_key_that_was_given(word, said, tmp_path):
-  """One that is given has no lora_rank, and all the same nothing else is trained."""
+  """An adapter from ``lora_from`` has the same conflicts without lora_rank, because nothing else is trained there either."""
   for key, value, more in (("lora_from", tmp_path, []), ("lora_rank", 4, ["lora_modules=[q_proj]"])):
     text = error("gemma3-tiny", f"{key}={value}", *more, word)
     assert said.format(adapter=f"{key} = {value}") in text

@@ -1,4 +1,4 @@
-"""Sections: each refuses its own contradictions."""
+"""Each section refuses contradictions among its own keys."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def test_sections_are_frozen_and_keyword_only(section):
     setattr(value, name, None)
   with pytest.raises(TypeError):
     type(value)(*dataclasses.asdict(value).values())
-  hash(value)  # a section may key a cache
+  hash(value)  # a section can be the key of a cache
 
 
 READS = {"dataset": "text", "dataset_path": "a"}
@@ -116,10 +116,10 @@ def test_all_contradictions_of_a_section_come_together():
     ({"ici_fsdp": 1}, 1, None, {}),
     ({"ici_tensor": 2, "ici_context": 2}, 8, None, {"fsdp": 2, "context": 2, "tensor": 2}),
     ({"ici_fsdp": 2, "ici_expert": -1}, 8, None, {"fsdp": 2, "expert": 4}),
-    ({}, 8, 2, {"data": 2, "fsdp": 4}),  # slices that there are
+    ({}, 8, 2, {"data": 2, "fsdp": 4}),  # two real slices
     ({"dcn_data": 1, "dcn_fsdp": -1}, 8, 2, {"fsdp": 8}),
     ({"dcn_fsdp": 2}, 16, 4, {"data": 2, "fsdp": 8}),
-    ({"dcn_data": 2, "ici_tensor": 2}, 8, None, {"data": 2, "fsdp": 2, "tensor": 2}),  # slices that are made
+    ({"dcn_data": 2, "ici_tensor": 2}, 8, None, {"data": 2, "fsdp": 2, "tensor": 2}),  # dcn_data divides one slice
   ],
 )
 def test_mesh_works_out_the_rest(written, devices, slices, sizes):

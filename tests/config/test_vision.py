@@ -1,4 +1,4 @@
-"""The ``vision:`` section: what is refused, and that every Gemma has a tower that can be built."""
+"""The ``vision:`` section: refusals, and a tower for every Gemma that can be built."""
 
 import dataclasses
 from typing import Any
@@ -80,5 +80,5 @@ def test_sizes_do_not_matter_without_the_tower():
 
 @pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])
 def test_the_image_token_may_lie_beyond_the_table(name):
-  """262144 with MaxText's vocabulary of 262144: it is never looked up."""
+  """In MaxText the image token is 262144 with a vocabulary of 262144. It is never looked up in the table."""
   assert load_config(name, ["image_token_id=512", "use_multimodal=true"]).config.vision.image_token_id == 512

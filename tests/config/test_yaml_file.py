@@ -1,4 +1,4 @@
-"""Strict YAML: what a configuration may not hold is refused at its line, quickly; scalars stay text (fault F49, F53)."""
+"""Strict YAML: unsupported content is refused quickly with its line number, and scalars stay text (faults F49, F53)."""
 
 import contextlib
 import time
@@ -51,14 +51,14 @@ def test_refused_with_line_and_reason(case):
   assert time.process_time() - start < 1
   assert str(refused.value).startswith(f"x.yml:{line}: ")
   assert reason in str(refused.value)
-  _, fix = str(refused.value).split("\n")  # in two lines
+  _, fix = str(refused.value).split("\n")  # the message has two lines
   assert fix.startswith("  fix: ")
 
 
 def test_a_large_file_is_refused_unread(tmp_path):
   path = tmp_path / "big.yml"
   with path.open("wb") as file:
-    file.truncate(1 << 40)  # sparse: reading all of it would not end
+    file.truncate(1 << 40)  # a sparse file: reading all of it would take too long
   with pytest.raises(UserError, match=r"big.yml:1: larger than 1 MiB"):
     read_yaml(path, "big.yml")
 
@@ -110,7 +110,7 @@ def test_command_line_list_that_is_not_yaml_is_refused(text):
 def test_any_text_survives_to_yaml_and_back(text):
   written = f"run_name: {to_text(text)}\n".encode("utf-8", "surrogatepass")
   if any("\ud800" <= c <= "\udfff" for c in text):
-    return  # refused when it is read as a value; see test_coerce
+    return  # refused when the scalar is read as a value; see test_coerce
   node = parse_yaml(written, "x.yml").items["run_name"]
   assert isinstance(node, Scalar)
   assert node.text == text
@@ -124,5 +124,5 @@ def test_any_float_survives_to_yaml_and_back(number):
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_read_or_refused(data):
-  with contextlib.suppress(UserError):  # anything else is a fault of the reader
+  with contextlib.suppress(UserError):  # any other exception is a bug of the reader
     assert isinstance(parse_yaml(data, "x.yml"), Mapping)

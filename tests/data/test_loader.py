@@ -367,7 +367,7 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_device(make, path, mon
 
 
 def test_a_token_without_a_row_in_a_smaller_table_never_reaches_the_device(make, path):
-  """The table of per-layer embeddings. A placeholder is looked up as padding, whatever its id is."""
+  """The smaller table is that of the per-layer embeddings. A placeholder is looked up as padding, whatever its id is."""
   b = ord("b") + 3
   with pytest.raises(UserError, match=rf"token \d+ has id \d+: the per-layer embedding has rows for ids 0 to {b - 2}"):
     take(make(dataset_path=path, lookup=Lookup(vocab_size=259, per_layer_rows=b - 1)), 1)
@@ -438,7 +438,7 @@ def test_a_source_that_never_answers_has_the_limit_it_was_given(make, path, monk
 
 
 def test_a_wait_that_is_left_moves_nothing(make, path, monkeypatch):
-  """An exception of `waiting` leaves next(), and set_state while the thread hangs; the state does not change."""
+  """An exception of `waiting` ends next(), and also set_state while the thread hangs. The state does not change."""
   answer, left, encode = threading.Event(), [], BytesTokenizer.encode
 
   def waiting():

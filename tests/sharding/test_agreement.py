@@ -1,4 +1,4 @@
-"""How often processes ask each other whether somebody wishes to stop."""
+"""How often processes exchange their requests to stop."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 
 def asked(clock, seconds):
-  """The seconds at which they ask, when steps take so long each."""
+  """Return the times at which the processes exchange requests, if the steps take these numbers of seconds."""
   agreement, found = Agreement(1.0), []
   for step, taken in enumerate(seconds):
     clock.now += taken
@@ -45,7 +45,8 @@ def test_about_once_a_second_however_long_a_step_takes(clock, taken):
 
 @pytest.mark.parametrize("taken", [0.6, 1.0, 10.0])
 def test_a_step_that_was_only_launched_when_they_asked_does_not_keep_them_from_asking(clock, taken):
-  """As after the first step, a checkpoint and an evaluation, for which the loop waits until all steps are done."""
+  """The loop waits for all steps after the first step, a checkpoint and an evaluation. The time of the step behind it then
+  covers only its launch."""
   seconds = ([taken, 0.01] + [taken] * 20) * 5
   at = asked(clock, seconds)
   assert max(b - a for a, b in itertools.pairwise(at)) <= 2.1 * taken

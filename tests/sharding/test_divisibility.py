@@ -1,4 +1,5 @@
-"""What a mesh cannot split evenly: refused by name, size and remedy; key-value heads that are few are copied, and told."""
+"""Dimensions that a mesh cannot split evenly: refused with name, size and remedy. Few key-value heads are copied, with a
+note."""
 
 import pytest
 from jax.sharding import PartitionSpec
@@ -32,7 +33,7 @@ TENSOR = "ici_tensor_parallelism"
     ("gemma4-tiny", [f"{TENSOR}=2", "sharding_rules={mlp: [fsdp, tensor]}", "mlp_dim=386"], "8 .* axis fsdp x tensor"),
     ("deepseek3.2-tiny", [f"{TENSOR}=4", "indexer_n_heads=2"], r"index_heads of 2 \(stack"),
     ("qwen3-moe-tiny", ["ici_expert_parallelism=4", "num_experts=6"], r"expert of 6 .* 4 devices of the mesh axis expert"),
-    ("gemma4-tiny", [f"{TENSOR}=4", "mlp_dim=102"], r"mlp of 102 .*\n  fix: .*1 or 2 devices"),  # 3 do not divide the 8
+    ("gemma4-tiny", [f"{TENSOR}=4", "mlp_dim=102"], r"mlp of 102 .*\n  fix: .*1 or 2 devices"),  # 3 divides 102, but not 8
     (
       "qwen3-moe-tiny",
       ["ici_expert_parallelism=2", f"{TENSOR}=2", "sharding_rules={expert: [expert, tensor]}"],
@@ -71,14 +72,14 @@ def test_few_key_value_heads_are_copied_and_told():
 
 
 def test_a_mesh_that_parts_the_blocks_of_a_quantized_weight():
-  """Refused where a device multiplies by its part alone; what is fetched before may be cut anywhere."""
+  """Blocks may not be split if a device multiplies by its own part only. A weight that is gathered may be split anywhere."""
   words = ["lora_rank=2", "base_weights=nf4", "head_dim=48", f"{TENSOR}=2"]
   told = r"attention/o: 192 inputs in blocks of 64 over 2 devices of the mesh axis tensor\n  fix: .*'{heads: null}' .*=int8"
   with pytest.raises(UserError, match=told):
     quantized_on(8, *words)
   quantized_on(8, *words, "sharding_rules={heads: null}")
   codes = quantized_on(8, *words[:2], "emb_dim=192").abstract_params["stack_0"]["layer_0"]["attention"]["q"]["codes"]
-  assert codes.shape[1:] == (96, 192)  # three blocks of 32 bytes
+  assert codes.shape[1:] == (96, 192)  # 192 inputs are three blocks of 32 bytes
   assert codes.sharding.spec == PartitionSpec(None, "fsdp")
 
 

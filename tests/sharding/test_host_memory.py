@@ -1,4 +1,4 @@
-"""Tests host_memory.py on a CPU, where both memories are one and sharding and type say which it is."""
+"""Tests host_memory.py on a CPU, where both memories are the same and only sharding and type differ."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def arrays():
 
 
 def test_what_is_saved_of_the_host_is_a_copy():
-  """A view of numpy's would keep its memory from the next step, which is given it."""
+  """A numpy view would hold memory that is donated to the next step."""
   found, made = arrays(), {}
   made = host_memory.to_numpy(found)
   assert made["here"] is found["here"]

@@ -1,4 +1,4 @@
-"""Which launchers' variables ask for more than one process, and which of them say where the processes meet."""
+"""Launchers' variables: which of them ask for more than one process, and which name the address where the processes meet."""
 
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
@@ -11,10 +11,10 @@ ONE = [
   {},
   {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"},
   {"JAX_NUM_PROCESSES": "1"},
-  {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # gpu/train.sbatch itself
-  {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # its srun
+  {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},  # the script gpu/train.sbatch
+  {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun in that script
   {"SLURM_NTASKS": "8"},  # a shell after salloc -n 8
-  {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun -n 1 there
+  {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun -n 1 in that shell
   {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
   {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"},
   {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"},
@@ -68,7 +68,7 @@ def test_what_says_too_little_is_refused_with_the_variables(environment, said):
 
 @pytest.fixture
 def metadata(monkeypatch):
-  """What the metadata server of a Cloud TPU VM says, which this machine is made to be; it answers to jax alone."""
+  """Simulate a Cloud TPU VM for JAX. Return the answers of its metadata server, which a test can change."""
   said = {"agent-worker-number": "1", "worker-network-endpoints": "a:0:10.0.0.1,b:1:10.0.0.2", "tpu-env": ""}
 
   def get(key):
@@ -89,7 +89,7 @@ def test_hosts_of_a_slice_find_each_other_without_variables(metadata):
   assert processes._found_by_jax("Cloud TPU", 1) == ("10.0.0.1:8482", 2, 1)
   metadata["worker-network-endpoints"] = "a:0:10.0.0.1"
   assert tpu_vm_position({}) is None
-  del metadata["agent-worker-number"]  # GKE's
+  del metadata["agent-worker-number"]  # as on GKE
   assert tpu_vm_position({}) is None
   metadata.clear()
   with pytest.raises(UserError, match=r"cannot be read: OSError: no route .*\n  fix: .*TPU_SKIP_MDS_QUERY=1"):

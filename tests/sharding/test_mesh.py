@@ -1,4 +1,4 @@
-"""Where devices stand in the mesh: slices outside, the devices of each inside, whatever the axes are."""
+"""The order of devices in the mesh: slices outside, the devices of each slice inside, whatever the axes are."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def test_slices_are_outside_and_tensor_innermost():
   np.testing.assert_array_equal(alone[:, :, 0, 0], np.arange(8).reshape(2, 2, 2))
   slices = grid("dcn_data_parallelism=2", "ici_tensor_parallelism=2")
   np.testing.assert_array_equal(slices[:, :, 0, 0], np.arange(8).reshape(2, 2, 2))
-  one_axis = grid("dcn_fsdp_parallelism=2", "ici_data_parallelism=2")  # 2 slices x 2 along fsdp, the slices outside
+  one_axis = grid("dcn_fsdp_parallelism=2", "ici_data_parallelism=2")  # 2 slices x 2 devices along fsdp, the slices outside
   np.testing.assert_array_equal(one_axis[:, :, 0, 0, 0], [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 

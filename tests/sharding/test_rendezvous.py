@@ -1,4 +1,4 @@
-"""Processes that meet: threads here, over loopback, as hosts do over their network."""
+"""Processes that meet before JAX starts: threads over loopback here, hosts over a network in a real run."""
 
 import socket
 import time

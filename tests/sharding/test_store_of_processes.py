@@ -1,4 +1,4 @@
-"""What processes tell each other, with a store in memory in the place of JAX's."""
+"""Messages between processes, with a store in memory instead of JAX's."""
 
 import json
 import threading
@@ -14,7 +14,8 @@ OTHERS = "meeting-0", "meeting-1"
 
 
 class Store:
-  """Holds what was put; ``silent`` answers no more, as one in a frozen process. The other one's heart beats at every look."""
+  """A key-value store in memory. If ``silent`` is set, it does not answer, as in a frozen process. The other process's
+  heartbeat changes at every look."""
 
   def __init__(self):
     self.values, self.silent, self.looks, self.other_lives = {}, threading.Event(), 0, True
@@ -39,7 +40,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch):
-  """Makes this one process 1 of 2."""
+  """Make this process number 1 of 2."""
   store = Store()
   monkeypatch.setattr(processes, "_joined", processes._Joined(1, ("here", "there"), store))
   return store
@@ -64,7 +65,7 @@ def wait_for(what):
 
 
 def wait_longer_than_the_limit(store):
-  """Six periods, each a fifth of the limit; two looks in each."""
+  """Wait for six periods, each a fifth of the limit. The store is read twice in each."""
   before = store.looks
   wait_for(lambda: store.looks >= before + 12)
 

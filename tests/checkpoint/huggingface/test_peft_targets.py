@@ -65,8 +65,7 @@ def assert_read_alike(program: TrainProgram, adapter: Adapter, factors: dict[str
 
 @pytest.mark.slow
 def test_what_peft_would_take_for_experts_is_written_as_parameters(tmp_path):
-  """With adapted experts, DeepSeek's dense layers, shared experts and routers become parameters, with their own ranks and
-  scales."""
+  """With adapted experts, DeepSeek's dense layers, shared experts and routers are written as parameters, each with its rank."""
   patterns = ["lora_rank_pattern={shared.up: 2, layers.0.mlp.down: 1}", "lora_alpha_pattern={router: 5, kv_a: 4}"]
   program, adapter = program_of("deepseek3-tiny", "[all-linear, router, experts]", *patterns, "lora_rslora=true")
   config, done, factors = written(program, adapter, tmp_path / "out")
@@ -76,8 +75,7 @@ def test_what_peft_would_take_for_experts_is_written_as_parameters(tmp_path):
   assert sorted(config["target_parameters"]) == sorted(f"model.{name}" for name in names)
   assert {name.split(".")[3] for name in config["target_modules"]} == {"self_attn"}
   assert done == (len(names) + len(config["target_modules"]), ())
-  # peft matches patterns with complete names of parameters. Gate and up of the experts are one array with the sum of their
-  # ranks.
+  # peft matches patterns with complete parameter names. Gate and up of the experts are one array with the sum of their ranks.
   ranks = {f"layers.1.{SHARED}.up_proj.weight": 2, "layers.0.mlp.down_proj.weight": 1, "layers.1.mlp.experts.gate_up_proj": 6}
   assert config["rank_pattern"] == {f"model.{name}": rank for name, rank in ranks.items()}
   assert {name for name, alpha in config["alpha_pattern"].items() if alpha == 5} == {"model.layers.1.mlp.gate.weight"}

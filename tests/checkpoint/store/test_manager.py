@@ -307,7 +307,7 @@ def test_another_model_is_refused_even_when_all_shapes_agree(pristine):
 
 
 def test_other_arrays_are_refused_with_the_list_before_any_read(pristine, monkeypatch):
-  """Fault F15."""
+  """The error lists all arrays that differ, before any file is read (fault F15)."""
   source, state = pristine
   wanted = abstract(state)
   wanted["params"]["embedding"]["table"] = jax.ShapeDtypeStruct((13, 7), jnp.float32)
@@ -323,7 +323,7 @@ def test_other_arrays_are_refused_with_the_list_before_any_read(pristine, monkey
 
 
 def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
-  """Fault F13."""
+  """A cast needs allow_dtype_change, and values that do not fit the new dtype are an error (fault F13)."""
   state = {"w": jnp.array([1.0, 3.0, 70000.0]), "n": jnp.int32(3)}
   with CheckpointManager(tmp_path, config=CONFIG) as manager:
     assert manager.save_and_wait(1, state)
@@ -373,7 +373,7 @@ def test_a_relative_path_is_read(pristine, monkeypatch):
 
 
 def test_a_newer_schema_is_refused(pristine, tmp_path):
-  """Fault F17."""
+  """The error names the version that wrote the checkpoint (fault F17)."""
   source, state = pristine
   path = tmp_path / "c"
   shutil.copytree(source, path)

@@ -187,7 +187,8 @@ def test_an_empty_answer_is_a_bad_record_where_it_would_be_learned(make, tmp_pat
 
 @pytest.mark.parametrize("template", ["gemma4-small", "gemma4", "deepseek3.2"])
 def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, tmp_path):
-  """A thought alone: dropped before the last user message, so only the end of the turn would remain; kept after it."""
+  """The answer is only a thought. Before the last user message the template drops it, and only the end of the turn remains.
+  After that message, the template keeps it."""
   settings: dict[str, Any] = CHAT | {"chat_template": template}
   question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "d"}
   thought = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
@@ -217,7 +218,7 @@ def test_an_answer_of_which_the_template_keeps_nothing_is_empty(template, make, 
   ],
 )
 def test_an_empty_answer_is_told_by_the_record_s_own_name(record, field, accepts_weight, make, tmp_path):
-  """The message says how to leave it out if the form of the record has a place for that, and this works."""
+  """If the form of the record can exclude an answer, the message says how, and a record that follows it is accepted."""
   path = write(tmp_path, [*RECORDS, record])
   with pytest.raises(UserError) as error:
     make(**CHAT, dataset_path=path)
@@ -293,7 +294,8 @@ def test_a_history_in_the_prompt_is_no_answer(make, tmp_path):
 
 @pytest.mark.parametrize(("key", "tokens"), [(None, 0), ("literal", 0), ("parse", 2), ("error", None)])
 def test_special_tokens_in_what_is_said(key, tokens, make, tmp_path, caplog):
-  """The same key and rule as for text: with parse the token's id for each speaker, by default characters and a warning."""
+  """The key and the rule are those for text: with parse each speaker's text has the ids, by default characters and a
+  warning."""
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
   path = write(tmp_path, [said("a <eos>", "b <eos> c")] * 2)
   settings = CHAT | {"special_tokens_in_text": key, "tokenizer": str(tmp_path), "vocab_size": 2**10, "packing": False}
