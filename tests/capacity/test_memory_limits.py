@@ -20,7 +20,7 @@ def test_the_container_counts_when_it_has_less_than_the_machine(tmp_path: Path):
   limit = memory_limits.host_limit(meminfo, tmp_path, tmp_path / "none")
   assert limit is not None
   assert limit.bytes == 30000
-  # Before it enforces the limit, the kernel frees the 15 kB that cache files which were read before.
+  # Before it enforces the limit, the kernel frees 15 kB of cached files.
   (tmp_path / "memory.stat").write_text("anon 4000\nactive_file 1000\ninactive_file 15000\n")
   assert memory_limits.host_limit(meminfo, tmp_path, tmp_path / "none") == replace(limit, bytes=45000)
   (tmp_path / "memory.max").write_text("max\n")

@@ -37,7 +37,7 @@ def planned(model: str, topology: str, *words: str) -> Plan:
     nightly("gemma3-27b", "v6e-256", [], 9.74, 898.2),
     nightly("gemma4-26b", "v6e-32", [], 17.26, 137.9),
     ("gemma4-26b", "v6e-32", [f"{TPU}/v6e-32-experts.yml"], 15.82, 136.4),
-    # 2026-11-25: a table of per-layer inputs, whose gradient is in memory in two orders of its axes.
+    # 2026-11-25: a table of per-layer inputs, whose gradient is in memory twice, in two orders of its axes.
     ("gemma4-e2b", "v6e-4", [], 20.79, 79.06),
     nightly("gemma4-e4b", "v6e-8", ["ici_tensor_parallelism=2"], 16.70, 157.3),
     nightly("gemma4-e2b", "v6e-8", ["opt_type=adafactor", "weight_dtype=bfloat16"], 4.55, 79.06),

@@ -66,7 +66,7 @@ def test_a_verb_of_one_process_says_so(capsys):
   ],
 )
 def test_help_and_configuration_load_nothing_heavy(words):
-  """The number of light modules is limited too: 230 take a fifth of a second. benchmarks/startup.py measures it."""
+  """The number of light modules is limited too, because 230 take a fifth of a second (benchmarks/startup.py measures it)."""
   heavy = {"jax", "jaxlib", "flax", "orbax", "tokenizers", "numpy", "optax"}
   modules = loaded_modules(*words)
   assert not heavy & modules

@@ -101,8 +101,7 @@ def test_a_key_with_an_effect_is_not(words):
 
 
 def test_a_rate_of_the_model_s_file_is_reported_where_the_biases_stay():
-  """LoRA on any DeepSeek gives this note. Other keys of the model's file are not reported: the file is for all runs of the
-  model."""
+  """LoRA on any DeepSeek gives this note. Other keys of the model's file give none, because the file is for all runs."""
   (note,) = notes("deepseek3-tiny lora_rank=4")
   assert note.startswith("configs/models/deepseek3-tiny.yml:")
   assert "routed_bias_update_rate has no effect: an adapter is trained" in note

@@ -1,5 +1,4 @@
-"""MaxText's model files for our families have the same meaning here as in MaxText. The files below are short ones of our
-own."""
+"""MaxText's model files for our families have the same meaning here as in MaxText. The files below are our own short ones."""
 
 import dataclasses
 import re

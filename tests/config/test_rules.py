@@ -103,7 +103,7 @@ def test_a_fix_is_one_that_the_next_rule_takes(words, fix):
 
 
 def test_moments_that_a_rule_has_not_got_are_not_judged():
-  """Lion has no second moment. The other values of nu_dtype would be refused too, when the optimizer is made."""
+  """Lion has no second moment, so this rule does not judge nu_dtype. The optimizer refuses the key itself when it is made."""
   assert load_config("gemma3-tiny", ["opt_type=lion", "nu_dtype=bfloat16", "adam_b2=0.999"]).config
   assert "set nu_dtype=dynamic8" in error("gemma3-tiny", "nu_dtype=bfloat16", "adam_b2=0.999")
 

@@ -1,5 +1,4 @@
-"""Dimensions that a mesh cannot split evenly: refused with name, size and remedy. Few key-value heads are copied, with a
-note."""
+"""Dimensions that do not divide over the mesh are refused with name, size and remedy. Few key-value heads are copied."""
 
 import pytest
 from jax.sharding import PartitionSpec

@@ -150,7 +150,7 @@ def test_it_equals_one_tensor_after_the_other(
     return out
 
   def given_back(self, array):
-    with lock:  # the array of a float8 tensor that needs no transposition is not a block
+    with lock:  # the array of a float8 tensor that is in our order is not a block
       blocks[:] = [x for x in blocks if not np.may_share_memory(x, array)]
       give_back(self, array)
 

@@ -294,8 +294,7 @@ def test_a_history_in_the_prompt_is_no_answer(make, tmp_path):
 
 @pytest.mark.parametrize(("key", "tokens"), [(None, 0), ("literal", 0), ("parse", 2), ("error", None)])
 def test_special_tokens_in_what_is_said(key, tokens, make, tmp_path, caplog):
-  """The key and the rule are those for text: with parse each speaker's text has the ids, by default characters and a
-  warning."""
+  """The key and the rule are those for text: with parse each speaker's text has the ids, else characters and a warning."""
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
   path = write(tmp_path, [said("a <eos>", "b <eos> c")] * 2)
   settings = CHAT | {"special_tokens_in_text": key, "tokenizer": str(tmp_path), "vocab_size": 2**10, "packing": False}
