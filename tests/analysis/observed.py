@@ -1,6 +1,6 @@
-"""The largest magnitude of every risky quantity of a forward pass, read out of the layers while they are traced.
+"""Measures the largest magnitude of every risky quantity of a forward pass, by patching the layers while they are traced.
 
-Keys are those of ``walk.Site``: (place, quantity); experts are taken together.
+Keys are those of ``walk.Site``: (place, quantity). All experts of a layer share one key.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Recorder:
       self.names[id(leaf)] = ".".join(str(entry.key) for entry in path)
 
   def product(self, spec: str, x: Any, w: Any, out: Any, clipped: bool | None = None) -> None:
-    """A product through ``Precision.einsum``, or what Gemma 4's tower makes of it."""
+    """Notes a product of ``Precision.einsum``, or its clipped result in Gemma 4's vision tower."""
     place, name = self.place, self.names.get(id(w), "")
     part, _, last = name.rpartition(".")
     if spec == "BTKGH,BSKH->BKGTS":
@@ -62,7 +62,7 @@ class Recorder:
     elif spec == "BTXH,BSH->BXTS":
       self.note(place, "index q.k", out)
     elif clipped is None and isinstance(self.layer, gemma4.Gemma4VisionLayer):
-      return  # noted behind its clip, see ``recording``
+      return  # noted after its clip, see ``recording``
     elif name == "attention.kv_b":
       nope = self.layer.cfg.mixer.nope_dim
       self.note(place, "k", out[..., :nope])
@@ -97,7 +97,7 @@ class Recorder:
 
 
 def _around(recorder: Recorder, cls: type, method: str, after: Any):
-  """``cls.method`` with ``after(self, args, result)`` called behind it."""
+  """Patches ``cls.method`` so that it calls ``after(self, args, result)`` at its end."""
   inner = getattr(cls, method)
 
   def wrapped(self, *args, **kwargs):
@@ -109,7 +109,7 @@ def _around(recorder: Recorder, cls: type, method: str, after: Any):
 
 
 def _layer(recorder: Recorder, cls: type, vision: bool):
-  """A layer's call, with the recorder inside it, its result noted as the residual stream."""
+  """Patches a layer's call: the recorder enters the layer and notes the result as the residual stream."""
   inner = cls.__call__
 
   def wrapped(self, p, x, *args, **kwargs):
@@ -120,7 +120,7 @@ def _layer(recorder: Recorder, cls: type, vision: bool):
     place = f"vision.layers.{number}" if vision else f"layers.{number}"
     recorder.enter(place, self, p)
     out = inner(self, p, x, *args, **kwargs)
-    residual = out[0] if isinstance(out, tuple) else out  # Gemma 4's towers count what they clamp
+    residual = out[0] if isinstance(out, tuple) else out  # Gemma 4's towers also return how many numbers they clamped
     recorder.note(place, "residual", residual if vision else residual["x"])
     recorder.place, recorder.layer, recorder.names = before
     if vision:
@@ -152,7 +152,7 @@ def _experts(recorder: Recorder):
 
 
 def _unrolled(body, carry, rows):
-  """``lax.scan`` as a loop, so that what the body records is not left inside of it."""
+  """Replaces ``lax.scan`` by a Python loop, so that recorded tracers are valid outside the body."""
   outputs = []
   for number in range(jax.tree.leaves(rows)[0].shape[0]):
     carry, out = body(carry, jax.tree.map(lambda x, n=number: x[n], rows))
@@ -162,7 +162,7 @@ def _unrolled(body, carry, rows):
 
 @contextlib.contextmanager
 def recording(recorder: Recorder):
-  """All patches, for one trace."""
+  """Applies all patches for one trace."""
   place = lambda: recorder.place
   note = recorder.note
   with contextlib.ExitStack() as stack:
@@ -221,7 +221,7 @@ def recording(recorder: Recorder):
 
 
 def observe(model: Any, params: Any, batches: list[dict[str, Any]], compiler_options: dict | None = None) -> dict[Key, float]:
-  """The largest magnitudes over some batches of equal shapes. The decoder must have scan_layers=false."""
+  """Returns the largest magnitudes over batches of equal shapes. The decoder must have scan_layers=false."""
 
   def forward(params, batch):
     recorder = Recorder(model)

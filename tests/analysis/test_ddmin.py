@@ -1,4 +1,4 @@
-"""Delta debugging against every predicate on small sets: what is found works, and nothing of it can be left out."""
+"""Delta debugging on small sets: the result passes the test, and it fails without any one of its elements."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def test_of_several_answers_the_first_one_that_is_preferred():
 
 @given(st.lists(st.sets(st.integers(0, 6), min_size=1), min_size=1, max_size=4))
 def test_what_is_found_works_and_is_minimal(answers):
-  """Works: any of some sets is contained. Every such test is monotone; ddmin's answer is one of the minimal sets."""
+  """A part works if it contains one of the drawn sets. Such a test is monotone, so ddmin returns a minimal part."""
 
   def works(part):
     return any(a <= set(part) for a in answers)
@@ -39,7 +39,7 @@ def test_what_is_found_works_and_is_minimal(answers):
 
 
 def test_a_test_that_is_not_monotone():
-  """Two changes that undo each other: {0} works, {0, 1} does not, all three do."""
+  """Change 1 undoes change 0, and change 2 repairs that: {0} works, {0, 1} does not, and all three together do."""
 
   def works(part):
     return set(part) in ({0}, {0, 1, 2}, {0, 2})

@@ -1,4 +1,4 @@
-"""The step that ends a run: kept exactly as it was before it ran, explained, and read back in another precision."""
+"""The step that ends a run: its state and batch are saved from before the step, explained, and read in other precisions."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ OVERFLOWING = ["dtype=float16", "opt_type=sgd", "loss_scale_init=16777216", "ste
 
 
 class Data:
-  """A batch of its own for each step."""
+  """Data with a different batch for each step."""
 
   def __init__(self):
     self.count = 0
@@ -49,11 +49,11 @@ class Data:
     return toy_batch(self.count)
 
 
-STEPS: dict[tuple, Any] = {}  # compiled once: checks and limits are the loop's, the first loss scale is the state's
+STEPS: dict[tuple, Any] = {}  # shared compiled steps: checks and limits belong to the loop, the initial loss scale to the state
 
 
 def toy_loop(config, place: Path) -> Any:
-  """A loop around the toy step that keeps its failed step in ``place``."""
+  """Returns a training loop around the toy step that saves its failed step in ``place``."""
   step, state = toy_step(config)
   step = STEPS.setdefault((config.precision.dtype, config.training.learning_rate), step)
   decoder = toy_decoder()
@@ -80,7 +80,7 @@ def toy_loop(config, place: Path) -> Any:
 
 @pytest.fixture
 def caught(monkeypatch):
-  """What would be kept and looked through; the look itself finds no room."""
+  """The step, state and batch that would be saved. The x-ray of the failed step raises DoesNotFitError."""
   found = {}
 
   def keep(program, directory, step, state, batch, message):
@@ -115,7 +115,7 @@ def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, cau
   step = loop.stepper.step
 
   def poisoned(state, batch, check):
-    if loop.data.count == 4:  # the loss of this step alone
+    if loop.data.count == 4:  # only this step has a non-finite loss
       state = state | {"params": jax.tree.map(lambda x: x * jnp.inf, state["params"])}
     return step(state, batch, check)
 
@@ -128,7 +128,10 @@ def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, cau
 
 @pytest.mark.parametrize("waits", [slow(True), False])
 def test_a_step_without_a_proof_is_taken_again_and_no_other_is_lost(tmp_path, waits):
-  """The third step does nothing, and the one that may have been started behind it: the losses are those of checked steps."""
+  """The third step has no proof that it is finite, so it updates nothing and is repeated with all checks.
+
+  The fourth step, which may have started already, updates nothing either. The losses equal those of a run without repetition.
+  """
 
   def losses(usual):
     loop = toy_loop(toy_config(*words), tmp_path)
@@ -166,7 +169,7 @@ def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
   step = loop.stepper.step
 
-  def spoilt(state, batch, known):  # as by a fault of the device's memory
+  def spoilt(state, batch, known):  # simulates a memory fault of the device
     state, metrics = step(state, batch, known)
     rows = metrics["finite"]["state_optimizer"].at[0].set(False)
     return state, metrics | {"finite": metrics["finite"] | {"state_optimizer": rows}}
@@ -179,7 +182,7 @@ def test_an_update_that_was_taken_over_cannot_be_replayed(tmp_path, caught):
 
 
 def test_an_optimizer_that_a_device_forgot_is_seen_before_it_is_saved(tmp_path, monkeypatch):
-  """The steps only prove it finite; memory that changes behind them is found by reading it."""
+  """A step only proves its own result finite. Memory that changes after the step is found by reading it before the save."""
   loop = toy_loop(toy_config("opt_type=sgd", "finite_check_steps=0", "steps=9"), tmp_path)
   step, saved = loop.stepper.step, []
   loop.manager = SimpleNamespace(
@@ -213,7 +216,7 @@ def test_a_full_disk_is_one_line_and_the_exit_code_stays(tmp_path, monkeypatch, 
 
 @pytest.fixture(params=["", "gs", slow("s3")])
 def run(request, tmp_path) -> Path | Place:
-  """Where a run is: on this machine or in a store."""
+  """The directory of a run: local, or in an emulated store."""
   if not request.param:
     return tmp_path
   store_of(request.param)
@@ -224,7 +227,7 @@ def test_kept_and_read_back_on_other_devices_and_in_other_precision(run):
   config = toy_config(*OVERFLOWING)
   _, state = toy_step(config)
   begun = {"loss_scale": loss_scale.initial(config.training.loss_scale_init)}
-  completed = lambda checkpoint_state, weights: begun | checkpoint_state  # as of a ``TrainProgram``
+  completed = lambda checkpoint_state, weights: begun | checkpoint_state  # as in ``TrainProgram``
   program: Any = SimpleNamespace(config=config, abstract_state=shapes(state), adapter=None, completed=completed)
   with pytest.raises(UserError, match="no failed step\n"):
     failed_step.find(run)
@@ -271,9 +274,9 @@ WORDS += ["gradient_clipping_threshold=0", "lr_schedule_type=constant", "warmup_
 
 @pytest.mark.slow
 def test_a_real_run_is_explained_and_replayed_from_a_store_and_from_a_disk(tmp_path, capsys, monkeypatch):
-  """A first step that was far too long leaves weights with which the second one overflows float16; float32 stands them.
+  """A huge first update leaves weights with which the second step overflows in float16 but not in float32.
 
-  The residual stream is float32, so what overflows first is a product of the first attention.
+  The residual stream is float32, so the first overflow is in a product of the first attention layer.
   """
   store = store_of("s3")
   monkeypatch.setenv("MAXTEXT_LIKE_COPIES", str(tmp_path / "copies"))
@@ -292,7 +295,7 @@ def test_a_real_run_is_explained_and_replayed_from_a_store_and_from_a_disk(tmp_p
   assert "tensors are finite" in capsys.readouterr().out
   assert (tmp_path / "runs/a-replay/xray.html").exists()
 
-  for name in store.names(f"{tmp_path.name}/a/"):  # the run as it would be on a disk
+  for name in store.names(f"{tmp_path.name}/a/"):  # copy the run to a local directory
     file = tmp_path / "local" / name.removeprefix(f"{tmp_path.name}/")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(store.read(name))

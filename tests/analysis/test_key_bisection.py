@@ -1,4 +1,4 @@
-"""Bisect on planted faults: weights that make one operation of a tiny model fail in 16 bits, and the one key that mends it."""
+"""Bisection on planted faults: weights make one operation of a tiny model fail in 16 bits, and one key repairs it."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from tests.models.test_golden import GOLDEN
 from tests.models.test_golden_vision import larger
 from tests.training.test_vision_training import golden_batch
 
-STEPS = Steps()  # shared: a configuration is compiled once for all tests
+STEPS = Steps()  # shared, so that each configuration is compiled only once
 
 SMALL = ["num_decoder_layers=1", "vocab_size=61", "emb_dim=64", "mlp_dim=40", "max_target_length=12", "per_device_batch_size=2"]
 SMALL += ["opt_type=sgd", "learning_rate=0.01", "module_api=linen", "enable_checkpointing=false"]
@@ -46,7 +46,7 @@ def config_of(model: str, *more: str) -> Config:
 
 
 def batch_of(config: Config) -> dict[str, np.ndarray]:
-  """Random tokens, each row one document."""
+  """Returns random tokens. Each row is one document."""
   rows, length = int(config.training.per_device_batch_size), config.training.max_target_length
   tokens = np.random.default_rng(0).integers(3, 61, (rows, length + 1)).astype(np.int32)
   positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
@@ -55,7 +55,7 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 
 @functools.cache
 def weights(config: Config) -> Params:
-  """Fresh float32 parameters. Copy what is changed."""
+  """Returns initial float32 parameters. They are cached, so a caller must copy what it changes."""
   spec = STEPS.program(reference(config)).spec
   return jax.jit(lambda: init(spec, jax.random.key(3)))()
 
@@ -68,7 +68,7 @@ def search(config: Config, plant: Callable[[Params], Params], tolerance: float |
 
 
 def layer(p: Params, *path: str) -> Params:
-  """The sub-dict of the first stack's first layer, to be written to."""
+  """Returns a sub-dict of the first stack's first layer, which the caller may write to."""
   node = p["stack_0"]["layer_0"]
   for name in path:
     node = node[name]
@@ -79,22 +79,22 @@ def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
   return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-# --- the plants: what each makes of fresh weights ---
+# --- the planted faults: each changes initial weights ---
 
 
 def large_gate_product(p: Params) -> Params:
-  """gate and up in the hundreds, their product beyond 65504; the norm behind brings it back."""
+  """gate and up are in the hundreds and their product is above 65504. The next norm scales it back."""
   mlp = layer(p, "mlp")
   mlp["gate"], mlp["up"] = mlp["gate"] * 400, mlp["up"] * 400
   return p
 
 
 def large_scores(p: Params) -> Params:
-  """Scores around 270 that differ by a few: all q and k all but point in one direction, so that their rounding averages out."""
+  """Scores are around 270 and differ by a few. All q and k have nearly one direction, so that their rounding averages out."""
   table, attention = p["embedding"]["table"], layer(p, "attention")
   common = normal(1, table.shape[1:])
   p["embedding"]["table"] = common + normal(2, table.shape)
-  # Dimensions that the rotary table turns by position take no part.
+  # The dimensions that the rotary embedding rotates are 0.
   direction = jnp.sign(normal(3, (64,))).at[jnp.r_[0:8, 32:40]].set(0)
   for name, seed in (("q", 4), ("k", 5)):
     kernel = attention[name]
@@ -105,7 +105,7 @@ def large_scores(p: Params) -> Params:
 
 
 def router_of_near_equals(p: Params) -> Params:
-  """Columns of the router that differ by less than bfloat16 resolves."""
+  """The columns of the router differ by less than bfloat16 resolves."""
   router = layer(p, "moe", "router")
   kernel = router["kernel"]
   router["kernel"] = 2000 * normal(1, kernel.shape[:2])[..., None] + 16 * normal(2, kernel.shape)
@@ -113,7 +113,7 @@ def router_of_near_equals(p: Params) -> Params:
 
 
 def canceling_experts(p: Params) -> Params:
-  """Experts in pairs of opposite sign and almost equal weight: their sum is the difference of the weights."""
+  """Experts form pairs with outputs of opposite sign and almost equal weights, so their sum depends on small differences."""
   experts, router = layer(p, "moe", "experts"), layer(p, "moe", "router")
   for name, sign in (("gate", 1), ("up", 1), ("down", -1)):
     one = experts[name][:, :1]
@@ -125,7 +125,7 @@ def canceling_experts(p: Params) -> Params:
 
 
 def canceling_index_heads(p: Params) -> Params:
-  """Two equal index heads whose weights cancel but for one part in a thousand, which bfloat16 does not hold."""
+  """Two equal index heads have weights that cancel up to one part in a thousand, which bfloat16 cannot represent."""
   indexer = layer(p, "attention", "indexer")
   q = indexer["q"][:, :, :1]
   indexer["q"] = jnp.concatenate([q, q], axis=2)
@@ -140,24 +140,24 @@ def large_residual(p: Params) -> Params:
 
 
 def large_logits(p: Params) -> Params:
-  """Logits around 1000 that differ by a few: hidden states that all but point in one direction, spread over all dimensions."""
+  """Logits are around 1000 and differ by a few. Hidden states have nearly one direction, spread over all dimensions."""
   table, head = p["embedding"]["table"], p["head"]["kernel"]
   common = normal(2, table.shape[1:])
   p["embedding"]["table"] = 3 * normal(1, table.shape) + 30 * common
-  # What bfloat16 holds: rounding the head is another fault.
+  # Round the head to bfloat16 here, because rounding it in the step would be another fault.
   p["head"] = {"kernel": (16 * common[:, None] + 0.3 * normal(4, head.shape)).astype("bfloat16").astype("float32")}
   return p
 
 
 def head_of_near_equals(p: Params) -> Params:
-  """Columns of the head that differ by less than bfloat16 resolves."""
+  """The columns of the head differ by less than bfloat16 resolves."""
   head = p["head"]["kernel"]
   p["head"] = {"kernel": 100 * normal(3, head.shape[:1])[:, None] + 0.1 * normal(4, head.shape)}
   return p
 
 
 def table_of_near_equals(p: Params) -> Params:
-  """Embeddings that differ by less than bfloat16 resolves, and a head that looks at nothing but the difference."""
+  """Embeddings differ by less than bfloat16 resolves, and the head depends only on their differences."""
   table, head = p["embedding"]["table"], p["head"]["kernel"]
   direction = normal(3, table.shape[1:])
   p["embedding"]["table"] = 100 * direction + 0.1 * normal(4, table.shape)
@@ -168,7 +168,7 @@ def table_of_near_equals(p: Params) -> Params:
 
 
 def steep_head(p: Params) -> Params:
-  """Logits, and with them gradients, beyond float16's range."""
+  """Logits, and therefore gradients, exceed float16's range."""
   p["head"] = {"kernel": p["head"]["kernel"] * 1e6}
   return p
 
@@ -177,13 +177,13 @@ def fresh(p: Params) -> Params:
   return p
 
 
-# Gradients behind the fault only: a fault whose numbers cancel leaves nothing but rounding in those before it.
+# Train only arrays after the fault. If the numbers of a fault cancel, the gradients of arrays before it are rounding errors.
 HEAD = " trainable_parameters_mask=[head,final_norm]"
-# The size of these two faults follows from the initial values of the other arrays.
+# The size of these two faults depends on the initial values of the other arrays.
 DRAWN = HEAD + " init_scheme=maxtext"
 BOTH = "float32_qk_product=true, float32_logits=true"
 PLANTS = [
-  # plant, model, configuration, tolerance, what is found, what it mends
+  # planted fault, model, configuration, tolerance, keys that bisection finds, results that they repair
   (large_scores, "gemma4", "dtype=bfloat16 float32_qk_product=false" + HEAD, 0.05, "float32_qk_product=true", "gradients"),
   (large_scores, "gemma4", "dtype=bfloat16 float32_logits=false float32_qk_product=false" + HEAD, 0.05, BOTH, "gradients"),
   (router_of_near_equals, "experts", "dtype=bfloat16 float32_gate_logits=false" + HEAD, 0.05,
@@ -204,7 +204,7 @@ PLANTS = [
 
 
 IN_CI = (large_scores, head_of_near_equals, router_of_near_equals)
-"""The other keys are searched at night. tests/layers/test_precision_keys.py has the effect of every key."""
+"""Nightly runs test the other keys. tests/layers/test_precision_keys.py tests the effect of every key."""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_planted_fault_is_mended_by_exactly_its_keys(plant, model, settings, t
   assert result.before.worst > tolerance >= result.after.worst
   assert [f.key for f in result.findings] == [r.key for r in result.remedies]
   for finding in result.findings:
-    assert finding.before.worst > tolerance >= finding.after.worst  # none of them can be left out
+    assert finding.before.worst > tolerance >= finding.after.worst  # every key is necessary
     assert set(mends.split()) <= set(finding.mends)
     assert finding.arrays
     assert set(finding.arrays) <= set(bisection._ruler.labels)
@@ -245,7 +245,7 @@ def test_the_loss_scale_that_is_found_is_the_largest_that_works():
 
 @pytest.mark.slow
 def test_a_fault_of_one_layer_is_mended_there_alone():
-  """Three layers in one stack; the gated product of the second is too large."""
+  """In a stack of three layers, only the gated product of the second layer is too large."""
   words = ["dtype=float16", "float32_gate_product=false", "num_decoder_layers=3"]
 
   def plant(p):
@@ -263,10 +263,10 @@ def test_a_fault_of_one_layer_is_mended_there_alone():
 
 
 def test_layers_that_no_longer_run_in_a_loop_keep_nothing_on_the_host():
-  """What has no loop is refused with an offload, in the middle of a search or by whoever takes its result."""
+  """Offloading without a loop over layers is an error, so bisection must switch it off when it splits the layers."""
   words = ["dtype=float16", "float32_gate_product=false", "remat_policy=full", "remat_offload=layer_inputs"]
   own = Remedy("float32_gate_product", True, layer=1)
-  for layers, offload in ((3, "none"), (4, "layer_inputs")):  # one, another, one; and a row more, which is as the one before
+  for layers, offload in ((3, "none"), (4, "layer_inputs")):  # of 4, the last two are equal and run in a loop
     config = config_of("gemma4", f"num_decoder_layers={layers}", *words)
     changed = applied(config, [own])
     assert changed.training.remat_offload == offload
@@ -277,7 +277,7 @@ def test_layers_that_no_longer_run_in_a_loop_keep_nothing_on_the_host():
 
 @pytest.mark.slow
 def test_the_vision_pooler():
-  """Pooled features of 3e7, on the golden case with features of 1e5."""
+  """The golden case has features of 1e5; here the pooled features are 3e7."""
   directory = GOLDEN / "stress_fp16_vision" / "checkpoint"
   words = ["use_multimodal=true", "dtype=float16", "float32_vision_pool=false", "per_device_batch_size=1"]
   words += ["trainable_parameters_mask=[final_norm]"]
@@ -301,7 +301,7 @@ def test_a_step_that_is_fine_is_left_alone():
 
 @pytest.mark.slow
 def test_of_a_model_with_an_adapter():
-  """What is compared are the gradients and the update of the adapter alone; what mends them is found among the same keys."""
+  """Bisection works for a model with an adapter, whose step has gradients and updates of the adapter only."""
   words = [*SMALL, "vocab_size=300", "inhomogeneous_layer_cycle_interval=1", "lora_rank=2"]
   found = maxtext_like.bisect("gemma3-tiny", "dtype=float32", *words)
   assert "nothing to repair" in str(found)
@@ -313,7 +313,7 @@ def test_the_tolerance_is_chosen_from_what_the_dtype_makes_at_best():
   usual = bisection.distance(())
   assert bisection.limits == dict.fromkeys(("loss", "gradients", "update"), 0.5)
   bisection._choose(dataclasses.replace(usual, gradient=0.4, arrays=np.asarray([0.1, 0.7]), update=np.inf))
-  assert bisection.limits["gradients"] == 0.5  # not of a step that is not finite
+  assert bisection.limits["gradients"] == 0.5  # a non-finite step does not change the limits
   bisection._choose(dataclasses.replace(usual, gradient=0.4, arrays=np.asarray([0.1, 0.7])))
   assert bisection.limits == {"loss": 0.5, "gradients": 1.4, "update": 0.5}
   assert bisection.fine(dataclasses.replace(usual, arrays=np.asarray([1.3])))
@@ -333,7 +333,7 @@ def test_stochastic_rounding_keeps_the_update_on_average(stochastic, swallowed):
 
 @pytest.mark.slow
 def test_nothing_mends_it():
-  """A tolerance that float32's own rounding of the update exceeds: every key is tried, and the nearest is named."""
+  """Float32's own rounding of the update exceeds the tolerance. Every key is tried, and the best result is reported."""
   result = search(config_of("gemma4", "dtype=bfloat16"), fresh, 1e-9).run()
   assert result.outcome == "hopeless"
   assert any(r.key == "dtype" for r in result.remedies)

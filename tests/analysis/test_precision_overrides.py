@@ -1,4 +1,4 @@
-"""Remedies: which keys are candidates in which configuration, and configurations with them that load again."""
+"""Remedies: the candidate keys of a configuration, and the configuration with remedies, which can be written and loaded."""
 
 import dataclasses
 

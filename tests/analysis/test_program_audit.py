@@ -1,4 +1,4 @@
-"""Audits of whole train steps: every key of every model file is honored, and each planted violation is found."""
+"""Audits of complete train steps: every key of every model file is honored, and each planted violation is found."""
 
 import dataclasses
 from typing import Any
@@ -53,13 +53,13 @@ def dishonest(keys: dict[str, audit_keys.KeyVerdict]) -> set[str]:
   return {name for name, k in keys.items() if k.verdict == "not honored"}
 
 
-# -- as it stands
+# -- the unchanged code
 
 
 def every_model() -> list[Any]:
-  """Each model on TPUs; on GPUs one of each kind, where attention kernels and what goes around them differ.
+  """Returns every model on TPUs, and one model of each kind on GPUs, where the attention kernels differ.
 
-  Models of one family differ only in sizes, so one or two of each run in CI, and the others at night.
+  Models of one family differ only in sizes, so one or two of each family run in CI and the others in nightly runs.
   """
   quick = {("gemma4-tiny", "cuda")}
   slow = {("gemma3-4b", "tpu"), ("deepseek3.2-671b", "cuda"), ("deepseek3.2-tiny", "tpu"), ("qwen3-30b-a3b", "tpu")}
@@ -71,7 +71,7 @@ def every_model() -> list[Any]:
 
 @pytest.mark.parametrize(("model", "platform"), every_model())
 def test_every_model_file_honors_every_key_and_nothing_works_unasked(model, platform):
-  """At full width and depth: equal layers are one loop. The tiny models are float32 files, so here they run in bfloat16."""
+  """Models have their full width and depth, because equal layers are one loop. The tiny models are set to bfloat16 here."""
   words = [model, "dtype=bfloat16"]
   program, reading, precision = read(words, platform)
   keys = {k.key: k for k in judged(program, reading, precision)}
@@ -142,7 +142,7 @@ def test_a_product_in_float8_that_was_not_asked_for_is_found(monkeypatch):
   assert dishonest(keys_of(MODELS["gemma"], "cuda")) >= {"matmul_dtype", "dtype"}
 
 
-# -- planted
+# -- planted violations
 
 
 def _ignores_float32(self, spec, x, y, *, out=None, unbounded=False, large=False):
@@ -288,13 +288,13 @@ def test_fused_kernels_are_known_by_their_own_names():
 
 
 def test_a_place_that_is_missing_is_not_honored():
-  """A program without any name proves nothing."""
+  """A program without scope names proves nothing."""
   program, reading, precision = read(MODELS["gemma"])
   nameless = [dataclasses.replace(i, path="jit(step)/" + i.path.rpartition("/")[2]) for i in reading.instructions]
   lost = {k.key for k in judged(program, dataclasses.replace(reading, instructions=nameless), precision)
           if k.verdict == "not honored"}  # fmt: skip
   assert lost >= {"dtype", "residual_dtype", "float32_qk_product", "float32_logits", "float32_gate_product"}
-  # A compiler may have taken a place away; then the program before compilation has to show it.
+  # A compiler may remove the names of a place. Then the program before compilation must show that the key is honored.
   after = judged(program, dataclasses.replace(reading, instructions=nameless), precision, compiled=True)
   whole = audit_keys.together(judged(program, reading, precision), after)
   assert {k.verdict for k in whole if k.key in lost} == {"honored"}
@@ -305,7 +305,7 @@ def test_of_several_arrays_that_are_added_up_together_each_counts():
   program, reading, precision = read(MODELS["gemma"])
   for results, verdict in ((("f32", "f32"), "honored"), (("f32", "bf16", "s32"), "not honored"), (("s32",), "not shown")):
     added = hlo.Instruction(kind="all_reduce", path="", operands=results, results=results, reducer="add")
-    # What is only gathered, each device's part put into zeros, counts for nothing.
+    # An all-reduce that only gathers, because each device adds its part to zeros, does not count.
     gathered = dataclasses.replace(added, operands=("bf16",), results=("bf16",), placed=(True,))
     keys = judged(program, dataclasses.replace(reading, instructions=[added, gathered]), precision, compiled=True)
     assert next(k for k in keys if k.key == "reduction_dtype").verdict == verdict

@@ -1,4 +1,4 @@
-"""Float16 overflow in a model with an adapter on quantized weights is found, reported and repaired as in any other model."""
+"""risk, xray-step, bisect and audit work for a model with an adapter on quantized weights that overflows in float16."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ STEP = [*ALONE, "max_target_length=12", "per_device_batch_size=2", "dataset=synt
 
 @pytest.mark.slow
 def test_a_step_on_quantized_weights_can_be_instrumented(model):
-  """Traced and lowered. At night the next test runs it; tests/docs runs a step that fails on weights as they are."""
+  """The instrumented step is only traced and lowered here. The next test runs it, nightly."""
   program = make_program(load_config(model, STEP).config)
   zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
   with use_mesh(program.model.mesh):

@@ -1,7 +1,6 @@
-"""X-ray of the training step: planted faults are named by the model's layer, line, direction and key; tensors by layer.
+"""X-ray of the training step: reports name the layer, source line, direction and key of a planted fault.
 
-The quick tests look through a scanned toy; the slow ones through real models, in both faces, scanned, unrolled and
-rematerialized.
+Most tests use a scanned toy model. The slowest use real models: with Linen and NNX, scanned, unrolled and rematerialized.
 """
 
 import contextlib
@@ -36,9 +35,10 @@ TINY = ("gemma3-tiny", "gemma4-moe-tiny", "gemma4-e2b-tiny", "deepseek3.2-tiny",
 
 @dataclass(frozen=True)
 class Scanned(ToyDecoder):
-  """The toy with its layers in a scan and in the scopes of the real decoder.
+  """The toy model with its layers in a scan and with the scope names of the real decoder.
 
-  ``masked`` hides infinities; the layers from ``cut`` on have another precision, and so a scan of their own.
+  ``masked`` replaces infinities by finite numbers. The layers from ``cut`` on run in a second scan, like layers with another
+  precision.
   """
 
   masked: bool = False
@@ -73,13 +73,13 @@ class Scanned(ToyDecoder):
 
 
 def line(text: str) -> str:
-  """'test_step_xray.py:N' of the one line of this file with the text."""
+  """Returns 'test_step_xray.py:N' for the only line of this file that contains the text."""
   (number,) = (i for i, x in enumerate(HERE.read_text().splitlines(), 1) if text in x and "line(" not in x)
   return f"{HERE.name}:{number}"
 
 
 def toy_program(config, decoder) -> Any:
-  """What x-ray needs of a program, around a toy."""
+  """Returns the parts of a ``TrainProgram`` that x-ray needs, for a toy model, and its state."""
   step, state = toy_step(config, decoder=decoder)
   mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
   devices = list(mesh.devices.flat)
@@ -97,7 +97,7 @@ def test_the_tensors_of_a_finite_step():
   hidden = named["kernel", "forward"]
   assert hidden.loops == ("layer",)
   assert hidden.stats.max.shape == (LAYERS,)
-  # Gradients and updates by layer equal the step's own.
+  # The updates of each layer equal those of the step without x-ray.
   after, _ = jax.jit(program.step)(state, toy_batch(), UNKNOWN)
   moved = np.abs(before - after["params"]["stack_0"]["layer_0"]["kernel"]).max((1, 2))
   np.testing.assert_allclose(named["kernel", "update"].stats.max, moved, rtol=1e-3)
@@ -125,13 +125,13 @@ def test_a_product_that_overflows_in_layer_1():
 
 @pytest.mark.slow
 def test_layers_of_a_stack_that_is_scanned_in_parts():
-  """The same tensors in the same layers as in one scan, forward and backward."""
+  """X-ray reports the same tensors in the same layers as for one scan, forward and backward."""
   config = toy_config("opt_type=sgd")
   found = []
   for cut in (0, 1):
     program, state = toy_program(config, Scanned(cut=cut))
     layer = state["params"]["stack_0"]["layer_0"]
-    layer["kernel"] *= jnp.asarray([1, 30, 4])[:, None, None]  # so that no layer can be taken for another
+    layer["kernel"] *= jnp.asarray([1, 30, 4])[:, None, None]  # so that all layers have different numbers
     report = xray_step(program, state, toy_batch())
     found.append({(t.name, t.direction): t.stats.max for t in report.tensors if t.loops == ("layer",) and t.level == "full"})
   whole, parts = found
@@ -143,7 +143,7 @@ def test_layers_of_a_stack_that_is_scanned_in_parts():
     np.testing.assert_allclose(parts[name], largest, rtol=1e-5, err_msg=str(name))
 
 
-@pytest.mark.nightly  # tests/numerics/test_numerics_plan.py and test_cause.py have masked faults
+@pytest.mark.nightly  # other tests of masked faults: tests/numerics/test_numerics_plan.py and test_cause.py
 def test_a_masked_fault_that_spoils_the_gradient_and_a_parameter_that_is_none():
   config = toy_config("opt_type=sgd")
   program, state = toy_program(config, Scanned(masked=True))
@@ -174,7 +174,7 @@ def test_places_in_the_model_and_names_of_lines():
 
 
 def products(jaxpr):
-  """Every product of a jaxpr and of those within it."""
+  """Yields every product of a jaxpr and of the jaxprs within it."""
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "dot_general":
       yield eqn
@@ -191,7 +191,7 @@ def test_every_product_of_a_layer_has_the_layers_line(model):
   with use_mesh(program.model.mesh):
     step = jax.make_jaxpr(lambda state, batch: program.step(state, batch, jnp.asarray(UNKNOWN)))
     found = [frames(eqn) for eqn in products(step(program.abstract_state, program.abstract_batch).jaxpr)]
-  # A derivative that the project wrote itself is traced far from the layer; there the path has its name.
+  # A custom derivative is traced outside the layer, so its frames lack the layer's line. Its path names the layer.
   lines = [line_of(names) for names in found if len(names) > 2]
   assert len(lines) > 10
   assert not [line for line in lines if "precision.py" in line or "weight.py" in line], found
@@ -223,7 +223,7 @@ TINY += ["inhomogeneous_layer_cycle_interval=2"]
 
 
 def planted(*words: str, layer: int = 3):
-  """(config, report) of a tiny Gemma 3, of 4 layers in rows of 2 where words do not say otherwise, with a fault in a layer."""
+  """Returns (config, report) of a tiny Gemma 3 with a fault in ``layer``. By default it has 4 layers in scanned rows of 2."""
   config = small_config("gemma3-tiny", *TINY, *words)
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
@@ -235,13 +235,13 @@ def planted(*words: str, layer: int = 3):
 
 
 PRODUCT = ["dtype=float16", "float32_gate_product=false", "float16_clamp=false"]
-FORMS = {  # the test below has plain scans
+FORMS = {  # test_eight_devices has a plain scan
   "remat": (["module_api=linen", "remat_policy=full"], 3),
   "unrolled": (["module_api=nnx", "scan_layers=false", "num_decoder_layers=2"], 1),
 }
 
 
-@pytest.mark.nightly  # the next test has a stack in parts that are rematerialized
+@pytest.mark.nightly  # the next test has a stack that is scanned in parts and rematerialized
 @pytest.mark.parametrize("form", FORMS)
 def test_a_float16_product_without_clamp(form):
   words, layer = FORMS[form]
@@ -257,7 +257,7 @@ def test_a_float16_product_without_clamp(form):
 
 @pytest.mark.nightly
 def test_a_float16_product_in_a_stack_that_is_scanned_in_parts():
-  """And rematerialized."""
+  """The stack is also rematerialized. The report names the layer of the complete stack, not of its part."""
   three = ["num_decoder_layers=3", "inhomogeneous_layer_cycle_interval=1", "layer_precision=[0 float32_logits=false]"]
   config, report = planted(*PRODUCT, *three, "module_api=linen", "remat_policy=full", layer=2)
   cause = report.first_cause

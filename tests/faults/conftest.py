@@ -25,7 +25,7 @@ TINY = {
   "mlp_dim": 24,
   "head_dim": 8,
   "steps": 80,
-  "lr_schedule_steps": 80,  # at any number of steps: the runs of all tests are one compiled program
+  "lr_schedule_steps": 80,  # does not depend on steps, so the runs of all tests share one compiled program
   "checkpoint_interval": 10,
   "per_device_batch_size": 8,
   "max_target_length": 32,
@@ -35,7 +35,7 @@ TINY = {
 
 
 class Forked:
-  """A program that was forked off the process with everything imported; it has the face of a ``subprocess.Popen``."""
+  """A program forked from the process that has imported everything, with the interface of ``subprocess.Popen``."""
 
   def __init__(self, server, program, arguments, environment, log):
     request = {"program": program, "arguments": arguments, "environment": environment, "log": str(log)}
@@ -45,11 +45,11 @@ class Forked:
     self._code = Path(f"{log}.code")
 
   def poll(self):
-    """Returns the exit code, or None while it runs."""
+    """Returns the exit code, or None while the program runs."""
     return int(self._code.read_text()) if self._code.exists() else None
 
   def wait(self, timeout=240.0):
-    """Returns the exit code when it has one."""
+    """Waits until the program has ended and returns its exit code."""
     deadline = time.monotonic() + timeout
     while (code := self.poll()) is None:
       if time.monotonic() > deadline:
@@ -58,17 +58,17 @@ class Forked:
     return code
 
   def send_signal(self, number):
-    """Sends a signal to a program that still runs."""
+    """Sends a signal if the program still runs."""
     if self.poll() is None:
       os.kill(self.pid, number)
 
   def kill(self):
-    """SIGKILL."""
+    """Sends SIGKILL if the program still runs."""
     self.send_signal(signal.SIGKILL)
 
 
 class Runs:
-  """One output directory, in which a program trains runs."""
+  """An output directory and the runs that a program trains in it."""
 
   program = "driver.py"
 
@@ -79,11 +79,11 @@ class Runs:
     self.started = []
 
   def command(self, name, **keys):
-    """The command line of a run."""
+    """Returns the command line of a run."""
     return [sys.executable, str(DRIVER), str(self.output_dir), name, *(f"{key}={keys[key]}" for key in keys)]
 
   def start(self, name, devices=1, variables: dict[str, str] | None = None, **keys):
-    """Starts a run; its lines go to a file, so that a killed program loses none."""
+    """Starts a run. Its output goes to a file, so no line is lost when the program is killed."""
     environment = {**self.environment, "XLA_FLAGS": xla_flags(devices)} | (variables or {})
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
     self.log.touch()
@@ -91,14 +91,14 @@ class Runs:
     return self.started[-1]
 
   def kill(self):
-    """Ends what a failed test left running."""
+    """Kills the programs that a failed test left running."""
     for process in self.started:
       if process.poll() is None:
         process.kill()
         process.wait()
 
   def run(self, name, **keys):
-    """Trains to the end; returns exit code and everything it printed."""
+    """Trains to the end. Returns the exit code and everything that the run printed."""
     process = self.start(name, **keys)
     log = self.log
     try:
@@ -116,20 +116,20 @@ class Runs:
       time.sleep(0.005)
 
   def checkpoints(self, name):
-    """Directory of a run's checkpoints."""
+    """Returns the directory of a run's checkpoints."""
     return self.output_dir / name / "checkpoints"
 
   def complete(self, name):
-    """The steps whose manifest is there."""
+    """Returns the steps that have a manifest (COMPLETE.json)."""
     names = [path.parent.name for path in self.checkpoints(name).glob("*/COMPLETE.json")]
-    return sorted(int(name) for name in names if name.isdigit())  # a save under way has another name
+    return sorted(int(name) for name in names if name.isdigit())  # the directory of an unfinished save has another name
 
   def state(self, name, step):
-    """A step's arrays by name, verified."""
+    """Returns the arrays of a step by name, after verifying their hashes."""
     return read_state(self.checkpoints(name) / str(step))
 
   def losses(self, name):
-    """Loss of each step; where a step was trained again after a kill, all its losses must agree."""
+    """Returns the loss of each step. If a step was trained again after a kill, all its losses must be equal."""
     found = {}
     for line in (self.output_dir / name / "metrics.jsonl").read_text().splitlines():
       if not line.endswith("}"):
@@ -140,32 +140,32 @@ class Runs:
 
 
 class TrainRuns(Runs):
-  """Runs of ``train.py`` on a tiny model: ``start`` and ``run`` fork it ready imported, ``spawn`` starts a new Python."""
+  """Runs of ``train.py`` on a tiny model. ``start`` and ``run`` fork a ready process; ``spawn`` starts a new Python."""
 
   program = "train.py"
 
   def __init__(self, output_dir, environment, server, cache, corpus):
-    # Else JAX keeps its programs in two places.
+    # The runs set compilation_cache_dir. With the variable too, JAX would store its programs in two directories.
     super().__init__(output_dir, {k: v for k, v in environment.items() if k != "JAX_COMPILATION_CACHE_DIR"}, server)
     self.keys: dict[str, object] = {**TINY, "compilation_cache_dir": cache, "dataset_path": corpus}
 
   def command(self, name, **keys):
-    """``python train.py MODEL key=value ...``."""
+    """Returns ``python train.py MODEL key=value ...`` as a list."""
     keys = {**self.keys, "output_dir": self.output_dir, "run_name": name, **keys}
     return [sys.executable, "train.py", MODEL, *(f"{key}={value}" for key, value in keys.items())]
 
   def spawn(self, name, *, environment: dict[str, str] | None = None, stdout=None, stderr=None, prefix=(), **keys):
-    """Starts a run as a user's shell does; what is not given goes to a file.
+    """Starts a run as a user's shell does. Streams that are not passed go to a log file.
 
     Args:
-      name: of the run.
-      environment: further variables.
-      stdout, stderr: as of ``subprocess.Popen``.
-      prefix: words before the command, as ``["setsid"]``.
-      keys: of the configuration.
+      name: name of the run.
+      environment: additional environment variables.
+      stdout, stderr: as for ``subprocess.Popen``; None means the log file.
+      prefix: words before the command, such as ``["setsid"]``.
+      keys: configuration keys.
     """
     self.log = self.output_dir / f"log-{name}-{time.monotonic_ns()}"
-    whole: dict[str, str] = self.environment | {"XLA_FLAGS": xla_flags(1)}  # as start
+    whole: dict[str, str] = self.environment | {"XLA_FLAGS": xla_flags(1)}  # the same flags as in start
     with open(self.log, "w") as log:
       process = subprocess.Popen(
         [*prefix, *self.command(name, **keys)], cwd=ROOT, env=whole | (environment or {}),
@@ -176,7 +176,7 @@ class TrainRuns(Runs):
 
 
 def read_state(step_directory):
-  """Reads every array of a step, in this process, after checking its hashes."""
+  """Reads every array of a step in this process, after verifying the hashes of its files."""
   import jax
 
   from maxtext_like.checkpoint.store import manifest, stored_state
@@ -188,7 +188,7 @@ def read_state(step_directory):
 
 
 def assert_bitwise_equal(one, other):
-  """Compares two dictionaries of arrays to the last bit."""
+  """Asserts that two dictionaries of arrays are bitwise equal."""
   assert one.keys() == other.keys()
   for name in one:
     assert one[name].dtype == other[name].dtype, name
@@ -197,7 +197,7 @@ def assert_bitwise_equal(one, other):
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-  """Environment of the programs: CPU, one compilation cache for all."""
+  """Environment variables of the programs. They run on the CPU and share one compilation cache."""
   return {
     "PATH": os.environ["PATH"],
     "PYTHONPATH": str(ROOT),
@@ -209,7 +209,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server(environment):
-  """The process that programs are forked off."""
+  """The process that the programs are forked from."""
   command = [sys.executable, str(DRIVER.with_name("preloaded.py"))]
   with subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as p:
     yield p
@@ -218,13 +218,13 @@ def server(environment):
 
 @pytest.fixture
 def runs(tmp_path, environment, server):
-  """A fresh output directory."""
+  """A fresh output directory for runs of driver.py."""
   return Runs(tmp_path, environment, server)
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
-  """Compilation cache and text for all runs of train.py."""
+  """The compilation cache and the training text that all runs of train.py share."""
   words = random.Random(3)
   corpus = tmp_path_factory.mktemp("corpus")
   for number in range(60):
@@ -243,7 +243,7 @@ def train(tmp_path, environment, server, shared):
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory, environment, server):
-  """The run that nothing happens to: 30 steps, checkpoints 20, 25, 30."""
+  """An undisturbed run of 30 steps for comparison, with checkpoints at steps 20, 25 and 30."""
   runs = Runs(tmp_path_factory.mktemp("unbroken"), environment, server)
   code, text = runs.run("unbroken")
   assert code == 0, text

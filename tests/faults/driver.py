@@ -1,7 +1,8 @@
-"""The smallest program that trains over the checkpoint manager; tests/faults kills, fills and damages what it does.
+"""A minimal training program that uses the checkpoint manager. Tests in tests/faults kill it and damage its files.
 
-``python driver.py OUTPUT_DIR RUN_NAME key=value ...``; see ``DEFAULTS``. It is the training loop's dealings with
-checkpoints, locks and signals and nothing else: 300 ms to import beside jax, any size of state, any way to end.
+``python driver.py OUTPUT_DIR RUN_NAME key=value ...``; see ``DEFAULTS`` for the keys. It uses checkpoints, locks and signals
+as the training loop does and contains nothing else. Importing it takes 300 ms more than importing jax. Its keys set the size
+of the state and how the program ends.
 """
 
 import json
@@ -15,20 +16,20 @@ from maxtext_like.training.run.run_directory import RunDirectory
 DEFAULTS = {
   "steps": 30,
   "interval": 5,
-  "width": 64,  # the state is 3 * width**2 float32
-  "heads": 4,  # a configuration key that no shape shows
+  "width": 64,  # the state has 3 * width**2 float32 numbers
+  "heads": 4,  # a configuration key that changes no array shape
   "dtype": "float32",
   "keep": 3,
-  "pause": 0.0,  # seconds a step takes
-  "linger": 0.0,  # seconds between the begin of a save and the next step
-  "end": "close",  # close, or after the last save: return, exception, sys.exit, all without closing anything
+  "pause": 0.0,  # seconds of sleep in each step
+  "linger": 0.0,  # seconds of sleep between the start of a save and the next step
+  "end": "close",  # close: close the manager; return, exception, sys.exit: end so after the last save, closing nothing
   "nan_at": -1,
   "backoff": 0.05,
 }
 
 
 def main() -> None:
-  """Trains to the end or raises an ExitError."""
+  """Trains to the end, or raises an ExitError."""
   output_dir, run_name, *pairs = sys.argv[1:]
   keys = dict(DEFAULTS)
   for pair in pairs:
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def train(keys, stop: StopRequest, run: RunDirectory) -> None:
-  """One run; prints a line for whoever watches after every step."""
+  """Trains one run. Prints a line after every step for the test that watches the output."""
   import jax
   import jax.numpy as jnp
   import optax
@@ -96,7 +97,7 @@ def train(keys, stop: StopRequest, run: RunDirectory) -> None:
 
 
 def loop(keys, stop, run, manager, like, shardings, start, train_step) -> None:
-  """Restores or starts, steps, saves."""
+  """Restores or initializes the state, then trains and saves."""
   import jax
 
   manager.preflight(like)
@@ -140,7 +141,7 @@ def loop(keys, stop, run, manager, like, shardings, start, train_step) -> None:
 
 
 def show_hash(what, state) -> None:
-  """Prints a hash over all bytes of a state, wherever its shards lie."""
+  """Prints a hash over all bytes of a state. It does not depend on the sharding."""
   import jax
   import xxhash
 
@@ -151,7 +152,7 @@ def show_hash(what, state) -> None:
 
 
 def guarded_main() -> int:
-  """Returns the exit code; every other exception goes on."""
+  """Returns the exit code. Exceptions other than ExitError are not caught."""
   try:
     main()
   except ExitError as error:

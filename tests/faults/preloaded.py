@@ -1,9 +1,9 @@
-"""A process with everything imported, from which tests/faults forks its programs; spares each of them two seconds.
+"""A process that has imported everything. tests/faults forks its programs from it, which saves two seconds for each program.
 
-A program is ``driver.py`` or ``train.py`` itself. Reads one JSON line per program from stdin (program, arguments,
-environment, log file) and answers with its process number; the exit code goes to ``LOG.code``. The variable FAULT holds Python
-that the program runs first, to break something. Nothing is computed here, so no device and no thread of JAX exists when it
-forks, and the child leaves through the ordinary end of the interpreter: what programs that forget to close something need.
+A program is ``driver.py`` or ``train.py``. This process reads one JSON line per program from stdin (program, arguments,
+environment, log file) and prints the process ID. The exit code goes to ``LOG.code``. The variable FAULT holds Python code
+that the program runs first, to inject a fault. This process computes nothing, so JAX has no device and no thread when it
+forks. The child ends through the normal shutdown of the interpreter, because some tests check programs that close nothing.
 """
 
 import json
@@ -25,7 +25,7 @@ TRAIN = Path(__file__).parents[2] / "train.py"
 
 
 def reap(logs: dict[int, str]) -> None:
-  """Writes down the exit codes of programs that have ended, negative for a signal as ``subprocess`` has it."""
+  """Writes the exit code of each program that has ended to its file. A signal is a negative code, as in ``subprocess``."""
   while logs:
     pid, status = os.waitpid(-1, os.WNOHANG)
     if pid == 0:
@@ -36,13 +36,13 @@ def reap(logs: dict[int, str]) -> None:
 
 
 def serve() -> dict:
-  """Forks a program per request; returns the request, in the forked process only."""
+  """Forks a process per request. Returns only in the forked process, with the request."""
   logs: dict[int, str] = {}
   while True:
     reap(logs)
     if not select.select([0], [], [], 0.005)[0]:
       continue
-    line = sys.stdin.buffer.readline()  # one request at a time is under way, so none hides in the buffer
+    line = sys.stdin.buffer.readline()  # requests come one at a time, so no other is left in the buffer
     if not line:
       os._exit(0)
     request = json.loads(line)
@@ -54,7 +54,7 @@ def serve() -> dict:
 
 
 if __name__ == "__main__":
-  # JAX warns of every fork, because one after the first computation is dangerous.
+  # JAX warns about every fork, because a fork is dangerous after the first computation. Nothing was computed here.
   warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
   found = serve()
   log = os.open(found["log"], os.O_WRONLY | os.O_APPEND)

@@ -1,4 +1,4 @@
-"""Damages what lies on the disk between two runs: flipped bytes, missing files, phantom steps, other configurations."""
+"""Changes between two starts of a run: flipped bytes, missing files, empty step directories, other settings and devices."""
 
 import shutil
 
@@ -10,7 +10,7 @@ from tests.tiers import slow
 
 @pytest.fixture
 def copy(runs, unbroken):
-  """The unbroken run's directory, to be damaged: checkpoints 20, 25, 30."""
+  """A copy of the undisturbed run for the test to damage. It has checkpoints at steps 20, 25 and 30."""
   shutil.copytree(unbroken.output_dir / "unbroken", runs.output_dir / "unbroken")
   return runs
 
@@ -27,7 +27,10 @@ def flip_a_byte(path):
 
 
 def test_f08_f09_f11_damaged_steps(copy: Runs, unbroken: Runs):
-  """A flipped byte in the newest, a missing file in the one before, an empty directory above: the third is used."""
+  """The run resumes from the newest valid checkpoint.
+
+  The newest checkpoint has a flipped byte, the one before lacks a file, and an empty directory has a higher step number.
+  """
   flip_a_byte(largest_file(copy, 30))
   largest_file(copy, 25).unlink()
   (copy.checkpoints("unbroken") / "100").mkdir()
@@ -68,7 +71,7 @@ def test_f70_a_finished_run_started_again(copy: Runs):
   ("keys", "expected", "fix"),
   [
     slow({"dtype": "bfloat16"}, "params.w: checkpoint float32, this run bfloat16", ""),  # F13
-    ({"heads": 8}, "model.heads: checkpoint 4, this run 8", "heads=4"),  # F14: no shape shows it
+    ({"heads": 8}, "model.heads: checkpoint 4, this run 8", "heads=4"),  # F14: the key changes no array shape
     slow({"width": 32}, "model.width: checkpoint 64, this run 32", "width=64"),  # F15
   ],
 )
@@ -82,7 +85,7 @@ def test_f13_f14_f15_another_configuration(copy: Runs, keys, expected, fix):
 
 
 def test_f12_other_numbers_of_devices(runs: Runs):
-  """Written by 4 devices, read by 1, and back: every array is bitwise what was written."""
+  """A run changes from 4 devices to 1 and back. Every restored array is bitwise equal to the saved one."""
   last = None
   for devices, steps in ((4, 3), (1, 6), (4, 9)):
     code, text = runs.run("a", devices=devices, steps=steps, interval=100)

@@ -1,4 +1,4 @@
-"""Faults of the data that a run reads, against ``train.py`` itself."""
+"""Faults in the training and evaluation data, tested with ``train.py``: missing, malformed and truncated files."""
 
 import gzip
 import json
@@ -23,7 +23,10 @@ def records(tmp_path):
 
 @pytest.mark.slow
 def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
-  """Exit 2 with the finished steps saved; with the file back the run goes on after them, to the same losses."""
+  """If a data file disappears, the run saves the finished steps and exits with 2. With the file back, it resumes.
+
+  The losses equal those of an uninterrupted run.
+  """
   keys = {"dataset": "jsonl", "dataset_path": records}
   process = train.start("a", **keys, **ENDLESS)
   train.wait_for(r"step +3 of", process)
@@ -49,7 +52,7 @@ def test_a_file_that_goes_under_the_run_costs_no_step(train, records):
   ["bad records", "bomb", slow("image"), slow("fifo"), slow("tokenizer"), slow("cut off")],
 )
 def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path, fault):
-  """Exit 2 and one message: bad records far from the first, a FIFO where a file is wanted, a bomb, an archive cut off."""
+  """Bad records, FIFOs, gzip bombs and truncated archives end with exit code 2 before the run directory is created."""
   lines = records.read_text().splitlines(keepends=True)
   records.write_text("".join([*lines[:350], '{"text": 3}\n', *lines[351:], '{"text": "cut']))
   pictures = tmp_path / "data" / "pictures.jsonl"
@@ -85,7 +88,7 @@ def test_faults_that_end_a_run_before_it_begins(train, records, tmp_path, fault)
 
 @pytest.mark.slow
 def test_files_to_evaluate_on_that_go_cost_no_step(train, records):
-  """The evaluation of step 20 fails; the step itself is in the metrics and in the checkpoint."""
+  """If the evaluation file disappears, the next evaluation fails. Its training step is in the metrics and in a checkpoint."""
   other = records.with_name("other.jsonl")
   other.write_bytes(records.read_bytes())
   keys = {"dataset": "jsonl", "dataset_path": records, "eval_path": other, "eval_interval": 20, "eval_steps": 2}

@@ -1,4 +1,4 @@
-"""Runs that end badly by themselves: full disks, programs that close nothing, states that are not finite, two at once."""
+"""Runs that fail without being killed: full disks, programs that close nothing, non-finite states, two runs at once."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from tests.processes import xla_flags
 
 @pytest.mark.parametrize("end", ["return", "exception", "sys.exit"])
 def test_f07_a_program_that_ends_right_after_save(runs: Runs, end):
-  """Whoever forgets to close the manager never ends with 0 and without the last step."""
+  """A program that does not close the manager either has its last step saved or exits with an error."""
   code, text = runs.run("a", end=end, steps=5)
   assert code != 0 or runs.complete("a") == [5], text
   if code != 0:
@@ -58,7 +58,7 @@ BEGUN = {"width": 1000, "interval": 2, "keep": 1}
 
 
 def can_mount():
-  """Says whether this user may mount a tmpfs in a namespace of its own."""
+  """Returns True if this user may mount a tmpfs in a new mount namespace."""
   if shutil.which("unshare") is None:
     return False
   return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
@@ -67,12 +67,12 @@ def can_mount():
 @pytest.mark.skipif(not can_mount(), reason="needs the right to mount a tmpfs (root with CAP_SYS_ADMIN)")
 @pytest.mark.slow
 def test_f05_full_disk(runs: Runs, tmp_path):
-  """The disk fills up while step 4 is written: told, tried again, 42 in the end; with room again the run goes on."""
+  """The disk fills up while step 4 is saved. The run reports it, retries and exits with 42. With free space it resumes."""
   disk = tmp_path / "disk"
   disk.mkdir()
   code, text = runs.run("a", **BEGUN, steps=2)
   assert code == 0, text
-  environment = runs.environment | {"XLA_FLAGS": xla_flags(1)}  # as that run: its program is compiled
+  environment = runs.environment | {"XLA_FLAGS": xla_flags(1)}  # the same flags as that run, whose program is in the cache
   inside = Runs(disk / "output", environment, None)
   program = " ".join(inside.command("a", **BEGUN, pause=0.05)) + " steps=12"
   script = FULL_DISK.format(disk=disk, program=program, log=tmp_path / "log", begun=runs.output_dir / "a")
@@ -82,13 +82,13 @@ def test_f05_full_disk(runs: Runs, tmp_path):
   assert f"checkpoint of step 4 failed (1 of 3): {disk}/output/a/checkpoints/4: needs 12.00 MB, " in first
   assert " free: No space left on device; step 2 is kept" in first
   assert "failed (3 of 3)" in first
-  assert "step 6\n" in first  # training went on between the tries
+  assert "step 6\n" in first  # training continued between the attempts
   assert (tmp_path / "log.ls").read_text() == "2\n"
   assert second.endswith("code 0\n"), second
   assert "start 2\n" in second
 
 
-# A file where orbax wants its directory: one of its threads fails, and the others wait for that one for minutes.
+# A file at the path where orbax creates a directory: one of its threads fails, and the others wait for it for minutes.
 IN_THE_WAY = """
 import sys
 from maxtext_like.checkpoint.store.array_writer import ArrayWriter

@@ -1,4 +1,4 @@
-"""A job of ``generate --output`` that is killed: the same command continues it."""
+"""``generate --output`` is killed several times; the same command continues the job."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_killed_job_ends_with_the_answers_of_one_job(tmp_path: Path):
       kills += 1
     process.wait()
   assert kills, "every job ended before it was killed"
-  # Also a line that was written by half.
+  # Add an incomplete line, as a kill during a write leaves it.
   with open(parts, "ab") as file:
     file.write(lines(whole)[-1][:20])
   assert subprocess.run([*command, str(parts)], **run, timeout=300, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What hangs ends: frozen disks, a thread that is stopped; stacks in the log, exit code 42."""
+"""The watchdog ends runs that hang on a frozen disk or in a stopped thread, with stacks in the log and exit code 42."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ LONG = {"steps": 50_000, "log_interval": 5, "replay_failed_step": "false"}
 
 
 class Disk:
-  """A file system of its own in a namespace of its own, whose writers can be stopped for any time (FIFREEZE)."""
+  """A separate file system in its own mount namespace. ``freeze`` blocks all writers (FIFREEZE) until ``thaw``."""
 
   def __init__(self, image: Path, place: Path):
     self.place = place
@@ -35,7 +35,7 @@ class Disk:
     self._processes: list[subprocess.Popen] = []
 
   def spawn(self, train, name, **keys):
-    """A run of train.py that sees this disk."""
+    """Starts a run of train.py in the namespace that has this disk."""
     self._processes.append(train.spawn(name, prefix=self.inside, **keys))
     return self._processes[-1]
 
@@ -47,7 +47,7 @@ class Disk:
 
   def close(self):
     for process in self._processes:
-      process.kill()  # before it can go on
+      process.kill()  # before the thaw lets it continue
     if self.usable:
       self.thaw()
     for process in self._processes:
@@ -55,13 +55,13 @@ class Disk:
     self._keeper.communicate("end\n")
 
   def steps(self):
-    """The steps whose manifest is there."""
+    """Returns the steps that have a manifest (COMPLETE.json)."""
     return sorted(int(path.parent.name) for path in self.seen_from_outside.glob("*/COMPLETE.json"))
 
 
 @pytest.fixture
 def disk(train, tmp_path):
-  """The checkpoints of run "a" on a disk of their own."""
+  """A separate disk for the checkpoints of run "a"."""
   if not all(map(shutil.which, ("unshare", "nsenter", "fsfreeze", "mkfs.ext4"))):
     pytest.skip("needs unshare, nsenter, fsfreeze and mkfs.ext4")
   train.checkpoints("a").mkdir(parents=True)
@@ -75,7 +75,10 @@ def disk(train, tmp_path):
 
 
 def hangs_and_ends(train, process, disk, message):
-  """A process that waits for a frozen disk cannot even die before that thaws; that it is on its way is in its log."""
+  """Checks that the log has the error message and the stacks, and that the process exits with 42 after the thaw.
+
+  A process that waits for a frozen disk cannot exit before the disk thaws.
+  """
   train.wait_for(message, process)
   train.wait_for(r"threads:\n(.*\n)*.*Thread 0x.*most recent call first", process)
   disk.thaw()
@@ -84,17 +87,17 @@ def hangs_and_ends(train, process, disk, message):
 
 
 def threads_inside(folder, text):
-  """The names of the threads whose stack has a frame of a file in ``folder``."""
+  """Returns the names of the threads that have a stack frame in a file of ``folder``."""
   names = dict(re.findall(r"^  (0x[0-9a-f]+) (.+)$", text, re.MULTILINE))
   stacks = re.findall(r"hread (0x[0-9a-f]+) .*\n((?:  File .*\n)+)", text)
   return [names[ident] for ident, frames in stacks if ident in names and f"/{folder}" in frames]
 
 
 def waits_for_the_disk(process):
-  """Waits until one of its threads sleeps where no signal wakes it."""
+  """Waits until a thread of the process stays in uninterruptible sleep (state D), as in a write to a frozen disk."""
   deadline = time.monotonic() + 60
   looks = 0
-  while looks < 20:  # reading from a disk that answers looks the same, for a moment
+  while looks < 20:  # a read from a working disk causes the same state for a moment
     states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{process.pid}/task").glob("*/stat")]
     looks = looks + 1 if "D" in states else 0
     assert time.monotonic() < deadline, states
@@ -103,7 +106,7 @@ def waits_for_the_disk(process):
 
 @pytest.mark.slow
 def test_a_disk_that_never_answers(train, disk):
-  """A save that hangs, SIGTERM while one hangs, and a start that hangs; the newest whole checkpoint is gone on from."""
+  """A save, a shutdown during a save, and a start each hang and exit with 42. The run resumes from its newest checkpoint."""
   process = disk.spawn(train, "a", watchdog_save_seconds=4, **LONG)
   train.wait_for(r"step +25 of", process)
   disk.freeze()
@@ -132,7 +135,7 @@ def test_a_disk_that_never_answers(train, disk):
 
 @contextlib.contextmanager
 def helped_by(program, *words, says):
-  """Runs a Python program until the end of the context; None when it ended instead of saying that it is ready."""
+  """Runs a Python program until the end of the context. Yields None if the program ended without printing ``says``."""
   with subprocess.Popen([sys.executable, "-c", program, *map(str, words)], stdout=subprocess.PIPE, text=True) as process:
     assert process.stdout is not None
     yield process if process.stdout.readline() == f"{says}\n" else None
@@ -163,8 +166,8 @@ time.sleep(600)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="knows the system calls of x86_64 Linux")
 def test_a_step_that_never_ends(train):
-  """The thread that steps is stopped from outside (ptrace), all others go on."""
-  # Steps so long that the thread waits for the device most of the time.
+  """The main thread, which runs the steps, is stopped with ptrace. The other threads run, and the watchdog ends the run."""
+  # The steps are so long that the thread waits for the device most of the time.
   process = train.start("a", watchdog_step_seconds=4, max_target_length=128, per_device_batch_size=64, **LONG)
   train.wait_for(r"step +10 of", process)
   while not train.complete("a"):

@@ -1,4 +1,4 @@
-"""Kills training programs: SIGKILL while a checkpoint is written, SIGTERM, Ctrl-C, twenty times at random."""
+"""Kills training programs: SIGKILL during a save, SIGTERM, Ctrl-C, and SIGKILL at twenty random moments."""
 
 import random
 import signal
@@ -9,7 +9,7 @@ from conftest import assert_bitwise_equal
 
 
 def kill_in_save(runs, name, delay, **keys):
-  """Kills a run ``delay`` seconds after its next checkpoint directory appears; it trains no step meanwhile."""
+  """Kills a run ``delay`` seconds after its next checkpoint directory appears. ``linger`` prevents further steps until then."""
   before = set(runs.checkpoints(name).iterdir()) if runs.checkpoints(name).exists() else set()
   process = runs.start(name, linger=100, **keys)
   deadline = time.monotonic() + 240
@@ -23,12 +23,12 @@ def kill_in_save(runs, name, delay, **keys):
 
 
 def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
-  """The step that was being written is never taken for one; the run ends as if nothing had happened."""
+  """A partly written checkpoint is never used. The resumed run ends bitwise equal to an undisturbed one."""
   for delay in (0.0, 0.02, 0.05, 0.1):
     complete = runs.complete("a")
     kill_in_save(runs, "a", delay)
     assert not complete or max(runs.complete("a")) >= max(complete)
-  # The leftover of one more killed save, as orbax leaves it, whatever the delays above happened to hit.
+  # The kills above may have missed every save, so create the directory that orbax leaves of an interrupted save.
   (runs.checkpoints("a") / "29.saving-0a1b2c3d" / "state.orbax-checkpoint-tmp").mkdir(parents=True)
   newest = max(runs.complete("a"), default=0)
   code, text = runs.run("a")
@@ -42,7 +42,10 @@ def test_f01_kill_during_an_asynchronous_save(runs, unbroken):
 
 
 def test_f02_f04_signals(runs, unbroken):
-  """SIGTERM: exit 42; Ctrl-C: 130; both after a checkpoint, from which the run goes on. Twice: at once, without."""
+  """SIGTERM and Ctrl-C save a checkpoint and exit with 42 and 130. A second SIGTERM exits at once without saving.
+
+  The run resumes from the saved checkpoint and ends bitwise equal to an undisturbed one.
+  """
   for number, code in ((signal.SIGTERM, 42), (signal.SIGINT, 130)):
     process = runs.start("a", pause=0.5)
     runs.wait_for(r"step \d+\n", process)
@@ -56,7 +59,7 @@ def test_f02_f04_signals(runs, unbroken):
   runs.wait_for(r"step \d+\n", process)
   process.send_signal(signal.SIGTERM)
   runs.wait_for("stopping after this step", process)
-  time.sleep(1.2)  # within a second it would be the same request
+  time.sleep(1.2)  # a second signal within one second counts as the same request
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=90) == 128 + signal.SIGTERM
   assert runs.complete("a")[-1] == step
@@ -69,7 +72,7 @@ def test_f02_f04_signals(runs, unbroken):
 
 @pytest.mark.slow
 def test_f24_twenty_random_kills(runs):
-  """SIGKILL at twenty random moments, start-up included; nothing of it shows in weights or losses."""
+  """SIGKILL at twenty random moments, including startup, changes neither weights nor losses."""
   steps = 150
   code, text = runs.run("unbroken", steps=steps)
   assert code == 0, text

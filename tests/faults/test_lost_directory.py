@@ -1,4 +1,4 @@
-"""The run's directory goes: removed while it trains, lost and brought back from the mirror, taken over by another host."""
+"""The run directory is removed during training, restored from the mirror, or taken over by another host."""
 
 import json
 import re
@@ -11,30 +11,30 @@ import pytest
 from conftest import assert_bitwise_equal
 
 
-@pytest.mark.slow  # tests/training/run/test_run_directory.py
+@pytest.mark.slow  # fast tests of this: tests/training/run/test_run_directory.py
 def test_removed_while_it_trains(train):
-  """Exit code 42 and a sentence; nothing is made again but parts of a save that was under way, which makes its directories."""
+  """The run exits with 42 and a message without a traceback. Only an unfinished save may create directories again."""
   process = train.start("a", steps=1_000_000, log_interval=5)
   train.wait_for(r"step +10 of", process)
   run = train.output_dir / "a"
-  while run.exists():  # a step that is being saved may fall into the removal
+  while run.exists():  # a save may create directories during the removal
     subprocess.run(["rm", "-rf", run], check=False)
   assert process.wait(timeout=240) == 42, train.log.read_text()
   said = rf"run directory {re.escape(str(run))}: (it was removed or renamed|its run.lock was removed) "
-  assert re.search(said, train.log.read_text())  # the lock may go first
+  assert re.search(said, train.log.read_text())  # rm may remove the lock first
   assert "Traceback" not in train.log.read_text()
   made_again = {str(path.relative_to(run)) for path in run.rglob("*")} if run.exists() else set()
   assert all(re.match(r"checkpoints($|/\d+\.saving-)", name) for name in made_again), made_again
 
 
-@pytest.mark.slow  # errors that the manager raises: tests/checkpoint
+@pytest.mark.slow  # tests of the manager's errors: tests/checkpoint
 def test_checkpoints_removed_while_it_trains(train):
-  """Exit code 42 and a sentence, no traceback."""
+  """The run exits with 42 and a message without a traceback."""
   process = train.start("a", steps=1_000_000, log_interval=5)
   train.wait_for(r"step +10 of", process)
   checkpoints = train.checkpoints("a")
   deadline = time.monotonic() + 240
-  # A save that is in progress makes its directories again, so one removal is not always enough.
+  # A save in progress creates its directories again, so one removal is not always enough.
   while process.poll() is None and time.monotonic() < deadline:
     subprocess.run(["rm", "-rf", checkpoints], check=False)
     time.sleep(0.1)
@@ -57,7 +57,7 @@ def test_lost_and_brought_back(train, tmp_path):
   assert f"mirror  copied back step 30, the newest in checkpoint_mirror {tmp_path}/mirror" in text
   assert "already at step 30 of 30" in text
   assert_bitwise_equal(train.state("a", 30), whole)
-  # Checkpoints that are lost from a directory that knows of them come back too, and the run goes on.
+  # If only the checkpoints are missing from an existing run directory, they are restored too and the run resumes.
   shutil.rmtree(train.checkpoints("a"))
   code, text = train.run("a", **keys | {"steps": 40})
   assert code == 0, text
@@ -73,7 +73,7 @@ def test_lost_and_brought_back(train, tmp_path):
 
 @pytest.mark.slow
 def test_restarted_without_progress(train):
-  """Killed before its first checkpoint, again and again: the start after the last that is allowed ends for a person."""
+  """A run is killed twice before its first checkpoint. The next start exits with 3, so that no launcher restarts it forever."""
   for _ in range(2):
     process = train.start("a", max_restarts_without_progress=1, steps=1_000_000, checkpoint_interval=1_000_000)
     train.wait_for(r"model  ", process)
@@ -91,7 +91,7 @@ def test_restarted_without_progress(train):
 
 @pytest.mark.slow
 def test_taken_over_from_another_host(train, tmp_path):
-  """SIGSTOP, a takeover by a process that sees another host, SIGCONT: the first ends and changes nothing."""
+  """A suspended run is taken over by a process on another host. When it continues, it exits with 42 and changes nothing."""
   elsewhere = ["unshare", "--uts", "sh", "-c", 'hostname far-away && exec "$@"', "sh"]
   if not shutil.which("unshare") or subprocess.run([*elsewhere, "true"], capture_output=True).returncode:
     pytest.skip("needs the right to have another host name (root with CAP_SYS_ADMIN)")
@@ -105,7 +105,7 @@ def test_taken_over_from_another_host(train, tmp_path):
   assert f"taking over the lock of process {first.pid} on far-away" in text
   run = train.output_dir / "a"
   lock = run / "run.lock"
-  # A save or file that was interrupted leaves a temporary folder or file.
+  # An interrupted save or write leaves a temporary folder or file.
   own = (".saving-", f".{first.pid}.tmp")
   kept = lambda: {
     str(path.relative_to(run)): path.read_bytes()
@@ -123,7 +123,8 @@ def test_taken_over_from_another_host(train, tmp_path):
   assert "took it over" in log.read_text()
   assert lock.exists()
   after = kept()
-  # A row is written without a fence (run_directory.py): the one between its look at the lock and its write comes.
+  # Rows are written without a fence (run_directory.py): if SIGSTOP came between the check of the lock and the write of a
+  # row, that row is still written.
   rows_before, rows_after = before.pop("metrics.jsonl"), after.pop("metrics.jsonl")
   assert rows_after.startswith(rows_before)
   assert rows_after.removeprefix(rows_before).count(b"\n") <= 1

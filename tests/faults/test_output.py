@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, on disks, pipes and terminals that fail: none of it stops a step, or the run."""
+"""Metrics, reports and log lines on disks, pipes and terminals that fail: a failed write stops neither a step nor the run."""
 
 import json
 import os
@@ -26,12 +26,12 @@ exec "$@"
 
 
 def mounted(run, size, more=""):
-  """Words before a command: its run directory is a small disk of its own, but for the checkpoints."""
+  """Returns words before a command that mount a small disk as its run directory, and another one for the checkpoints."""
   return ["unshare", "-m", "sh", "-ec", MOUNTS.format(run=run, size=size, more=more), "sh"]
 
 
 def rows(run, whole=True):
-  """The rows of metrics.jsonl; every line must be whole, but for the last one when ``whole`` is false."""
+  """Returns the rows of metrics.jsonl. Every line must be complete. With ``whole=False`` an incomplete last one is skipped."""
   lines = (run / "metrics.jsonl").read_text().split("\n")
   assert not whole or lines[-1] == ""
   return [json.loads(line) for line in lines[:-1]]
@@ -46,9 +46,9 @@ def wait_for(condition, process, what):
 
 
 @needs_mounts
-@pytest.mark.slow  # tests/training/sinks has what is written on disks that fail
+@pytest.mark.slow  # fast tests of writes that fail: tests/training/sinks
 def test_f69_a_full_disk_under_metrics_events_and_report(train):
-  """Everything but the checkpoints is on 64 KB: the run ends as it should, and says what it could not write."""
+  """Everything except the checkpoints is on a disk of 64 KB. The run finishes and reports the rows that it could not write."""
   run = train.output_dir / "a"
   kept = train.output_dir / "kept"
   more = f"mkdir {kept}"
@@ -76,21 +76,21 @@ def test_f69_what_waited_is_written_when_the_disk_has_room_again(train):
   there = Path(f"/proc/{process.pid}/root{run}")
   wait_for(lambda: b'"step": 300,' in (there / "metrics.jsonl").read_bytes(), process, "rows of the time after")
   steps = [row["step"] for row in rows(there, whole=False)]
-  assert steps == list(range(1, len(steps) + 1))  # none is missing, none is there twice
+  assert steps == list(range(1, len(steps) + 1))  # no step is missing or repeated
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=240) == 42, train.log.read_text()
   assert "not written" not in train.log.read_text()
 
 
-@pytest.mark.slow  # the end waits 10 s for the disk
+@pytest.mark.slow  # the shutdown waits 10 s for the disk
 def test_a_disk_that_does_not_answer_holds_up_nothing(train):
-  """A FIFO that nobody reads stands for a network disk that is away: open() does not return."""
+  """A FIFO without a reader simulates a network disk that does not respond, because open() does not return."""
   run = train.output_dir / "a"
   process = train.start("a", steps=1_000_000, checkpoint_interval=100, log_interval=1)
   train.wait_for(r"step +5 of", process)
   os.mkfifo(train.output_dir / "fifo")
-  os.rename(train.output_dir / "fifo", run / "metrics.jsonl")  # in one step: a row may be written at any moment
-  train.wait_for(r"step +400 of", process)  # with checkpoints, which wait for rows on a disk that answers
+  os.rename(train.output_dir / "fifo", run / "metrics.jsonl")  # atomically, because a row may be written at any moment
+  train.wait_for(r"step +400 of", process)  # includes checkpoints, which wait for rows if the disk responds
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=240) == 42, train.log.read_text()
   text = train.log.read_text()
@@ -100,7 +100,7 @@ def test_a_disk_that_does_not_answer_holds_up_nothing(train):
 
 @pytest.mark.slow
 def test_a_reader_that_left_and_then_a_stop(train):
-  """``train ... | head``, and SIGTERM: never 0 for a run that is not finished."""
+  """After the reader of ``train ... | head`` has ended, SIGTERM still saves and exits with 42, not with 0."""
   process = train.spawn("a", stdout=subprocess.PIPE, steps=100_000, max_to_keep=1)
   assert process.stdout is not None
   while not re.match(rb"step +2 of", line := process.stdout.readline()):
@@ -128,7 +128,7 @@ SECRETS = (
 
 @pytest.mark.slow
 def test_no_stream_at_all_and_thirty_secrets(train):
-  """``<&- >&- 2>&-``: the run ends, finished; and nothing in its directory has a secret of its environment or command."""
+  """With all three streams closed the run finishes. No file in its directory has a secret of the environment or command."""
   environment = {name: f"hunter{i}" for i, name in enumerate(SECRETS.split())}
   assert len(environment) > 30
   environment["XLA_FLAGS"] = (
@@ -159,7 +159,7 @@ def test_full_disks_behind_both_streams(train):
 def test_a_terminal_that_goes_away_is_a_stop(train):
   process = train.start("a", steps=100_000)
   train.wait_for(r"step +5 of", process)
-  for _ in range(2):  # the shell tells of it, and the kernel does
+  for _ in range(2):  # the shell and the kernel each send one
     process.send_signal(signal.SIGHUP)
   assert process.wait(timeout=240) == 42, train.log.read_text()
   text = train.log.read_text()
@@ -179,18 +179,18 @@ def test_nohup_is_left_as_it_is(train):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), slow(signal.SIGTERM, 42)])
 def test_a_stop_does_not_wait_for_a_compilation(train, number, code):
-  keys = {"num_decoder_layers": 200, "scan_layers": "false", "compilation_cache_dir": "null"}  # minutes
+  keys = {"num_decoder_layers": 200, "scan_layers": "false", "compilation_cache_dir": "null"}  # compiles for minutes
   process = train.start("a", **keys)
   train.wait_for("(?m)^run ", process)
   begin = time.monotonic()
   process.send_signal(number)
   assert process.wait(timeout=240) == code, train.log.read_text()
-  assert time.monotonic() - begin < 45  # here 0.2; a compilation takes more than a minute
+  assert time.monotonic() - begin < 45  # measured: 0.2 s; a compilation takes more than a minute
   text = train.log.read_text()
   assert re.search(rf"stopped by {number.name} before the first step.*\n\Z", text), text
   assert "error:" not in text
   assert not (train.output_dir / "a/run.lock").exists()
-  # A person's stop is no restart without progress.
+  # A stop by Ctrl-C does not count as a restart without progress.
   assert (train.output_dir / "a/restarts.json").exists() == (number != signal.SIGINT)
 
 

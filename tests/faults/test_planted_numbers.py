@@ -1,4 +1,4 @@
-"""NaN and infinity planted in what a run begins with: the optimizer's state of its checkpoint, weights of both formats."""
+"""NaN or infinity in the initial state of a run: in the optimizer state of its checkpoint, or in weights of both formats."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.tiers import slow
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, environment, server, shared):
-  """A run of four steps, and its last state."""
+  """A run of four steps and its final state."""
   runs = TrainRuns(tmp_path_factory.mktemp("planted"), environment, server, *shared)
   code, text = runs.run("whole", steps=4)
   assert code == 0, text
@@ -32,7 +32,7 @@ def config_of(runs):
 
 
 def with_number(state, path, value):
-  """The state with one number of one array replaced."""
+  """Returns the state with one number of one array replaced."""
 
   def replaced(where, x):
     if jax.tree_util.keystr(where) != path:
@@ -47,7 +47,7 @@ def with_number(state, path, value):
 
 
 def plant(runs, name, state):
-  """A copy of the whole run with one checkpoint more, of this state, which says that it is finite."""
+  """Copies the run "whole" and adds a checkpoint of this state. The new checkpoint is marked as finite."""
   shutil.copytree(runs.output_dir / "whole", runs.output_dir / name)
   extra = manifest.read(runs.checkpoints("whole") / "4").extra
   state = jax.device_put(state | {"step": np.int32(5)})

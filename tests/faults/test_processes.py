@@ -1,4 +1,4 @@
-"""One run of several processes over loopback: it trains as one process does, and ends as one when any of them is lost."""
+"""A run of several processes over loopback: it trains like one process, and all processes end if one is lost."""
 
 import json
 import os
@@ -22,7 +22,19 @@ class Ranks:
   """The processes of one run."""
 
   def __init__(self, train, name, count=2, port=None, devices=4, each=None, faults=None, told=None, **keys):
-    """``each`` has keys of single ones, ``told`` the number of all and their own, ``faults`` the Python that they run first."""
+    """Starts the processes.
+
+    Args:
+      train: the output directory of the run.
+      name: name of the run.
+      count: number of processes.
+      port: port of the coordinator; a free one by default.
+      devices: number of devices of all processes together.
+      each: by rank, configuration keys of that process only.
+      faults: by rank, Python code that the process runs first.
+      told: by rank, the number of processes and the process index that the process receives, if they are wrong.
+      keys: configuration keys of all processes.
+    """
     port = port or free_port()
     self.logs, self.ranks = [], []
     for rank in range(count):
@@ -54,7 +66,7 @@ def losses(train, name):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_as_one(train):
-  """The same losses, one set of files; a checkpoint of two goes on in one, and one of one in two."""
+  """Two processes have the same losses as one and write one set of files. Each side resumes the other's checkpoint."""
   code, text = train.run("one", devices=4, **KEYS)
   assert code == 0, text
   wanted = losses(train, "one")
@@ -87,7 +99,7 @@ def test_sigterm_on_one_stops_all_at_the_same_step(train):
   assert all(f"stopped by SIGTERM after step {step}, saved in" in text for text in both.texts())
 
 
-# JAX asks for the same name in 0.10 and 0.12; 35 s is longer than gloo waits for a process to connect.
+# JAX 0.10 and 0.12 both call this function. 35 s is longer than gloo waits for a process to connect.
 COMPILES_FOR_LONG = """
 import time
 from jax._src import compiler
@@ -106,7 +118,7 @@ monitoring.register_event_listener(lambda event, **_: print(event, flush=True) i
 
 @pytest.mark.slow
 def test_one_compiles_for_long_while_the_other_waits_and_both_find_their_programs_later(train, tmp_path):
-  """With a warm cache of process 0 alone, the collectives of process 0 would begin while process 1 compiles."""
+  """If only process 0 had a warm cache, its collectives would start while process 1 still compiles, and would time out."""
   keys = {"devices": 2, "steps": 4, "eval_interval": 2, "eval_steps": 1, "compilation_cache_dir": tmp_path / "xla"}
   for name, program in (("a", "initial_state"), ("b", "evaluate")):
     both = Ranks(train, name, faults={1: COMPILES_FOR_LONG.format(name=program)}, **keys)
@@ -157,7 +169,7 @@ def test_an_exception_in_one_is_told_by_all(train):
 
 @pytest.mark.slow
 def test_an_error_of_the_first_alone_is_told_by_all(train):
-  """What no collective shows: here a file of an earlier life that cannot be read."""
+  """An error in process 0 that no collective reports, here an unreadable file of an earlier start, ends both processes."""
   (train.output_dir / "a" / "samples.jsonl").mkdir(parents=True)
   both = Ranks(train, "a")
   assert both.codes() == [2, 2], both.texts()
@@ -165,9 +177,9 @@ def test_an_error_of_the_first_alone_is_told_by_all(train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])  # with and without the coordinator
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])  # process 0 is the coordinator
 def test_one_is_lost(train, number, victim):
-  """The other ends within the heartbeat's time and names it; the run goes on from its checkpoint."""
+  """The other process notices the missing heartbeat, names the lost process and exits. The run resumes from a checkpoint."""
   both = Ranks(train, "a", steps=100_000, watchdog_heartbeat_seconds=4)
   both.wait_for_step(12)
   os.kill(both.ranks[victim].pid, number)
@@ -266,7 +278,7 @@ def test_a_save_that_fails_in_one_is_given_up_by_all_and_the_next_one_stands(tra
 
 @pytest.mark.slow
 def test_f61_one_lives_and_is_stuck(train):
-  """Its heart beats. The step that does not end is noticed by each, with where it is."""
+  """One process hangs in a step but still sends heartbeats. Both processes exit with 42; the log shows the hanging frame."""
   stuck = AT_STEP.format(step=7, do="import time; time.sleep(10_000)")
   both = Ranks(train, "a", steps=100_000, faults={1: stuck}, watchdog_step_seconds=20)
   assert both.codes() == [42, 42], both.texts()
@@ -277,7 +289,7 @@ def test_f61_one_lives_and_is_stuck(train):
   assert train.complete("a") == [5]
 
 
-# A token that the model divides by zero for, in the rows of one process alone; the program is the same in both.
+# The model divides by zero for token 7, which only one process has in its rows. Both processes run the same program.
 DIVIDES = """
 from maxtext_like.layers.embedding import Embedding
 call = Embedding.__call__
@@ -296,11 +308,11 @@ TrainProgram.place = with_token
 
 @pytest.mark.slow
 def test_numbers_of_the_rows_of_one_end_all_with_the_same_cause(train):
-  """The step is kept and looked through by both: loss and gradients of all are not finite, and what did it is named."""
+  """Both processes keep and replay the step, because loss and gradients are non-finite in both, and name the same cause."""
   one_layer = {
     "num_decoder_layers": 1,
     "inhomogeneous_layer_cycle_interval": 1,
-  }  # what looks through it is compiled for minutes
+  }  # the instrumented step of a larger model compiles for minutes
   both = Ranks(train, "a", faults={0: DIVIDES, 1: DIVIDES + HAS_IT}, finite_check_steps=-1, **one_layer)
   assert both.codes(400) == [3, 3], both.texts()
   errors = [text[text.index("error: step 4") :] for text in both.texts()]

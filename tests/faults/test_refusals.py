@@ -1,10 +1,10 @@
-"""What cannot be trained is refused by ``train.py`` itself with exit code 2: quickly, without a traceback, nothing written."""
+"""``train.py`` rejects invalid settings with exit code 2 and a message without a traceback, before it writes anything."""
 
 import pytest
 
 from tests.tiers import slow
 
-ABSURD = "1" * 5000  # more digits than Python turns into a number
+ABSURD = "1" * 5000  # more digits than Python converts to an int
 
 
 @pytest.mark.parametrize(

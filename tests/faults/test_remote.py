@@ -1,4 +1,4 @@
-"""Real runs whose directory is in an emulated gs:// or s3://: killed in the middle of a save, and with a store that fails."""
+"""Runs of ``train.py`` in an emulated gs:// or s3:// store: killed during a save, and with requests that fail."""
 
 import json
 import os
@@ -19,25 +19,25 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def protocol(request):
-  """The kind of store, which each test names."""
+  """The protocol of the store, "gs" or "s3", which each test sets."""
   return request.param
 
 
 @pytest.fixture
 def store(protocol):
-  """It itself."""
+  """The emulated store."""
   return store_of(protocol)
 
 
 def command(**keys):
-  """The line that trains a tiny model on the README."""
+  """Returns the command that trains a tiny model on the README."""
   words = {**TINY, "dataset_path": ROOT / "README.md"} | keys
   return [sys.executable, str(ROOT / "train.py"), str(ROOT / MODEL), *(f"{key}={value}" for key, value in words.items())]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """(step, loss) of 40 steps to which nothing happened, in a directory of this machine."""
+  """(step, loss) of an undisturbed run of 40 steps in a local directory."""
   place = tmp_path_factory.mktemp("whole")
   line = command(output_dir=place, run_name="run", steps=40, compilation_cache_dir=place / "compiled")
   subprocess.run(line, cwd=ROOT, check=True, timeout=300)
@@ -46,7 +46,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def train(tmp_path, tmp_path_factory, protocol, store):
-  """Starts ``train.py`` on a run of a name in <store>bucket/faults; on another machine each time, as far as it knows."""
+  """Starts ``train.py`` with a run in PROTOCOL://bucket/faults. Each start has empty local copies, as on a new machine."""
   started, compiled = [], tmp_path_factory.getbasetemp() / "compiled"
 
   def start(name, variables=None, fault=None, **keys):
@@ -80,18 +80,18 @@ def ends(process, code):
   return output
 
 
-@pytest.mark.parametrize("protocol", ["gs"], indirect=True)  # s3 below; requests of either: tests/checkpoint/store
+@pytest.mark.parametrize("protocol", ["gs"], indirect=True)  # s3: below; single requests to both: tests/checkpoint/store
 def test_killed_in_the_middle_of_a_save_it_goes_on_as_if_nothing_was(train, whole, protocol, store):
   killed = train("killed", steps=40)
   kill_at = []
 
   def kill(method, path, query):
     name = re.search(r"killed/checkpoints/(\d+)/.*/[dc]/", query.get("name", ""))
-    # Not of the first checkpoint: there has to be one to go on from. On a busy machine it is still written at step 20, which
-    # then has none; the next is that of 30, or the last.
+    # The run needs the checkpoint of step 10 to resume from, so the kill comes during a later one. On a busy machine step 10
+    # is still being saved at step 20, which then has no checkpoint; the next one is that of step 30 or the final one.
     if not kill_at and name is not None and name[1] != "10":
       kill_at.append(name[1])
-      killed.kill()  # while an array is under way
+      killed.kill()  # while an array is being uploaded
 
   with store.failing(kill):
     said = killed.communicate(timeout=300)[0]
@@ -103,9 +103,9 @@ def test_killed_in_the_middle_of_a_save_it_goes_on_as_if_nothing_was(train, whol
   assert losses(store, "killed") == whole
 
 
-@pytest.mark.parametrize("protocol", ["s3"], indirect=True)  # requests that fail, of either: tests/checkpoint/store
+@pytest.mark.parametrize("protocol", ["s3"], indirect=True)  # failing requests to both stores: tests/checkpoint/store
 def test_a_store_that_fails_while_it_trains_costs_no_step(train, whole, store):
-  """For a while every request fails, or is not answered; the run trains on, saves again, and has lost nothing."""
+  """For 8 s every request fails or gets no answer. Training continues, later saves succeed and no row is lost."""
   count, until = [], []
 
   def storm(method, path, query):
@@ -118,12 +118,12 @@ def test_a_store_that_fails_while_it_trains_costs_no_step(train, whole, store):
 
   with store.failing(storm):
     ends(train("storm", steps=40), 0)
-  assert len(count) > 1  # one of each; how many more, the waits between tries decide
+  assert len(count) > 1  # both kinds of failure; the waits between retries decide how many more
   assert losses(store, "storm") == whole
   assert [n for n in store.names("faults/storm/checkpoints/40/") if n.endswith("COMPLETE.json")]
 
 
-# In one of two processes: the save of step 10 does not come to an end there.
+# One of two processes runs this: its save of step 10 fails.
 ONE_SAVE_FAILS = """
 from maxtext_like.checkpoint.store.zarr_arrays import Writer
 write, times = Writer._write, iter(range(100))
@@ -140,7 +140,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.parametrize("protocol", ["s3"], indirect=True)  # a save that fails in orbax: test_processes.py
 def test_two_processes_have_one_run_and_one_goes_on(train, whole, protocol, store):
-  """Each on a machine of its own: what they share is the store alone. A save that fails in one is given up by both."""
+  """Two processes share only the store, as on two machines. If the save of one fails, both give it up.
+
+  One process then resumes the run from the next checkpoint.
+  """
   with socket.create_server(("", 0)) as free:
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
   keys = {"steps": 20, "per_device_batch_size": 4}

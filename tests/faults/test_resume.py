@@ -1,4 +1,4 @@
-"""Checkpoints that are lost, moved or not wanted any more, and values that changed: ``train.py`` goes on, or says why not."""
+"""``train.py`` with lost, moved or discarded checkpoints and with changed settings: it resumes, or says why it cannot."""
 
 import json
 import shutil
@@ -24,13 +24,13 @@ def saved(tmp_path_factory, environment, server, shared):
 
 @pytest.fixture
 def a(train, saved):
-  """A copy of that run."""
+  """The directory of a copy of the run with checkpoints at steps 10 and 20."""
   shutil.copytree(saved.output_dir / "a", train.output_dir / "a")
   return train.output_dir / "a"
 
 
 def files(directory):
-  """Every file with its content."""
+  """Returns the content of every file by its relative path."""
   return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
@@ -80,7 +80,7 @@ def test_who_says_so_starts_afresh_and_keeps_what_was(train, a):
   assert "steps: 4  #" in (a / "config.yml").read_text()
 
 
-@pytest.mark.slow  # test_lost_directory.py kills one there too
+@pytest.mark.slow  # test_lost_directory.py also kills a run before its first checkpoint
 def test_a_run_that_dies_before_its_first_checkpoint_starts_again(train, saved):
   process = train.start("b", **{**SHORT, "steps": 100_000, "checkpoint_interval": 100_000})
   metrics = train.output_dir / "b/metrics.jsonl"
@@ -99,7 +99,10 @@ def test_a_run_that_dies_before_its_first_checkpoint_starts_again(train, saved):
 
 @pytest.mark.slow
 def test_going_on_with_other_values_from_steps_behind_links(train, a):
-  """The arrays lie on another disk; each change is a line, with the learning rate that it makes; nothing is forgotten."""
+  """A run with other settings resumes from checkpoints behind symbolic links. Each changed setting is logged.
+
+  Rows of later steps and the previous configuration are kept in separate files.
+  """
   elsewhere = train.output_dir / "other disk"
   elsewhere.mkdir()
   for step in (10, 20):

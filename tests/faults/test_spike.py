@@ -1,4 +1,4 @@
-"""A stretch of poisoned documents: the run goes back, past them, and a killed one ends as the one that was not."""
+"""Poisoned documents cause a loss spike: the run rolls back and skips them, also after a kill or a stop."""
 
 import json
 import random
@@ -16,7 +16,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory, environment, server, shared):
-  """The run that nobody kills."""
+  """An uninterrupted run over the poisoned documents, and its log."""
   words, folder = random.Random(0), tmp_path_factory.mktemp("documents")
   for number in range(130):
     text = " ".join(words.choice(("kill", "save", "step", "byte", "hash", "lock")) for _ in range(60))
@@ -68,7 +68,10 @@ def test_killed_after_going_back_it_ends_as_the_one_that_was_not(poisoned):
 
 @pytest.mark.slow
 def test_a_checkpoint_that_a_stop_left_before_the_spike_counts_no_more(poisoned):
-  """The run goes back past it and ends as the one that was not stopped; nobody goes on from the step that is no part of it."""
+  """A rollback to an earlier step abandons the checkpoint that a stop left after that step.
+
+  The run ends bitwise equal to the one that was not stopped.
+  """
   runs, _ = poisoned
   spike = json.loads((runs.output_dir / "whole" / "spikes.json").read_text())[0]
   last = spike["step"] - 1

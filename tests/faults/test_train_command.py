@@ -1,4 +1,4 @@
-"""The same faults against the real thing: ``python train.py`` on text, killed, stopped, resumed and refused."""
+"""Faults that the other files test with driver.py, here with ``train.py`` on text: kills, stops, damage, other settings."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from conftest import TrainRuns, assert_bitwise_equal
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, environment, server, shared):
-  """The run that nothing happens to."""
+  """An undisturbed run for comparison."""
   runs = TrainRuns(tmp_path_factory.mktemp("unbroken_train"), environment, server, *shared)
   code, text = runs.run("u")
   assert code == 0, text
@@ -22,7 +22,10 @@ def unbroken(tmp_path_factory, environment, server, shared):
 
 @pytest.mark.slow  # test_kill, test_endings and test_damage do each of these to a smaller process
 def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroken):
-  """F01 F02 F04 F09 F18 in one run: SIGKILL, SIGTERM, Ctrl-C, a flipped byte; bitwise the unbroken run in the end."""
+  """F01 F02 F04 F09 F18 in one run: it ends bitwise equal to the undisturbed run.
+
+  The faults are SIGKILL, SIGTERM, Ctrl-C, a second run in the same directory, and a flipped byte.
+  """
   process = train.start("a")
   train.wait_for(r"step +12 of 80", process)
   process.kill()
@@ -32,7 +35,7 @@ def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroke
     first = train.log
     train.wait_for(r"step +\d+ of 80.*\n.*step +\d+ of 80", process)
     if number == signal.SIGTERM:
-      process.send_signal(signal.SIGSTOP)  # it lives, and does not end meanwhile
+      process.send_signal(signal.SIGSTOP)  # it stays alive and cannot end meanwhile
       second, text = train.run("a")
       process.send_signal(signal.SIGCONT)
       assert second == 2, text
@@ -58,7 +61,7 @@ def test_killed_stopped_and_damaged_it_ends_like_the_unbroken_run(train, unbroke
 
 @pytest.mark.slow
 def test_other_configurations_are_refused_and_a_finished_run_is_left_alone(train, unbroken):
-  """F13 F14 F15 F70."""
+  """F13 F14 F15 F70: changed models and dtypes are rejected, and a start of a finished run changes no file."""
   shutil.copytree(unbroken.output_dir / "u", train.output_dir / "u")
   before = {path: path.read_bytes() for path in (train.output_dir / "u").rglob("*") if path.is_file()}
   for keys, expected in (
@@ -82,13 +85,16 @@ def test_other_configurations_are_refused_and_a_finished_run_is_left_alone(train
 
 @pytest.mark.slow
 def test_f12_devices_faces_and_scan_change_between_lives(train):
-  """Eight devices and Linen, then one and NNX unrolled, then eight again; every life starts from what was saved."""
+  """A run changes its number of devices, module_api and scan_layers between starts, and resumes each time.
+
+  The losses equal those of an uninterrupted run.
+  """
   lives = (
     {"devices": 8, "per_device_batch_size": 1, "module_api": "linen", "steps": 10},
     {"devices": 1, "per_device_batch_size": 8, "module_api": "nnx", "scan_layers": "false", "steps": 20},
     {"devices": 8, "per_device_batch_size": 1, "module_api": "nnx", "steps": 30},
   )
-  flat = {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}  # the same at every number of steps
+  flat = {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}  # does not depend on the number of steps
   for life in lives:
     code, text = train.run("a", **flat, **life)
     assert code == 0, text
@@ -103,14 +109,14 @@ def test_f12_devices_faces_and_scan_change_between_lives(train):
 
 @pytest.mark.slow
 def test_f24_eight_random_kills(train):
-  """SIGKILL at random moments, start-up included; nothing of it shows in weights or losses. test_kill.py has twenty."""
-  flat = {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}  # the same however long the run
+  """SIGKILL at eight random moments, including startup, changes neither weights nor losses. test_kill.py has twenty kills."""
+  flat = {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}  # does not depend on the number of steps
   moments = random.Random(24)
   for life in range(8):
-    begin = train.spawn if life % 5 == 0 else train.start  # the imports of a new Python are the same each time
+    begin = train.spawn if life % 5 == 0 else train.start  # a few starts with imports are enough
     process = begin("killed", **flat, steps=100_000)
     saved = train.complete("killed")
-    while life % 4 == 3 and train.complete("killed") == saved:  # on the slowest machine too some lives get that far
+    while life % 4 == 3 and train.complete("killed") == saved:  # some lives save a checkpoint even on a slow machine
       assert process.poll() is None, train.log.read_text()
       time.sleep(0.05)
     if moments.random() < 0.75:

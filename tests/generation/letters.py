@@ -8,7 +8,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .,:?<>_/\n"
 
 
 def write_letters(folder: Path, **special: int) -> Path:
-  """Writes tokenizer.json into a folder; ``special`` has further special tokens, without their angle brackets."""
+  """Writes tokenizer.json into a folder. ``special`` has additional special tokens by name without angle brackets."""
   from tokenizers import AddedToken, Tokenizer, decoders, models
 
   tokens = SPECIAL | {f"<{name}>": i for name, i in special.items()}

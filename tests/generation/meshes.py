@@ -26,7 +26,7 @@ def answers(name: str, words: list[str], devices: int) -> tuple[dict[int, list[i
   leaves, tree = jax.tree.flatten(model.decoder.params())
   drawn = [np.random.default_rng(i).normal(size=leaf.shape).astype(np.float32) for i, leaf in enumerate(leaves)]
   params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), tree.unflatten(drawn), model.abstract_params)
-  # Five prompts take turns in four slots.
+  # Five prompts share four slots, so a slot is used twice.
   requests = [Request(tokens=tokens, limit=9, seed=1, stream=i) for i, tokens in enumerate(PROMPTS)]
   schedule = Schedule(
     model.decoder, params, requests, Sampling(temperature=2.0), frozenset(), largest=4, logprobs=True, mesh=mesh

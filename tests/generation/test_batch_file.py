@@ -1,4 +1,4 @@
-"""Files of answers: a killed job continues, and answers of another job are refused."""
+"""The answer file of ``generate --output``: a killed job continues, and a file of another job is rejected."""
 
 import json
 import os
@@ -44,14 +44,14 @@ def test_lines_of_another_job_are_refused(line: str, tmp_path: Path):
   for place in (tmp_path, Path(os.devnull)):
     with pytest.raises(UserError, match="not a regular file"):
       BatchFile(place, KEYS)
-  # A set has another order in each process.
+  # The order of a set differs between processes.
   assert key_of({"x", "y", "z"}) == key_of(["x", "y", "z"])
   with pytest.raises(TypeError, match="cannot be a part of a key"):
     key_of(object())
 
 
 def other(value: Any) -> Any:
-  """A valid value of the same field that differs."""
+  """Returns a valid value of the same field that differs from ``value``."""
   match value:
     case bool():
       return not value
@@ -69,7 +69,7 @@ def other(value: Any) -> Any:
 
 
 def test_every_field_of_a_job_is_in_its_key():
-  """Also fields that are added later, because the fields are not listed here."""
+  """The test reads the fields from the classes, so it includes fields that are added later."""
   options, request = Options(sampling=Sampling(top_p=0.4)), Request(tokens=[1, 2], limit=3, seed=4, stream=5)
   images = {"pixel_values": np.ones((2, 3))}
   jobs = {"": job_key(options, "model"), "model": job_key(options, "other")}

@@ -1,4 +1,4 @@
-"""Generation on several devices: the same answers as on one, with caches that the devices share."""
+"""Generation on several devices gives the same answers as on one device, and shards the caches."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The shapes of programs: few, and those of a prompt depend on it alone."""
+"""The shapes of generation programs: only a few exist, so that few programs are compiled."""
 
 from maxtext_like.generation import shapes
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/chat: what the published templates make of generated conversations.
+"""Makes tests/golden/chat: generated conversations and their text from the published chat templates.
 
   python tests/parity/chat_goldens.py ORACLES
 
-ORACLES is a folder with the texts of others, which are no part of this repository (after the colon: where a copy is found):
+ORACLES is a folder with third-party files that are not part of this repository. A copy of each is at the place after the colon:
 
   gemma3.jinja          of google/gemma-3-*-it: trl/chat_templates/gemma3.jinja in TRL
   gemma4.jinja          of google/gemma-4-31B-it, of 2026-07-09: gemma4_31b_chat_template.jinja2 in ollama's testdata
@@ -11,7 +11,7 @@ ORACLES is a folder with the texts of others, which are no part of this reposito
   deepseek3.jinja       of DeepSeek V3, whose prompt ends with <｜Assistant｜>
   deepseek_v32.py       DeepSeek V3.2's own encoding: mlx_lm/chat_templates/deepseek_v32.py in mlx-lm
 
-Each line of a file: {"record": ..., "prompt": true or false, "text": what the template gives, null where it refuses}.
+Each line of a file: {"record": ..., "prompt": true or false, "text": the template's output, or null if it raises an error}.
 """
 
 import copy
@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 
 class Draw:
-  """Draws conversations of a family."""
+  """Draws random conversations for a model family."""
 
   def __init__(self, family: str, seed: int):
     self.family, self.random = family, random.Random(f"{family} {seed}")
@@ -130,7 +130,7 @@ class Draw:
       messages.append({"role": "user", "content": self.content("user")})
     if self.chance(0.4) and any(message.get("tool_calls") for message in messages):
       while messages[-1]["role"] != "tool" and not messages[-1].get("tool_calls"):
-        messages.pop()  # the record ends with what tools answered
+        messages.pop()  # the record ends with a tool's answer or a tool call
       if self.chance(0.3) and messages[-1]["role"] == "tool":
         messages.pop()
     if self.chance(0.03):
@@ -146,7 +146,7 @@ class Draw:
     return made
 
   def round(self, thinks: bool) -> list[Record]:
-    """Calls, and what the tools answer."""
+    """Draws an assistant message with tool calls, and the tools' answers."""
     calls = []
     for i in range(self.random.randint(1, 2)):
       arguments: Any = self.arguments()
@@ -170,7 +170,7 @@ class Draw:
 
 
 def given(record: Record, *, text_arguments: bool) -> list[Record]:
-  """The messages as a template takes them: arguments of tools as an object, or as its text."""
+  """Returns the messages in the template's form: tool arguments as an object, or as JSON text."""
   messages = copy.deepcopy(record["messages"])
   for message in messages:
     for call in message.get("tool_calls") or ():
@@ -184,7 +184,7 @@ def given(record: Record, *, text_arguments: bool) -> list[Record]:
 
 
 def jinja(source: str, family: str) -> Callable[[Record, bool], str | None]:
-  """Renders as Hugging Face's tokenizers do."""
+  """Returns a function that renders a record as Hugging Face's tokenizers do, or returns None if the template refuses it."""
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
   )
@@ -209,7 +209,7 @@ def jinja(source: str, family: str) -> Callable[[Record, bool], str | None]:
 
 
 def encoding(path: Path) -> Callable[[Record, bool], str | None]:
-  """DeepSeek V3.2's own. Its prompt is what a user's message ends with."""
+  """Returns a function that renders a record with DeepSeek V3.2's own code. It ends a user's message with the prompt."""
   spec = importlib.util.spec_from_file_location("oracle", path)
   assert spec is not None
   assert spec.loader is not None
@@ -231,7 +231,10 @@ def encoding(path: Path) -> Callable[[Record, bool], str | None]:
 
 
 def asks(record: Record, family: str) -> bool:
-  """Whether the model is to speak next. DeepSeek V3.2 has no other prompt than what a user, or all tools, have said."""
+  """Returns True if the text should end with a prompt for the model's answer.
+
+  For DeepSeek V3.2 the prompt only follows a user's message or the answers of all tools.
+  """
   messages = record["messages"]
   if messages[-1]["role"] != "tool" or family != "deepseek3.2":
     return messages[-1]["role"] != "assistant" or (family.startswith("gemma4") and len(messages) % 5 == 0)

@@ -1,7 +1,7 @@
-"""One case on both sides: where the first number differs, if any does.
+"""Compares our results of a case with those of transformers, and finds the first array that differs.
 
-A difference counts if it is larger than the tolerance and larger than what rounding alone does to transformers' own numbers:
-a router or an indexer whose choice hangs on the last bit makes other numbers on every machine. Such cases are drawn anew.
+A difference counts if it is larger than the tolerance and larger than the effect of rounding on transformers' own results. If
+a choice of a router or an indexer depends on the last bit, results differ between machines. Such cases get new weights.
 """
 
 import json
@@ -20,23 +20,23 @@ from maxtext_like.errors import UserError
 from tests.parity import reference
 from tests.parity.draw import Case, arrays
 
-TOLERANCE = 1e-4  # logits, hidden states and loss in float32: of the largest entry, at least absolute
-GRADIENT_TOLERANCE = 1e-3  # of the largest entry of a gradient
-NEGLIGIBLE = 1e-6  # of the largest entry of all gradients: below, a gradient is rounding
-ROUNDING = 1e-7  # relative, of every weight: what must not move a result by more than the tolerance
-TIMES = 4.0  # how much worse than transformers' own rounding ours may be
+TOLERANCE = 1e-4  # of logits, hidden states and loss in float32: relative to the largest entry, or to 1 if that is larger
+GRADIENT_TOLERANCE = 1e-3  # relative to the largest entry of a gradient
+NEGLIGIBLE = 1e-6  # relative to the largest entry of all gradients: smaller gradients are rounding errors
+ROUNDING = 1e-7  # relative change of every weight, to measure the effect of rounding
+TIMES = 4.0  # a difference is rounding if it is at most this many times the effect of rounding on transformers' results
 SALTS = 5
 
 
 @dataclass(frozen=True)
 class Failure:
-  """What is wrong.
+  """The difference or error of a case.
 
   Attributes:
-    stage: "transformers" (a case that it refuses), "forward", "gradients", "export".
+    stage: "transformers" (which raised an error for the case), "forward", "gradients", "export".
     where: the first array that differs, or the error.
-    lines: the differences, from the first layer on, a line each.
-    folder: the checkpoint and inputs, if they were kept.
+    lines: one line for every compared array, from the first layer on.
+    folder: folder of the checkpoint and inputs, if they were kept.
   """
 
   stage: str
@@ -47,22 +47,22 @@ class Failure:
 
 @dataclass
 class Outcome:
-  """What came of a case: nothing is wrong, it is not decided (every draw hung on rounding), or a failure."""
+  """The result of a case: no difference, undecided (for every draw of the weights rounding decided), or a failure."""
 
   case: Case
   failure: Failure | None = None
   undecided: bool = False
   redrawn: int = 0
-  worst: dict[str, float] = field(default_factory=dict)  # of the tolerance, by kind of array
+  worst: dict[str, float] = field(default_factory=dict)  # largest difference in units of the tolerance, by kind
 
 
 def check(case: Case, *, exports: bool = True, keep: Path | None = None) -> Outcome:
-  """Compares a case on both sides.
+  """Compares our results of a case with those of transformers.
 
   Args:
-    case: what to compare.
-    exports: import and export the checkpoint too, and read what was exported with transformers.
-    keep: where to leave the checkpoint and inputs of a failure.
+    case: the case.
+    exports: whether to import and export the checkpoint too, and to read the exported one with transformers.
+    keep: folder for the checkpoint and inputs of a failure.
   """
   for salt in range(SALTS):
     drawn = replace(case, salt=salt)
@@ -85,7 +85,7 @@ def _once(case: Case, folder: Path, exports: bool) -> Outcome:
   try:
     model = reference.make(case, checkpoint)
     theirs = reference.run(model, inputs)
-  except Exception as error:  # whatever transformers raises for a case it cannot run: the draw is at fault
+  except Exception as error:  # transformers may raise anything for a case it cannot run
     return Outcome(case, Failure("transformers", f"{type(error).__name__}: {error}"))
   try:
     ours = forward(checkpoint, folder / "inputs.npz", "dtype=float32", *case.words, gradients=True).arrays
@@ -105,7 +105,7 @@ def _once(case: Case, folder: Path, exports: bool) -> Outcome:
 
 
 def _kinds(theirs: Mapping[str, np.ndarray]) -> list[str]:
-  """The names of what is compared, in the order of computation: states, logits, loss, then gradients from the last layer."""
+  """Returns the names of the compared arrays: hidden states, logits and loss in the order of computation, then gradients."""
   states = ["hidden.embed", *sorted(name for name in theirs if name.startswith("hidden.layer")), "hidden.final_norm"]
   return [*states, "logits", "loss", *(name for name in theirs if name.startswith("grad."))]
 
@@ -113,17 +113,17 @@ def _kinds(theirs: Mapping[str, np.ndarray]) -> list[str]:
 def differences(
   ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], seen: np.ndarray, worst: dict[str, float] | None = None
 ) -> list[str]:
-  """Names of the arrays that differ by more than the tolerance, in the order of computation.
+  """Returns the names of the arrays that differ by more than the tolerance, in the order of ``_kinds``.
 
   Args:
     ours, theirs: outputs by name.
-    seen: bool [B, T], positions that are no padding.
-    worst: receives the largest difference, in units of the tolerance, of each kind.
+    seen: bool [B, T], True at positions that are not padding.
+    worst: receives the largest difference of each kind of array, in units of the tolerance.
   """
   found = []
   largest = _largest_gradient(theirs)
   for name in _kinds(theirs):
-    if name.startswith("grad.") and name not in ours:  # a tower that is not read without images has none there either
+    if name.startswith("grad.") and name not in ours:  # ours omits a tower without images; theirs is 0
       if _largest(theirs[name]) > NEGLIGIBLE * largest:
         found.append(name)
       continue
@@ -141,7 +141,7 @@ def _select(array: np.ndarray, seen: np.ndarray, name: str) -> np.ndarray:
 
 
 def error(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], seen: np.ndarray, name: str) -> float:
-  """The largest difference where there is no padding; infinite where the shapes differ."""
+  """Returns the largest difference outside padding, or infinity if the shapes differ."""
   a, b = ours[name], theirs[name]
   if a.shape != b.shape:
     return float("inf")
@@ -164,7 +164,10 @@ def _allowed(theirs: Mapping[str, np.ndarray], seen: np.ndarray, name: str, larg
 
 
 def _is_rounding(model, inputs, ours, theirs, seen, wrong: list[str]) -> bool:
-  """Whether transformers' own numbers move as far when every weight moves by a rounding, or every number is float64."""
+  """Returns True if rounding explains all differences.
+
+  Transformers' own results then change by a similar amount if every weight changes by a rounding error, or in float64.
+  """
   others = [reference.nudged(model, inputs, size=ROUNDING, seed=seed) for seed in range(3)]
   others.append(reference.in_float64(model, inputs))
   for name in wrong:
@@ -177,7 +180,7 @@ def _is_rounding(model, inputs, ours, theirs, seen, wrong: list[str]) -> bool:
 
 
 def _table(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], seen: np.ndarray) -> list[str]:
-  """A line for every array that is compared."""
+  """Returns a line for every compared array."""
   lines, largest = [], _largest_gradient(theirs)
   for name in _kinds(theirs):
     if name not in ours:
@@ -196,7 +199,7 @@ def _table(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], see
 
 
 def _export(case: Case, checkpoint: Path, folder: Path, model, inputs, theirs) -> Failure | None:
-  """Our checkpoint of theirs, exported again: every tensor the same, and the logits."""
+  """Imports and exports the checkpoint, and checks that transformers reads the same tensors and computes the same logits."""
   try:
     import_checkpoint(checkpoint, folder / "imported")
     export_checkpoint(folder / "imported", folder / "exported", dtype="float32")
@@ -204,10 +207,10 @@ def _export(case: Case, checkpoint: Path, folder: Path, model, inputs, theirs) -
     return Failure("export", f"refused: {wrong}")
   try:
     again = reference.load(folder / "exported")
-  except Exception as wrong:  # whatever transformers raises for what we wrote
+  except Exception as wrong:  # transformers may raise anything for the exported files
     return Failure("export", f"transformers does not read it: {type(wrong).__name__}: {wrong}")
   before, after = model.state_dict(), again.state_dict()
-  pooling_head = "vision_tower.head."  # of SigLIP, which no features need and no released file has
+  pooling_head = "vision_tower.head."  # of SigLIP: no features depend on it and no released file has it
   names = {name for name in before if pooling_head not in name}
   if names != (present := {name for name in after if pooling_head not in name}):
     return Failure("export", f"other tensors: {sorted(names ^ present)}")
@@ -216,7 +219,7 @@ def _export(case: Case, checkpoint: Path, folder: Path, model, inputs, theirs) -
     return Failure("export", f"other values: {different}")
   got = reference.run(again, inputs, gradients=False)
   off = _largest(got["logits"] - theirs["logits"])
-  # Not bit by bit: torch sums in another order where a file's tensors lie at other addresses.
+  # Not bitwise: torch may sum in another order if the tensors are at other addresses of the file.
   if not off <= TOLERANCE * max(1.0, _largest(theirs["logits"])):
     with (folder / "exported" / "config.json").open() as file:
       return Failure("export", f"logits differ by {off:.3g}; exported config.json: {json.dumps(json.load(file))}")

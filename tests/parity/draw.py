@@ -1,6 +1,6 @@
-"""Random cases: a config.json in the Hub's form, and how its checkpoint is written and run. A seed and a family make one.
+"""Draws random cases: a config.json in the Hub's form, and how its checkpoint is written and run.
 
-The numbers are drawn with ``random`` and ``numpy`` alone, so a seed means the same case wherever it is run.
+A family and a seed determine a case. Only ``random`` and ``numpy`` draw its numbers, so it is the same on every machine.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 Config = dict[str, Any]
-TILE = 512  # queries of a tile of attention (src/layers/kernels/attention/blockwise.py): rows of more are worked on in tiles
+TILE = 512  # queries per tile of attention (src/layers/kernels/attention/blockwise.py); longer rows have several tiles
 KINDS = ("sliding_attention", "full_attention")
 IGNORED = -100
 
@@ -23,16 +23,17 @@ class Case:
 
   Attributes:
     family: key of ``FAMILIES``.
-    seed: of weights and inputs.
+    seed: seed of weights and inputs.
     config: config.json in the Hub's form.
     form: how the checkpoint is written: "hub" (this config, released names), "saved" (config and names as transformers saves
-      them), "memory" (names as transformers holds them).
-    stored: dtype of the file; values lie on its grid.
+      them), "memory" (the names of transformers' modules).
+    stored: dtype of the file; every weight is representable in it.
     rows, length: B and T.
-    tokens: what stands where: "plain", "right" or "left" padding, "left, positions" (that count from the first token),
-      "packed" (documents told by positions), "offset" (positions that begin above 0).
-    images: how many there are in the batch; 0: text only.
-    words: overrides of our side.
+    tokens: layout of the rows: "plain", "right" or "left" padding, "left, positions" (left padding with positions that count
+      from the first token), "packed" (documents separated by their positions), "offset" (positions that start above 0).
+    images: number of images in the batch; 0 for text only.
+    words: configuration overrides for our side.
+    salt: changes the weights, in case rounding decides which expert or key is chosen.
   """
 
   family: str
@@ -45,20 +46,20 @@ class Case:
   tokens: str = "plain"
   images: int = 0
   words: tuple[str, ...] = ()
-  salt: int = 0  # of the weights: other ones where rounding decides which expert or key is chosen
+  salt: int = 0
 
   @property
   def text(self) -> Config:
-    """The text model's part of the config."""
+    """The config of the text model."""
     return self.config.get("text_config", self.config)
 
   def generator(self, what: str) -> np.random.Generator:
-    """Random numbers for one purpose, which no other purpose's change."""
+    """Returns a random generator for one purpose. Draws for other purposes do not change its numbers."""
     return np.random.default_rng([zlib.crc32(f"{self.family}/{what}".encode()), self.seed, self.salt])
 
 
 def draw(family: str, seed: int) -> Case:
-  """The case of a seed."""
+  """Draws the case of a family and a seed."""
   r = random.Random(f"{family}/{seed}")
   length = _length(r)
   config, images = FAMILIES[family](r, length)
@@ -78,40 +79,40 @@ def draw(family: str, seed: int) -> Case:
   )
   if images and r.random() < 0.8:
     count = r.choice([1, 1, 2, 3])
-    # Images are told from text by their tokens alone; documents in a row with images are not what transformers tells apart.
+    # Images are recognized by their tokens only, and transformers does not separate documents in rows with images.
     tokens = "plain" if case.tokens in ("packed", "offset") else case.tokens
     case = with_images(case, count, tokens)
   return case
 
 
 def with_images(case: Case, count: int, tokens: str) -> Case:
-  """The case with images, and rows long enough for them and for text between."""
+  """Returns the case with images, in rows long enough for them and for text between."""
   case = replace(case, images=count, tokens=tokens)
   return replace(case, length=max(case.length, least_length(case)))
 
 
 def least_length(case: Case) -> int:
-  """The shortest row that has room for the images, and for text between."""
+  """Returns the length of the shortest row that has room for the images and for text between."""
   tokens = case.config["mm_tokens_per_image"] if case.config["model_type"] == "gemma3" else 6
   return max(4, case.images * (tokens + 3) + 6) if case.images else 4
 
 
 def _length(r: random.Random) -> int:
-  """Short rows, for speed, and many that attention works on in tiles, often with an edge near one of theirs."""
+  """Draws the length of a row: short, for speed, or longer than a tile of attention, often near the edge of a tile."""
   if r.random() < 0.55:
     return r.randint(4, 40)
   return r.choice([TILE, TILE + 1, TILE + 2, 640, 2 * TILE, 2 * TILE + 1, r.randint(TILE + 1, 700), r.randint(520, 1100)])
 
 
 def _window(r: random.Random, length: int) -> int:
-  """A window, often near a tile's or a lane's edge."""
+  """Draws a sliding window, often near the edge of a tile or a lane."""
   if length <= TILE // 2 or r.random() < 0.25:
     return r.randint(1, min(length, 40) + 2)
   return r.choice([64, 127, 128, 129, 130, 384, 385, 386, 510, 511, 512, 513, 514, 600, 640, 1024, r.randint(41, length + 2)])
 
 
 def _optional(r: random.Random, config: Config, chance: float = 0.5, **values: Any) -> None:
-  """Sets keys, each or not at all: what is left out is the default of the class."""
+  """Sets each key with probability ``chance``. Missing keys have the defaults of transformers' config class."""
   config.update({key: value for key, value in values.items() if r.random() < chance})
 
 
@@ -121,7 +122,7 @@ def _gemma(r: random.Random, length: int) -> Config:
   layers = r.choice([1, 2, 3, 3, 4, 5])
   config: Config = {
     "vocab_size": r.randint(40, 150),
-    "hidden_size": heads * max(r.choice([4, 6, 8]), -(-16 // heads)),  # norms of fewer numbers magnify rounding
+    "hidden_size": heads * max(r.choice([4, 6, 8]), -(-16 // heads)),  # norms of fewer numbers magnify rounding errors
     "intermediate_size": r.choice([12, 24, 40]),
     "num_hidden_layers": layers,
     "num_attention_heads": heads,
@@ -146,7 +147,7 @@ def _gemma3(r: random.Random, length: int) -> Config:
   full = {"rope_theta": r.choice([1e4, 5e5, 1e6])}
   if r.random() < 0.5:
     scaling = {"rope_type": "linear", "factor": r.choice([1.0, 2.0, 8.0, 3.7])}
-    old_spelling = r.random() < 0.3  # which transformers reads in rope_parameters alone
+    old_spelling = r.random() < 0.3  # transformers reads it in rope_parameters only
   else:
     scaling, old_spelling = r.choice([None, {"rope_type": "default"}]), False
   local = r.choice([100.0, 1e4])
@@ -181,7 +182,7 @@ def _gemma3_vision(r: random.Random, length: int) -> tuple[Config, bool]:
     "image_size": side * pool * patch,
   }
   _optional(r, vision, 0.5, layer_norm_eps=1e-5)
-  _optional(r, vision, 0.7, vision_use_head=False)  # as released: no pooling head, which no features need
+  _optional(r, vision, 0.7, vision_use_head=False)  # as in released files: no pooling head
   config: Config = {
     "model_type": "gemma3",
     "text_config": text,
@@ -195,7 +196,7 @@ def _gemma3_vision(r: random.Random, length: int) -> tuple[Config, bool]:
 
 
 def _move_tied(r: random.Random, config: Config) -> Config:
-  """``tie_word_embeddings`` stands at the top of a file with a tower, or in both places."""
+  """Puts ``tie_word_embeddings`` at the top level of a config with a tower, or at both levels."""
   text = config["text_config"]
   if "tie_word_embeddings" in text:
     config["tie_word_embeddings"] = text["tie_word_embeddings"]
@@ -228,7 +229,7 @@ def _gemma4(r: random.Random, length: int) -> Config:
 
 
 def _nest(r: random.Random, text: Config, chance: float) -> Config:
-  """A text model of Gemma 4 alone, or nested in the config of a model that has lost its towers."""
+  """Returns the config of a Gemma 4 text model, or of a multimodal model without towers that contains the text model."""
   if r.random() >= chance:
     return {"model_type": "gemma4_text", **text}
   nested = {"model_type": "gemma4", "text_config": text, "vision_config": None, "audio_config": None, **_placeholders(text)}
@@ -257,7 +258,7 @@ def _gemma4_moe(r: random.Random, length: int) -> tuple[Config, bool]:
 
 
 def _gemma4_e(r: random.Random, length: int) -> tuple[Config, bool]:
-  """E2B and E4B: inputs of each layer, keys and values shared by the last layers."""
+  """Draws a model like E2B and E4B: with per-layer inputs, and keys and values that the last layers share."""
   text = _gemma4(r, length)
   layers = text["num_hidden_layers"] = r.choice([2, 3, 4, 5])
   text["layer_types"] = [r.choice(KINDS) for _ in range(layers)]
@@ -284,7 +285,7 @@ def _gemma4_vision(r: random.Random, length: int) -> tuple[Config, bool]:
     "num_key_value_heads": heads,
     "head_dim": r.choice([4, 8]),
     "patch_size": r.choice([2, 3]),
-    "pooling_kernel_size": r.choice([2, 3]),  # with 1, transformers takes the padding for the patches
+    "pooling_kernel_size": r.choice([2, 3]),  # with 1, transformers treats padding as patches
     "position_embedding_size": r.choice([12, 20]),
   }
   _optional(r, vision, 0.5, standardize=True, use_clipped_linears=True, rms_norm_eps=1e-5)
@@ -369,7 +370,7 @@ def _deepseek_rope(r: random.Random, config: Config) -> Config:
   if "max_position_embeddings" in config or r.random() < 0.8:
     _optional(r, yarn, 0.8, original_max_position_embeddings=original)
   _optional(r, yarn, 0.1, truncate=True)
-  for key in ("beta_fast", "beta_slow", "mscale"):  # null is the default, too
+  for key in ("beta_fast", "beta_slow", "mscale"):  # null means the default, too
     if r.random() < 0.1:
       yarn[key] = None
   if r.random() < 0.5:
@@ -386,7 +387,8 @@ def _deepseek3(r: random.Random, length: int) -> tuple[Config, bool]:
 def _deepseek32(r: random.Random, length: int) -> tuple[Config, bool]:
   config = {"model_type": "deepseek_v32", **_deepseek(r, length)}
   config["q_lora_rank"] = config["q_lora_rank"] or 12
-  # Of keys whose scores are equal, because all their relus are 0, each side picks others: many heads make that rare.
+  # If all relus of several keys are 0, their scores are equal and the two sides choose different keys. Many heads make
+  # that rare.
   config |= {"index_n_heads": r.choice([16, 24]), "index_head_dim": config["qk_rope_head_dim"] + r.choice([0, 4, 8])}
   config["index_topk"] = r.choice([1, 3, r.randint(1, length), length, length + 7])
   if r.random() < 0.2:
@@ -410,9 +412,9 @@ FAMILIES: dict[str, Callable[[random.Random, int], tuple[Config, bool]]] = {
 
 
 def arrays(case: Case) -> dict[str, np.ndarray]:
-  """The batch, named as transformers names it, with labels that count where a prediction has a meaning."""
+  """Returns the batch under transformers' names. Labels are ignored where a prediction is meaningless."""
   rng, (B, T) = case.generator("inputs"), (case.rows, case.length)
-  # The last few ids stand for images, and for sounds, where they stand for something.
+  # Multimodal models use the last few ids as placeholders of images and audio.
   ids = rng.integers(0, case.text["vocab_size"] - (6 if "text_config" in case.config else 0), (B, T))
   found: dict[str, np.ndarray] = {"input_ids": ids}
   labels = np.where(rng.random((B, T)) < 0.15, IGNORED, ids)
@@ -441,7 +443,7 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
 
 
 def _packed(rng: np.random.Generator, length: int) -> np.ndarray:
-  """Positions of documents in a row; their ends stand anywhere, and often at the edge of a tile."""
+  """Returns the positions of packed documents in a row. Documents end anywhere, and often at the edge of a tile."""
   edges = {int(n) for n in rng.integers(1, length, 3)} if length > 1 else set()
   edges |= {edge for edge in (TILE - 1, TILE, TILE + 1, 2 * TILE) if edge < length and rng.random() < 0.4}
   starts = np.zeros(length, np.int64)
@@ -450,7 +452,7 @@ def _packed(rng: np.random.Generator, length: int) -> np.ndarray:
 
 
 def _images(case: Case, rng: np.random.Generator, ids: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-  """Pixels and where their tokens stand; puts the tokens into ``ids``, in the order of the images, text before each."""
+  """Returns pixels and token types. Writes the image tokens into ``ids``, with text before each image, and sets ``labels``."""
   config, vision = case.config, case.config["vision_config"]
   gemma3 = config["model_type"] == "gemma3"
   token = config["image_token_index" if gemma3 else "image_token_id"]
@@ -471,7 +473,7 @@ def _images(case: Case, rng: np.random.Generator, ids: np.ndarray, labels: np.nd
       pixels[i, :count] = rng.random((count, pixels.shape[2]))
     found = {"pixel_values": pixels, "image_position_ids": where}
   types = np.zeros(ids.shape, np.int64)
-  # All in the first row, which has no padding.
+  # All images are in the first row, which has no padding.
   space = case.length - sum(sizes) - case.images
   cuts = np.sort(rng.integers(0, space + 1, case.images))
   for i, (cut, size) in enumerate(zip(cuts, sizes, strict=True)):

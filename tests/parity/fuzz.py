@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Random configurations against transformers, by hand: python tests/parity/fuzz.py --seeds 100-200 --family gemma4
+"""Compares random configurations with transformers: python tests/parity/fuzz.py --seeds 100-200 --family gemma4
 
-Prints a line a case. Of a failure: the seed, config.json, the first layer that differs, and the smallest case that still fails.
-Exits with 1 if anything failed. Needs the extra parity.
+Prints one line per case. For a failure it prints the seed, config.json, the first layer that differs, and the smallest case
+that still fails. Exits with 1 if a case failed. Needs the extra parity.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def describe(case: Case) -> str:
-  """A case in a line."""
+  """Describes a case in one line."""
   kind = f"{case.form} form, {case.stored}, [{case.rows}, {case.length}] {case.tokens}"
   return kind + (f", {case.images} images" if case.images else "") + (f", {' '.join(case.words)}" if case.words else "")
 
@@ -70,7 +70,7 @@ def _line(outcome: Outcome, seconds: float) -> str:
 
 
 def at_the_same_stage(failure: Failure) -> Callable[[Case], bool]:
-  """Whether another case fails there, too."""
+  """Returns a function that returns True if another case fails at the same stage."""
 
   def fails(case: Case) -> bool:
     found = check(case, exports=failure.stage == "export").failure
@@ -81,7 +81,7 @@ def at_the_same_stage(failure: Failure) -> Callable[[Case], bool]:
 
 
 def report(case: Case, failure: Failure, smaller: Case) -> str:
-  """All that a person needs to make a failure again."""
+  """Returns the text from which a person can reproduce a failure."""
   lines = [f"  {failure.stage}: {failure.where}", *(f"    {line}" for line in failure.lines)]
   lines.append(f"  again: python tests/parity/fuzz.py --family {case.family} --seeds {case.seed}")
   for title, shown in (("this case", case), ("smallest that fails", smaller)):

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/long: rows of more than one tile of attention (512 queries), as transformers computes them.
+"""Makes tests/golden/long: transformers' results for rows longer than one tile of attention (512 queries).
 
   python tests/parity/long_goldens.py        (needs the extra parity; replaces the folder)
 
-Each case is one checkpoint and several runs of it: other sliding windows near the edges of tiles (512) and of lanes (128),
-padding on the left and on the right, documents packed into a row whose ends stand at the edges of tiles. Of every run
+Each case is one checkpoint and several runs: with sliding windows near the edges of tiles (512) and of lanes (128), padding
+on the left and on the right, and packed documents that end at the edges of tiles. The outputs of each run are
 
   fp32.RUN.logits   [P, V]  at the positions ``positions`` of inputs.npz, most of them near an edge
   fp32.RUN.probe    [T]     the last hidden state of every position, projected on ``probe`` of inputs.npz
-  fp32.RUN.loss             over the labels, which stand near the edges alone: so few that one wrong key shows
+  fp32.RUN.loss             over labels near the edges only: so few that one wrong key changes it visibly
   fp32.RUN.grad.*           of some weights, in the runs that meta.json names
 
-Positions that are padding are not to be compared. meta.json: versions, runs with their windows, and how far the logits move
-when every weight moves by a rounding.
+Do not compare positions that are padding. meta.json has the versions, the runs with their windows, and the largest change of
+the results of each run when every weight changes by a rounding error.
 """
 
 import json
@@ -34,7 +34,7 @@ from tests.parity.modules import torch, transformers
 
 OUT = Path(__file__).resolve().parents[1] / "golden" / "long"
 LENGTH = 1100  # two tiles and a part
-STEADY = 3e-5  # a third of the tolerance of the goldens
+STEADY = 3e-5  # largest accepted change by rounding: a third of the tolerance of the goldens
 NEAR = (0, 128, 511, 512, 513, 600, 640, 1023, 1024, 1025, 1099)
 GEMMA: Config = {
   "vocab_size": 32,
@@ -102,13 +102,13 @@ MODELS: dict[str, Config] = {
     "head_dim": 4,
     "global_head_dim": 4,
     "hidden_size": 32,
-    "hidden_size_per_layer_input": 16,  # wide enough that its norm does not magnify rounding
+    "hidden_size_per_layer_input": 16,  # wide enough that its norm does not magnify rounding errors
     "vocab_size_per_layer_input": 32,
   },
   "deepseek3": {"model_type": "deepseek_v3", **DEEPSEEK},
   "deepseek32": {"model_type": "deepseek_v32", **DEEPSEEK, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 8},
 }
-# Run: window (None: the model has none) and rows; with gradients where the name says so.
+# The sliding windows of each case's runs. Models that are not listed have no sliding window.
 WINDOWS = {"gemma3": (127, 128, 129, 130, 511, 512, 513, 640), "gemma4": (129, 512, 513), "gemma4_shared": (129, 513)}
 ROWS = ("left", "right", "packed")
 
@@ -126,7 +126,10 @@ def main() -> None:
 
 
 def make(name: str, seed: int, salt: int) -> float:
-  """Writes a case; returns how far its results move, at most, when every weight moves by a rounding."""
+  """Writes a case. Returns the largest change of its results when every weight changes by a rounding error.
+
+  Returns early, without the outputs, if a run changes by more than ``STEADY``.
+  """
   folder = OUT / name
   shutil.rmtree(folder, ignore_errors=True)
   (folder / "checkpoint").mkdir(parents=True)
@@ -155,7 +158,7 @@ def make(name: str, seed: int, salt: int) -> float:
 
 
 def make_inputs(rng: np.random.Generator, width: int) -> dict[str, np.ndarray]:
-  """The arrays that all runs of a case share; hidden states are ``width`` wide."""
+  """Returns the arrays that all runs of a case share. ``width`` is the size of the hidden states."""
   ids = rng.integers(1, 32, (1, LENGTH))
   near = np.unique(np.clip([n + d for n in NEAR for d in (-1, 0, 1)], 0, LENGTH - 1))
   labels = np.full((1, LENGTH), IGNORED)
@@ -177,7 +180,7 @@ def make_inputs(rng: np.random.Generator, width: int) -> dict[str, np.ndarray]:
 
 
 def make_runs(name: str) -> dict[str, dict]:
-  """Window, rows and whether gradients are stored, of every run of a case."""
+  """Returns the window, the kind of rows and whether gradients are stored, for every run of a case."""
   windows = WINDOWS.get(name, ())
   runs: dict[str, dict] = {f"w{window}": {"window": window, "rows": "plain", "gradients": window == 513} for window in windows}
   if not windows:
@@ -188,7 +191,7 @@ def make_runs(name: str) -> dict[str, dict]:
 
 
 def with_window(checkpoint: Path, window: int | None):
-  """transformers' model of a checkpoint, with another sliding window."""
+  """Loads a checkpoint with transformers, with another sliding window unless ``window`` is None."""
   if window is None:
     return reference.load(checkpoint)
   with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +202,7 @@ def with_window(checkpoint: Path, window: int | None):
 
 
 def stored(found: dict[str, np.ndarray], inputs: dict[str, np.ndarray], gradients: bool) -> dict[str, np.ndarray]:
-  """What of a run is kept."""
+  """Returns the outputs of a run that are stored."""
   kept = {
     "logits": found["logits"][0, inputs["positions"]],
     "probe": found["hidden.final_norm"][0] @ inputs["probe"].astype(np.float64),

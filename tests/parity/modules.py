@@ -1,4 +1,4 @@
-"""torch and transformers, quiet, for whoever has the extra ``parity``; ImportError says what to install."""
+"""Imports torch and transformers and silences their messages. If one is missing, ImportError says what to install."""
 
 import importlib
 import os

@@ -1,6 +1,6 @@
-"""transformers on a case: its model with random weights, its checkpoint in every form, its numbers.
+"""Runs a case with transformers: creates a model with random weights, writes its checkpoint, and computes its results.
 
-Torch and transformers are imported by ``tests.parity.torch_modules``, which says what is missing.
+``tests.parity.modules`` imports torch and transformers, and says what to install if they are missing.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ INDICES = ("input_ids", "labels", "attention_mask", "position_ids", "image_posit
 
 
 def load(directory: Path) -> Any:
-  """The model in ``directory`` in float32, with attention and experts written out.
+  """Loads the model in ``directory`` in float32, with the eager implementations of attention and experts.
 
   Raises:
-    RuntimeError: tensors that transformers did not find, or did not expect.
+    RuntimeError: transformers did not find a tensor, or did not expect one or its shape.
   """
   with (directory / "config.json").open() as file:
     nested = "text_config" in json.load(file)
@@ -36,7 +36,7 @@ def load(directory: Path) -> Any:
     experts_implementation="eager",
     output_loading_info=True,
   )
-  empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}  # nothing to miss
+  empty = {name for name, tensor in model.state_dict().items() if not tensor.numel()}  # files may lack empty tensors
   wrong = {key: set(told[key]) - empty for key in ("missing_keys", "mismatched_keys", "unexpected_keys")}
   if any(wrong.values()):
     raise RuntimeError(f"transformers reads other tensors: {wrong}")
@@ -44,7 +44,7 @@ def load(directory: Path) -> Any:
 
 
 def make(case: Case, directory: Path) -> Any:
-  """Writes the checkpoint of a case and returns transformers' model of it, as transformers reads it from there."""
+  """Writes the checkpoint of a case and returns the model that transformers loads from it."""
   with (directory / "config.json").open("w") as file:
     json.dump(case.config, file, indent=2)
   config = transformers.AutoConfig.from_pretrained(directory)
@@ -62,7 +62,7 @@ def make(case: Case, directory: Path) -> Any:
 
 
 def _write(case: Case, model: Any, saved: Path, directory: Path) -> None:
-  """model.safetensors under the names of the case's form."""
+  """Writes model.safetensors with the tensor names of the case's form."""
   from safetensors.torch import load_file, save_file
 
   tensors = load_file(saved / "model.safetensors")
@@ -70,7 +70,7 @@ def _write(case: Case, model: Any, saved: Path, directory: Path) -> None:
     tied = {name for name in model.state_dict() if name.endswith("lm_head.weight")} if _tied(model) else set()
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
   if case.form == "hub" and case.config["model_type"] == "gemma3":
-    tower = "vision_tower."  # released files have a segment more
+    tower = "vision_tower."  # released files have one more name segment
     tensors = {
       tower + "vision_model." + name.removeprefix(tower) if name.startswith(tower) else name: tensor
       for name, tensor in tensors.items()
@@ -83,7 +83,7 @@ def _tied(model: Any) -> bool:
 
 
 def _randomize(model: Any, case: Case) -> None:
-  """Weights, each from its own name's random numbers, none of them trivial: norms, biases, bounds, scales."""
+  """Draws every weight from a generator seeded by its name. No norm, bias, bound or scale is trivial."""
   gemma3 = case.config["model_type"].startswith("gemma3")
   tensors = dict(model.named_parameters()) | {
     name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()
@@ -116,16 +116,16 @@ def _values(name: str, tensor: Any, normal: Any, uniform: Any, gemma3: bool) -> 
     return 0.2 * normal + (0.0 if plus_one else 1.0)
   if "position_embedding" in name:
     return 0.3 * normal
-  if "embed_tokens" in name:  # Gemma multiplies by the root of the width
+  if "embed_tokens" in name:  # Gemma multiplies by the square root of the width
     return normal * tensor.shape[-1] ** -0.5
   if last == "mm_input_projection_weight":
     return normal * tensor.shape[0] ** -0.5
   inputs = tensor.shape[1:] if tensor.ndim == 4 else tensor.shape[-1:]
-  return normal * max(int(np.prod(inputs)), 1) ** -0.5  # no inputs: shared experts that are none
+  return normal * max(int(np.prod(inputs)), 1) ** -0.5  # without shared experts, their tensors are empty
 
 
 def run(model: Any, arrays: Mapping[str, np.ndarray], *, gradients: bool = True) -> Arrays:
-  """Logits, states between layers, loss and the gradient of every parameter, under the names of ``maxtext-like forward``."""
+  """Returns logits, hidden states, loss and the gradient of every parameter, under the names of ``maxtext-like forward``."""
   text = model.model.language_model if hasattr(model.model, "language_model") else model.model
   dtype = next(model.parameters()).dtype
   inputs = {name: torch.tensor(array, dtype=torch.long if name in INDICES else dtype) for name, array in arrays.items()}
@@ -148,7 +148,7 @@ def _numpy(tensor: Any) -> np.ndarray:
 
 @contextlib.contextmanager
 def _recorded(text: Any) -> Iterator[dict[str, Any]]:
-  """What goes into the first layer, comes out of every layer and of the last norm."""
+  """Records the input of the first layer, and the outputs of every layer and of the final norm."""
   states: dict[str, Any] = {}
 
   def keep(name: str):
@@ -171,10 +171,10 @@ def _recorded(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def in_float64(model: Any, arrays: Mapping[str, np.ndarray], *, gradients: bool = True) -> Arrays:
-  """As ``run``, every number in float64, those too for which transformers asks for float32."""
+  """Like ``run``, but in float64, including the operations that transformers does in float32."""
 
   class Wider(torch.overrides.TorchFunctionMode):
-    """float32 where the code names it becomes float64."""
+    """Replaces float32 by float64 where the code requests it."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
       kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
@@ -193,7 +193,7 @@ def in_float64(model: Any, arrays: Mapping[str, np.ndarray], *, gradients: bool 
 
 
 def nudged(model: Any, arrays: Mapping[str, np.ndarray], *, size: float, seed: int, gradients: bool = True) -> Arrays:
-  """As ``run``, every weight changed by about ``size`` of itself: how far rounding alone moves the numbers."""
+  """Like ``run``, but with every weight changed by a relative error of about ``size``, to measure the effect of rounding."""
   generator = torch.Generator().manual_seed(seed)
   kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
   try:

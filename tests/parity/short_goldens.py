@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes the golden cases of Qwen3, tests/golden/qwen3 and qwen3_moe: what transformers computes with tiny random weights.
+"""Makes the golden cases of Qwen3, tests/golden/qwen3 and qwen3_moe: transformers' results for tiny random models.
 
   python tests/parity/short_goldens.py        (needs the extra parity; replaces the folders)
 
-All sizes are unequal. Of every run (base; rpad: padding on the right; packed: documents told by positions; longpos: positions
-far above 0) there are fp32.RUN.logits and loss, and of base also
+All sizes are different. Every run (base; rpad: padding on the right; packed: documents separated by positions; longpos:
+positions far above 0) has fp32.RUN.logits and loss. The other outputs are
 
   fp32.base.hidden.*           embedding, every layer, last norm
   fp32.base.router.layerNN.*   softmax scores, chosen experts and their weights
@@ -13,7 +13,7 @@ far above 0) there are fp32.RUN.logits and loss, and of base also
   bf16.base.*, fp16.base.*     the same in 16 bits: logits, loss, first and last hidden state, chosen experts
   greedy                       [B, N] tokens after the first ``PROMPT`` of each row
 
-meta.json: versions, and the smallest distances that a choice hangs on (experts, greedy tokens).
+meta.json has the versions and the smallest margins of choices (experts, greedy tokens).
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from tests.parity.modules import torch, transformers
 OUT = Path(__file__).resolve().parents[1] / "golden"
 ROWS, LENGTH, PROMPT, GREEDY = 2, 26, 9, 14
 RUNS = ("base", "rpad", "packed", "longpos")
-MARGIN = 2e-3  # least distance of a choice, far above float32's rounding
+MARGIN = 2e-3  # smallest accepted margin of a choice, far above float32's rounding errors
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DENSE: Config = {
   "architectures": ["Qwen3ForCausalLM"],
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def make(name: str, seed: int, salt: int) -> dict[str, float]:
-  """Writes a case; returns the smallest distances that its choices hang on."""
+  """Writes a case and returns the smallest margins of its choices."""
   folder = OUT / name
   shutil.rmtree(folder, ignore_errors=True)
   (folder / "checkpoint").mkdir(parents=True)
@@ -138,7 +138,7 @@ def make(name: str, seed: int, salt: int) -> dict[str, float]:
 
 
 def make_inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
-  """The arrays that all runs of a case share."""
+  """Returns the arrays that all runs of a case share."""
   ids = rng.integers(3, 144, (ROWS, LENGTH))
   labels = ids.copy()
   labels[0, [3, 23]] = labels[1, 12] = IGNORED
@@ -158,7 +158,7 @@ def make_inputs(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def arrays_of(inputs: dict[str, np.ndarray], run: str) -> dict[str, np.ndarray]:
-  """What a run gives the model; tests.models.test_golden says the same of ours."""
+  """Returns the model's inputs in a run. tests.models.test_golden makes the same inputs for our model."""
   arrays, labels = {"input_ids": inputs["input_ids"]}, inputs["labels"].copy()
   if run == "rpad":
     arrays["attention_mask"] = inputs["rpad_attention_mask"]
@@ -172,7 +172,7 @@ def arrays_of(inputs: dict[str, np.ndarray], run: str) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def routing(model: Any) -> Iterator[dict[int, tuple[Any, Any, Any]]]:
-  """(logits, weights, experts) of every layer with experts, as a pass runs."""
+  """Records (logits, weights, experts) of every layer with experts during a forward pass."""
   found: dict[int, tuple[Any, Any, Any]] = {}
   gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
   handles = [gate.register_forward_hook(lambda _, __, out, i=i: found.update({i: out})) for i, gate in gates.items()]
@@ -184,7 +184,7 @@ def routing(model: Any) -> Iterator[dict[int, tuple[Any, Any, Any]]]:
 
 
 def router_arrays(routed: dict[int, tuple[Any, Any, Any]]) -> dict[str, np.ndarray]:
-  """The choices under the names of ``maxtext-like forward``."""
+  """Returns the router's outputs under the names of ``maxtext-like forward``."""
   found = {}
   for i, (logits, weights, experts) in routed.items():
     values = {"scores": torch.softmax(logits.float(), -1), "topk_weights": weights.float(), "topk_idx": experts}
@@ -193,18 +193,18 @@ def router_arrays(routed: dict[int, tuple[Any, Any, Any]]) -> dict[str, np.ndarr
 
 
 def choices(routed: dict[int, tuple[Any, Any, Any]]) -> list[tuple[np.ndarray, int]]:
-  """(logits, number of experts chosen) of every layer with experts."""
+  """Returns (logits, number of chosen experts) of every layer with experts."""
   return [(logits.detach().numpy(), experts.shape[-1]) for logits, _, experts in routed.values()]
 
 
 def expert_margin(logits: np.ndarray, chosen: int) -> float:
-  """How far the last expert that is chosen is from the first that is not."""
+  """Returns the smallest difference between the logits of the last chosen expert and of the next one."""
   ordered = -np.sort(-logits, axis=-1)
   return float((ordered[..., chosen - 1] - ordered[..., chosen]).min())
 
 
 def greedy(model: Any, ids: np.ndarray) -> tuple[np.ndarray, float]:
-  """The likeliest tokens after each prompt, and how far the second likeliest is at the nearest."""
+  """Returns the greedy tokens after each prompt, and the smallest difference between the two largest logits."""
   prompt = torch.tensor(ids[:, :PROMPT])
   with torch.no_grad():
     made = model.generate(

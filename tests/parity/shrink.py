@@ -1,4 +1,4 @@
-"""The smallest case that still fails: features are dropped one by one."""
+"""Shrinks a failing case: removes features one by one while the case still fails."""
 
 import copy
 from collections.abc import Callable
@@ -11,12 +11,12 @@ ABSENT = object()
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], *, tries: int = 60) -> Case:
-  """The smallest case found that still fails.
+  """Returns the smallest case found that still fails.
 
   Args:
-    case: one that fails.
-    fails: whether a case fails in the same way; one that is no valid model does not.
-    tries: how often ``fails`` may be asked.
+    case: a case that fails.
+    fails: returns True if a case fails in the same way. It must return False for an invalid model.
+    tries: maximum number of calls of ``fails``.
   """
   improved = True
   while improved and tries > 0:
@@ -30,7 +30,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], *, tries: int = 60) -> Cas
 
 
 def simpler(case: Case) -> list[tuple[str, Case]]:
-  """Cases with one feature less, the largest steps first; not every one of them is a valid model."""
+  """Returns cases with one feature less, with their descriptions. Large reductions come first; some models are invalid."""
 
   def with_text(change: str, **values: Any) -> tuple[str, Case]:
     config = copy.deepcopy(case.config)

@@ -1,4 +1,4 @@
-"""The cases that the fuzzer draws: the same for a seed everywhere, models that our reader takes, rows of every kind."""
+"""The fuzzer's cases: a seed always gives the same case, our config reader accepts it, and all kinds of rows occur."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_labels_stand_where_a_prediction_has_a_meaning(family: str, seed: int):
 
 
 def size(case: Case) -> tuple:
-  """Less is smaller."""
+  """Returns a key that compares the sizes of cases."""
   plain = [case.tokens == "plain", case.form == "hub", case.stored == "float32", not case.words]
   return case.images, case.text["num_hidden_layers"], case.rows, case.length, case.text["num_attention_heads"], -sum(plain)
 
@@ -59,11 +59,11 @@ def test_what_shrinking_tries_is_another_case_and_no_larger(family: str):
   for change, other in found:
     assert other != case, change
     assert all(a <= b for a, b in zip(size(other), size(case), strict=True)), change
-    arrays(other)  # never longer than there is room for
+    arrays(other)  # the images still fit in a row
 
 
 def test_shrinking_keeps_what_fails():
-  """A fault that needs a window, two layers and a row of more than a tile."""
+  """The simulated fault needs a sliding window, two layers and a row longer than a tile. Shrinking removes all else."""
   case = next(
     case for case in (draw("gemma3", seed) for seed in SEEDS) if case.length > 600 and case.text["num_hidden_layers"] > 2
   )

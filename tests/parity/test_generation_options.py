@@ -1,4 +1,4 @@
-"""With the extra ``parity``: every generation option of the installed transformers is honored, or refused by name."""
+"""Every generation option of the installed transformers is honored, or rejected by name. Needs the extra ``parity``."""
 
 import inspect
 from pathlib import Path
@@ -25,7 +25,7 @@ HONORED: dict[str, Any] = {
   "sequence_bias": {(4,): 1.5}, "temperature": 0.5, "top_k": 7, "top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5,
   "stop_strings": ["x"], "eos_token_id": [5],
 }  # fmt: skip
-# A value of these has the effect of every other value.
+# All values of these options have the same effect.
 NO_EFFECT = {"use_cache": True, "return_dict_in_generate": True, "renormalize_logits": True, "transformers_version": "5"}
 NO_EFFECT["_from_model_config"] = True
 
@@ -58,9 +58,9 @@ def test_an_option_is_honored_or_refused_by_name(name: str):
 
 
 def test_defaults_of_transformers_change_nothing():
-  """As of ``GenerationConfig().to_diff_dict()``, and of the values that its generate fills in."""
+  """Transformers' defaults are accepted and mean greedy decoding. ``GenerationConfig().to_diff_dict()`` sets no option."""
   defaults = transformers.GenerationConfig._get_default_generation_params()
-  # Numbers of speculative decoding, which transformers reads only with an assistant; and lengths that count the prompt.
+  # Options of speculative decoding, which transformers reads only with an assistant, and lengths that count the prompt.
   refused = {"max_length", *(name for name in defaults if "assistant" in name or "lookbehind" in name)}
   given = {name: value for name, value in defaults.items() if name not in refused} | {"return_dict_in_generate": True}
   options, others = translated_options(generate, {}, given)
@@ -71,7 +71,7 @@ def test_defaults_of_transformers_change_nothing():
 
 @pytest.mark.parametrize("given", [{}, {"eos_token_id": 7}, {"eos_token_id": [7, 9]}, {"eos_token_id": None}])
 def test_which_tokens_end_an_answer(given: dict[str, Any], tmp_path: Path):
-  """Tokens of a call replace those of generation_config.json, and None is no token."""
+  """Stop tokens passed to a call replace those of generation_config.json, and None means no stop token."""
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 4]}')
   stored = transformers.GenerationConfig.from_pretrained(tmp_path)
   model = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The notebook that compares a model with transformers runs to its end."""
+"""The notebook that compares a model with transformers runs without errors and finds the same results."""
 
 import re
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra parity")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a new kernel compiles everything again
+@pytest.mark.timeout(1200)  # a new Jupyter kernel compiles everything again
 def test_logits_layers_and_text_equal_those_of_transformers():
   text = text_of(execute(EXAMPLES / "compare_with_transformers.ipynb", environment()))
   differences = [float(number) for number in re.findall(r"largest difference ([\d.e+-]+)", text)]

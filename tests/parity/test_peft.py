@@ -1,4 +1,4 @@
-"""Adapters against peft: what is exported is what peft computes with, and what peft saves is what is read here."""
+"""Adapters compared with peft: an exported adapter gives the same logits in peft, and peft's adapters give the same here."""
 
 import json
 
@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft", reason="needs the extra parity")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra parity")
 transformers = pytest.importorskip("transformers", reason="needs the extra parity")
 
-# peft and transformers warn of each other.
+# peft and transformers give warnings about each other.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 GOLDEN = maxtext_like.__path__[0] + "/../tests/golden"
 MODELS = [
@@ -67,7 +67,7 @@ def test_an_exported_adapter_is_what_peft_computes_with(name, modules, more, tmp
 
 
 def trained_on(checkpoint, tmp_path, *words) -> tuple[np.ndarray, np.ndarray]:
-  """Logits here and of peft, when the adapter of peft's own was trained on here and written again."""
+  """Trains peft's adapter further and exports it again. Returns our logits, and those of peft with the exported adapter."""
   maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
   given = [f"lora_from={tmp_path}/adapter", f"init_from={checkpoint}", "dtype=float32", "dataset=synthetic", "tokenizer=bytes"]
   given += ["max_target_length=16", f"output_dir={tmp_path}", "run_name=run", *words]
@@ -88,7 +88,7 @@ def test_an_adapter_of_peft_s_own_with_patterns(dora, tmp_path):
   torch.manual_seed(0)
   adapted = peft.get_peft_model(model, config)
   with torch.no_grad():
-    for key, value in adapted.named_parameters():  # magnitudes begin as the norms
+    for key, value in adapted.named_parameters():  # DoRA magnitudes are initialized to the norms
       if "magnitude" in key:
         value.mul_(1 + 0.5 * torch.rand_like(value))
   adapted.save_pretrained(tmp_path / "adapter")
@@ -139,7 +139,7 @@ TABLES = [("gemma3_text", ["embed_tokens"]), ("deepseek3", ["embed_tokens", "lm_
 
 @pytest.mark.parametrize(("name", "tables"), TABLES)
 def test_tables_that_were_trained_whole_are_what_peft_saves_whole(name, tables, tmp_path):
-  """modules_to_save, both ways: a head that is the embedding stays it."""
+  """modules_to_save works in export and in import. A head that is tied to the embedding stays tied."""
   checkpoint, tied = f"{GOLDEN}/{name}/checkpoint", name == "gemma3_text"
   maxtext_like.import_checkpoint(checkpoint, tmp_path / "imported")
   words = ["lora_rank=3", "lora_alpha=6", "lora_modules=[o_proj]", f"modules_to_save=[{', '.join(tables)}]"]
@@ -154,7 +154,7 @@ def test_tables_that_were_trained_whole_are_what_peft_saves_whole(name, tables, 
   maxtext_like.export_checkpoint(tmp_path / "run", tmp_path / "merged", dtype="float32")
   np.testing.assert_allclose(ours, reference(tmp_path / "merged"), atol=limit)
   assert np.abs(ours - reference(checkpoint)).max() > 0.1
-  # What peft trained, here, and trained further.
+  # Load an adapter of peft here, and train it further.
   base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
   config = peft.LoraConfig(
     r=2, target_modules=["q_proj" if tied else "o_proj"], modules_to_save=tables, ensure_weight_tying=tied
@@ -180,7 +180,7 @@ def test_tables_that_were_trained_whole_are_what_peft_saves_whole(name, tables, 
 
 @pytest.mark.parametrize(("name", "tower"), [("gemma3_vision", "projector"), ("gemma4_vision_small", "trained")])
 def test_a_tower_that_was_trained_whole_is_what_peft_saves_whole(name, tower, tmp_path):
-  """modules_to_save: peft's model with the exported adapter against ours merged, which is plain transformers."""
+  """modules_to_save has the tower: peft with the exported adapter equals transformers with our merged checkpoint."""
   checkpoint = f"{GOLDEN}/{name}/checkpoint"
   numbers = np.random.default_rng(0)
   for i in range(4):

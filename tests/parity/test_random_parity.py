@@ -1,6 +1,6 @@
-"""With the extra ``parity`` (torch, transformers): random models give transformers' numbers, here and after export.
+"""Random models give the same results as transformers, here and after export. Needs the extra ``parity``.
 
-Other seeds by hand: python tests/parity/fuzz.py --seeds 100-200 --family gemma4
+To run other seeds: python tests/parity/fuzz.py --seeds 100-200 --family gemma4
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tests.parity.check import check
 from tests.parity.fuzz import at_the_same_stage, report
 from tests.parity.shrink import shrink
 
-# torch says so of shared experts of none.
+# torch gives this warning for a model without shared experts.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")]
 SEEDS = range(4)
 
@@ -34,7 +34,7 @@ def test_a_random_model(family: str, seed: int, tmp_path: Path):
 
 
 def test_another_window_is_found_in_its_layer_and_shrunk():
-  """What the fuzzer is for, on a fault of ours: a window one key wider than the checkpoint's."""
+  """The fuzzer finds a deliberate fault of ours, a window one key wider than the checkpoint's, and shrinks the case."""
   config = draw("gemma3", 0).config | {
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],

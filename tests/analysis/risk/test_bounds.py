@@ -1,4 +1,4 @@
-"""Bounds as inequalities over random weights and inputs, and tight where they claim to be; sizes against drawn numbers."""
+"""Bounds hold for random weights and inputs, and are reached where they are tight. Expected sizes equal those of samples."""
 
 import math
 
@@ -19,7 +19,7 @@ def rms_normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def draws(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
-  """Random directions, sparse ones and single channels: what attains a bound is not what is likely."""
+  """Draws random directions, sparse ones and single channels, because typical inputs stay far below a bound."""
   x = rng.normal(size=(count, dim)) * 10.0 ** rng.uniform(-2, 3, size=(count, 1))
   x[: count // 3] *= rng.random((count // 3, dim)) < 0.2
   x[:dim] = np.eye(dim)[:count]
@@ -36,7 +36,7 @@ def test_linear_maps_of_normed_inputs(seed: int, dim: int, outputs: int, biased:
   x = rms_normed(draws(rng, 64, dim), scale) + (0 if bias is None else bias)
   y = x @ w
   assert (np.abs(y) <= signal.bounds()).all()
-  # Attained: the input along scale * w[:, 0] reaches the bound but for the roundings allowed for.
+  # The input along scale * w[:, 0] reaches the bound, except for the allowance for rounding.
   if bias is None:
     worst = rms_normed((scale * w[:, 0])[None] * 1e3, scale) @ w[:, 0]
     np.testing.assert_allclose(np.abs(worst[0]), signal.bounds()[0], rtol=1e-4)
@@ -52,7 +52,7 @@ def test_blocks_are_bounded_block_by_block(seed: int, count: int, size: int, out
   x = rms_normed(draws(rng, 60, size).reshape(-1, 1, size)[rng.integers(0, 60, (50, count)), 0], one.scale)
   assert (np.abs(x.reshape(50, -1) @ w) <= signal.bounds() * (1 + 1e-9)).all()
   flat = bounds.through(bounds.heads(one, count).channels(slice(None)), [w], U)
-  assert (signal.bounds() <= flat.bounds() * (1 + 1e-5)).all()  # knowing the norms of blocks can only help
+  assert (signal.bounds() <= flat.bounds() * (1 + 1e-5)).all()  # the norm of each block makes the bound smaller
 
 
 @settings(deadline=None, max_examples=30)

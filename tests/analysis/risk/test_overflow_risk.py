@@ -1,4 +1,4 @@
-"""Bounds against what forward passes really reach, on every golden model; the hazards planted in the goldens come first."""
+"""Compares bounds with the magnitudes of forward passes on every golden model. Hazards planted in the goldens rank first."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
 
 
 def limits(sites: list[Site]) -> dict[tuple[str, str], float]:
-  """Bounds by place and quantity; those of experts together."""
+  """Returns the bounds by place and quantity. For experts it is the largest bound of all experts of a layer."""
   found: dict[tuple[str, str], float] = {}
   for site in sites:
     place = site.place.partition(".experts.")[0] + ".experts" if ".experts." in site.place else site.place
@@ -41,7 +41,7 @@ def limits(sites: list[Site]) -> dict[tuple[str, str], float]:
 
 def checked(name: str, dtype: str) -> None:
   directory = GOLDEN / name / "checkpoint"
-  vision = "patch_size_for_vit" in read_config(directory).vision  # the others have placeholders alone
+  vision = "patch_size_for_vit" in read_config(directory).vision  # the others have only placeholder ids
   words = [f"dtype={dtype}", "scan_layers=false", *(["use_multimodal=true"] if vision else [])]
   case = VisionCase(name) if vision else Case(name)
   config, loaded = load_checkpoint_config(directory, words, length=case.inputs["input_ids"].shape[1])
@@ -53,7 +53,7 @@ def checked(name: str, dtype: str) -> None:
     runs = [make_batch(case.arrays(run), run, vocab_size=loaded.config.model.vocab_size).batch for run in case.runs]
   runs = [{key: value for key, value in batch.items() if key != "targets"} for batch in runs]
   observed = observe(weights.decoder, weights.load(), runs, QUICK)
-  # The row of the per-layer table is not looked at apart from the input that it becomes part of.
+  # ``observe`` does not note the row of the per-layer table, only the input that is computed from it.
   assert set(bounds) - set(observed) <= {("model", "per-layer row")}
   assert set(observed) <= set(bounds)
   beyond = {key: (value, bounds[key]) for key, value in observed.items() if not value <= bounds[key]}
@@ -63,7 +63,7 @@ def checked(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
   "name", tiers(CASES, quick=("stress_fp16_mlp",), slow=("gemma3_vision", "gemma4_e4b", "deepseek3", "stress_fp16_vision"))
-)  # the next test has the other kinds of layers
+)  # the next test covers the other kinds of layers
 def test_nothing_exceeds_its_bound(name: str):
   checked(name, "float32")
 
@@ -144,12 +144,12 @@ def precision_of(dtype: str, **flags) -> Precision:
 
 
 def test_every_noted_quantity_is_judged_and_held_as_the_layers_hold_it():
-  """With a flag off, its quantities are held in the dtype; with it on, in float32."""
+  """If a flag is off, its quantities are in ``dtype``; if it is on, they are in float32."""
   for name, quantity in overflow_risk.QUANTITIES.items():
     for key in (key.name for key in quantity.keys):
       off, on = ("float16", "float32") if key == "residual_dtype" else (False, True)
       assert quantity.held(precision_of("float16", **{key: on})) == "float32", name
-      if key != "float32_weight_sum":  # float16 operands make that sum a float32 one in any case
+      if key != "float32_weight_sum":  # with float16 operands that sum is float32 in any case
         assert quantity.held(precision_of("float16", **{key: off})) == "float16", name
 
 
@@ -163,7 +163,7 @@ def test_of_two_keys_the_one_that_is_missing_is_named():
 
 
 def assert_equal_sites(found: list[Site], expected: list[Site]) -> None:
-  """The same but for the order of float32 sums, which goes by the layout of an array."""
+  """Asserts that sites are equal up to rounding. The order of float32 sums depends on the layout of an array."""
   for a, b in zip(found, expected, strict=True):
     assert (a.place, a.quantity) == (b.place, b.quantity)
     np.testing.assert_allclose([a.bound, a.expected], [b.bound, b.expected], rtol=1e-5)
@@ -188,7 +188,7 @@ def test_a_run_of_ours_is_read_as_the_arrays_that_were_saved(tmp_path: Path, cap
 def test_a_family_without_a_formula_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch):
   model, decoder, read, _ = open_checkpoint(GOLDEN / "stress_fp16_mlp" / "checkpoint", [])
   unknown = types.ModuleType("models_of_somebody.plain")
-  unknown.__path__ = []  # a package with nothing in it
+  unknown.__path__ = []  # an empty package
   monkeypatch.setitem(sys.modules, unknown.__name__, unknown)
   monkeypatch.setitem(FAMILIES, "plain", Family("plain", unknown.__name__))
   with pytest.raises(UserError, match="no formula for decoder_block plain\n  fix: "):
@@ -218,7 +218,7 @@ def test_the_slices_of_a_large_map_give_the_whole(monkeypatch: pytest.MonkeyPatc
 
   monkeypatch.setattr(parameters, "CHUNK", 700)
   sliced = measure(model, decoder, counted, 1000)
-  assert max(sizes) <= 2048  # a column of a head is the smallest slice: 16 latents of heads of 20, norms of 40
+  assert max(sizes) <= 2048  # larger than CHUNK, because a column of a head is the smallest slice
   assert_equal_sites(whole, sliced)
 
 
