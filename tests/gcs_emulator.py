@@ -1,7 +1,7 @@
-"""A gs:// of one process, for tests: gcp-storage-emulator from PyPI, with what it lacks, and with faults.
+"""A gs:// store inside the test process: gcp-storage-emulator from PyPI with missing features added, and with faults.
 
-Added in front of it: writes and removals on the condition of a generation, generations and ranges of what is read, many
-requests at once, and ``Emulator.fault``, which is asked before each request.
+This file adds writes and removals on the condition of a generation, generations and byte ranges of reads, concurrent
+requests, and ``Emulator.fault``, which is called before each request.
 """
 
 import logging
@@ -20,22 +20,22 @@ from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
 
 BUCKET = "bucket"
-# (method, path of the URL, its query) -> what goes wrong: a status as "503", "lost" (done, and no answer), "cut" (half an
-# answer), a number of seconds to wait first, or None.
+# Maps (method, path of the URL, its query) to a fault: a status such as "503", "lost" (the request is processed, but gets no
+# answer), "cut" (half an answer), a number of seconds to wait first, or None.
 Fault = Callable[[str, str, dict[str, str]], str | float | None]
 
 
 class Emulator:
-  """Buckets in memory behind a port of this machine.
+  """Buckets in memory behind a local port.
 
   Attributes:
-    url: of its API.
-    fault: asked before each request; None: nothing goes wrong.
-    requests: method and path of each.
+    url: URL of the API.
+    fault: called before each request; None for no faults.
+    requests: method and path of each request.
   """
 
   def __init__(self) -> None:
-    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it calls what is not there an error
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs missing objects as errors
     self.storage = Storage(use_memory_fs=True)
     self.storage.create_bucket(BUCKET, {"name": BUCKET})
     self.fault: Fault | None = None
@@ -48,26 +48,26 @@ class Emulator:
 
   @property
   def environment(self) -> dict[str, str]:
-    """By which gcsfs and tensorstore find it."""
+    """Environment variables from which gcsfs and TensorStore find the emulator."""
     return {
       "STORAGE_EMULATOR_HOST": self.url,
       "TENSORSTORE_GCS_HTTP_URL": self.url,
       "GOOGLE_AUTH_TOKEN_FOR_TESTING": "test",
-      "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else it asks another API for the kind of the bucket
+      "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # otherwise gcsfs asks another API for the kind of the bucket
     }
 
   def names(self, prefix: str = "") -> list[str]:
-    """Objects of the bucket whose names begin so."""
+    """Returns the names of the objects of the bucket that start with ``prefix``."""
     with self.lock:
       return sorted(about["name"] for about in self.storage.get_file_list(BUCKET, prefix or None)[0])
 
   def read(self, name: str) -> bytes:
-    """The content of an object."""
+    """Returns the content of an object."""
     with self.lock:
       return self.storage.get_file(BUCKET, name)
 
   def write(self, name: str, content: bytes) -> None:
-    """Makes an object, or replaces it, as another client would."""
+    """Creates or replaces an object, as another client would."""
     with self.lock:
       about = objects._make_object_resource(self.url, BUCKET, name, "application/octet-stream", str(len(content)))
       self.storage.create_file(BUCKET, name, content, objects._checksums(content, about))
@@ -78,7 +78,7 @@ class Emulator:
       self.storage.delete_file(BUCKET, name)
 
   def generation(self, name: str) -> str:
-    """Of an object; "0" where there is none, as in conditions."""
+    """Returns the generation of an object, or "0" if it does not exist, as in the conditions of requests."""
     try:
       return str(self.storage.get_file_obj(BUCKET, name)["generation"])
     except NotFound:
@@ -86,7 +86,7 @@ class Emulator:
 
   @contextmanager
   def failing(self, fault: Fault) -> Iterator[None]:
-    """Inside, requests go wrong so."""
+    """Injects a fault into the requests inside the context."""
     self.fault = fault
     try:
       yield
@@ -96,7 +96,7 @@ class Emulator:
 
 @cache
 def emulator() -> Emulator:
-  """The one of this process, to which its clients are directed: they keep where their store is."""
+  """Returns the only emulator of this process and directs its clients to it. Clients remember the address of their store."""
   made = Emulator()
   os.environ.update(made.environment)
   return made
@@ -145,7 +145,7 @@ class _Handler(RequestHandler):
           self.wfile = _Nowhere()  # pyright: ignore[reportAttributeAccessIssue]
         plainly()
     except (BrokenPipeError, ConnectionResetError):
-      return  # the client was killed, or does not want it any more
+      return  # the client was killed or closed the connection
 
   def _refuse(self, code, why):
     text = f'{{"error": {{"code": {code}, "message": "{why}"}}}}'.encode()
@@ -179,7 +179,7 @@ class _Handler(RequestHandler):
 
 
 class _Nowhere:
-  """Where an answer goes that nobody gets."""
+  """A file that discards an answer, so that the client does not get it."""
 
   closed = False
 

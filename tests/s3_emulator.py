@@ -1,4 +1,4 @@
-"""An s3:// of one process, for tests: moto from PyPI, one request at a time, with faults as ``gcs_emulator`` has them."""
+"""An s3:// store inside the test process: moto from PyPI, one request at a time, with the faults of ``gcs_emulator``."""
 
 import logging
 import os
@@ -20,11 +20,13 @@ from tests.gcs_emulator import BUCKET, Fault
 
 
 class Emulator:
-  """A bucket in memory behind a port of this machine; members as ``gcs_emulator.Emulator``'s. What is written has its name in
-  the query that a fault sees."""
+  """A bucket in memory behind a local port, with the members of ``gcs_emulator.Emulator``.
+
+  For a write, the query that is passed to a fault has the name of the object as ``name``.
+  """
 
   def __init__(self) -> None:
-    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # a line for each request
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # it logs a line for each request
     self._backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
     self._backend.create_bucket(BUCKET, "us-east-1")
     self._application = DomainDispatcherApplication(create_backend_app)
@@ -37,27 +39,27 @@ class Emulator:
 
   @property
   def environment(self) -> dict[str, str]:
-    """By which s3fs, and by it TensorStore, find it; they do not wait long when it fails."""
+    """Environment variables from which s3fs, and TensorStore through it, find the emulator, and fail without long waits."""
     return {
       "AWS_ENDPOINT_URL": self.url,
       "AWS_ACCESS_KEY_ID": "test",
       "AWS_SECRET_ACCESS_KEY": "test",
       "AWS_DEFAULT_REGION": "us-east-1",
-      "AWS_MAX_ATTEMPTS": "1",  # s3fs tries again, too
+      "AWS_MAX_ATTEMPTS": "1",  # s3fs has its own retries
     }
 
   def names(self, prefix: str = "") -> list[str]:
-    """Objects of the bucket whose names begin so."""
+    """Returns the names of the objects of the bucket that start with ``prefix``."""
     with self.lock:
       return sorted(name for name in self._backend.buckets[BUCKET].keys if name.startswith(prefix))
 
   def read(self, name: str) -> bytes:
-    """The content of an object."""
+    """Returns the content of an object."""
     with self.lock:
       return self._backend.buckets[BUCKET].keys[name].value
 
   def write(self, name: str, content: bytes) -> None:
-    """Makes an object, or replaces it, as another client would."""
+    """Creates or replaces an object, as another client would."""
     with self.lock:
       self._backend.put_object(BUCKET, name, content)
 
@@ -68,7 +70,7 @@ class Emulator:
 
   @contextmanager
   def failing(self, fault: Fault) -> Iterator[None]:
-    """Inside, requests go wrong so."""
+    """Injects a fault into the requests inside the context."""
     self.fault = fault
     try:
       yield
@@ -103,13 +105,13 @@ class Emulator:
 
 @cache
 def emulator() -> Emulator:
-  """The one of this process, to which its clients are directed: they keep where their store is."""
+  """Returns the only emulator of this process and directs its clients to it. Clients remember the address of their store."""
   made = Emulator()
   os.environ.update(made.environment)
   return made
 
 
 def store_of(place: str | Place) -> "Emulator | gcs_emulator.Emulator":
-  """The emulator that a place is in, or that a protocol has; before the first Place there, for clients read what it sets."""
+  """Returns the emulator of a place or protocol. Call it before the first Place, because clients read the variables it sets."""
   protocol = place.protocol if isinstance(place, Place) else place
   return emulator() if protocol == "s3" else gcs_emulator.emulator()

@@ -1,4 +1,4 @@
-"""The command that installs an extra is the one of this checkout, or that of an installed wheel; every named extra exists."""
+"""The install command of an extra fits a checkout or an installed wheel, and every extra named in a message exists."""
 
 import ast
 import tomllib

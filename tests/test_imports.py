@@ -1,4 +1,4 @@
-"""Imports point one way: every import of every file, those inside functions too, held against one list of layers."""
+"""Imports point one way: every import of every file, also inside functions, is checked against one order of layers."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "maxtext_like"
 
-# From the bottom up. A module imports what stands below it, and its own package; of several in one line none imports another.
+# From the bottom up. A module may import modules below it and modules of its own package. Packages in one tuple do not import
+# each other, except those of the first tuple.
 ORDER = (
   (
     "__version__",
@@ -46,30 +47,33 @@ ORDER = (
 HEIGHT = {name: height for height, names in enumerate(ORDER) for name in names}
 # A family's parts belong to different layers.
 OF_A_FAMILY = {"config": "config", "maxtext": "config", "huggingface": "checkpoint"}
-# Of ours, these import only what is named here, whatever stands below them.
+# These import only the packages of this project that are named here, even if others are below them.
 ONLY = {"layers": {"layers"}, "numerics": {"numerics", "layers", "errors"}, **dict.fromkeys(ORDER[0], ORDER[0])}
 
 
 def sources() -> list[Path]:
-  """Every file of the package; src/layers through its link, into which rglob does not look."""
+  """Returns every file of the package. src/layers is listed separately, because rglob does not follow its link."""
   return sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "layers").rglob("*.py")])
 
 
 def part_of(module: str) -> str:
-  """'config' of 'maxtext_like.config.schema'; what is of the package itself, as ``maxtext_like.load``, is of '__init__'."""
+  """Returns the entry of ORDER for a module or name: 'config' for 'maxtext_like.config.schema'.
+
+  Names of the package itself, such as ``maxtext_like.load``, belong to '__init__'.
+  """
   part = module.split(".")[1] if "." in module else "__init__"
   if part == "models":
     _, _, first, name, *_ = *module.split("."), "", ""
     if (PACKAGE / "models" / first).is_dir():
       return OF_A_FAMILY.get(name, "models")
-  if part == "training":  # its folders have an order of their own; the package itself is its top
+  if part == "training":  # its folders have their own entries; other files count as its top
     folder = ".".join(module.split(".")[1:3])
     return folder if folder in HEIGHT else "training.run"
   return part if part in HEIGHT or (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file() else "__init__"
 
 
 def imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
-  """(line, full name) of what is imported of ours; ``module``: who does, for relative imports."""
+  """Yields (line, full name) of every import of this project. ``module`` is the importer, to resolve relative imports."""
   for node in ast.walk(tree):
     if isinstance(node, ast.Import):
       found = [alias.name for alias in node.names]
@@ -83,7 +87,7 @@ def imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
 
 
 def faults(text: str, module: str, place: str) -> list[str]:
-  """What a source imports against the order, a line each."""
+  """Returns one line for every import of a source that violates the order."""
   part, tree = part_of(module), ast.parse(text)
   if module == "maxtext_like.models.registry":  # the types of a family's parts, which other layers define and import
     tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
@@ -100,7 +104,7 @@ def faults(text: str, module: str, place: str) -> list[str]:
 
 
 def test_imports_point_one_way():
-  """To mend: move the function to where it belongs, or let the caller above hand it down as an argument."""
+  """To fix a violation, move the function to a lower layer, or let the caller above pass it as an argument."""
   wrong = []
   for path in sources():
     name = path.relative_to(PACKAGE.parent)
@@ -109,7 +113,7 @@ def test_imports_point_one_way():
 
 
 def test_modules_are_loaded_by_name_only_where_a_table_has_their_names():
-  """``import_module`` is an import that nothing here can see: each place of it is one to look at."""
+  """The other tests cannot see imports through ``import_module``, so every file that uses it is listed and was reviewed."""
   found = set()
   for path in sources():
     text = path.read_text(encoding="utf-8")
@@ -135,20 +139,20 @@ def test_every_file_has_its_place_in_the_order():
 
 
 def module_graph() -> dict[str, set[str]]:
-  """Every module with the modules that it imports, at its top, inside functions and for type checkers."""
+  """Returns every module with the modules that it imports: at its top, inside functions and for type checkers."""
   paths = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in sources()
   }
   missing = []
   graph: dict[str, set[str]] = {}
   for module, path in paths.items():
-    # Relative imports count from the package, which for a package is itself.
+    # Relative imports start at the module's package. For the __init__.py of a package that is the package itself.
     importer = f"{module}.__init__" if path.name == "__init__.py" else module
     found = set()
     for line, name in imports(ast.parse(path.read_text(encoding="utf-8")), importer):
       if name not in paths and name.rpartition(".")[0] not in paths:
         missing.append(f"{module}:{line}: {name}")
-      while name not in paths:  # a name of a module, as maxtext_like.errors.UserError
+      while name not in paths:  # a name in a module, such as maxtext_like.errors.UserError
         name = name.rpartition(".")[0]
       found.add(name)
     graph[module] = found - {module, "maxtext_like"}  # names of the package are imported at first use (verbs.py)
@@ -157,7 +161,7 @@ def module_graph() -> dict[str, set[str]]:
 
 
 def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-  """Sets of modules that import each other, directly or through others (strongly connected components)."""
+  """Returns sets of modules that import each other, directly or through others (strongly connected components)."""
   order: list[str] = []
   seen: set[str] = set()
 
@@ -192,7 +196,7 @@ def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def test_no_modules_import_each_other():
-  """Fix: move what both need into a module below, or pass it as an argument."""
+  """To fix a cycle, move the code that both modules need into a lower module, or pass it as an argument."""
   found = cycles(module_graph())
   assert not [sorted(name.removeprefix("maxtext_like.") for name in cycle) for cycle in found]
 
@@ -239,7 +243,7 @@ def test_what_climbs_back_is_named(module, line, at_fault):
 
 
 def test_no_two_files_of_tests_have_one_name():
-  """pytest imports each by its name alone: the second could not be collected, which shows only where all are run."""
+  """pytest imports test files by their base name and cannot collect a second one. Only a run of all tests would show that."""
   files: dict[str, list[str]] = {}
   for path in Path(__file__).parent.rglob("test_*.py"):
     files.setdefault(path.name, []).append(str(path))

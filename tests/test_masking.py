@@ -1,4 +1,4 @@
-"""What looks like a secret is masked; what the project itself writes is not."""
+"""Text that looks like a secret is masked. Ordinary text and the project's own configuration are not."""
 
 import pytest
 

@@ -33,8 +33,8 @@ def copies(monkeypatch, tmp_path):
 
 @pytest.fixture
 def impatient(monkeypatch):
-  """Clients and copies try again at once."""
-  emulator()  # before its clients are imported
+  """Makes clients and copies retry without waiting."""
+  emulator()  # sets variables that clients read when they are imported
 
   async def at_once(_):
     return
@@ -142,7 +142,7 @@ def test_a_copy_is_taken_once_and_again_when_the_object_is_another(place, copies
   assert local_copies.copy_file(f"{place}/x.txt").read_bytes() == b"two"
   path.write_bytes(b"cut")
   path.write_bytes(b"cut short")
-  assert local_copies.copy_file(f"{place}/x.txt").read_bytes() == b"two"  # by its size
+  assert local_copies.copy_file(f"{place}/x.txt").read_bytes() == b"two"  # the size of the copy is wrong
   with pytest.raises(UserError, match=r"y\.txt: no such object"):
     local_copies.copy_file(f"{place}/y.txt")
 
@@ -206,7 +206,7 @@ def test_of_two_who_write_on_a_condition_one_does(protocol):
   with pytest.raises(FileExistsError):
     place.replace(b"there is none", "0123")
   first = place.create(b"of the first")
-  assert place.create(b"of the first") == first  # whose answer was lost
+  assert place.create(b"of the first") == first  # a retry after a lost answer
   with pytest.raises(FileExistsError):
     place.create(b"of the second")
   entry = place.entry()
@@ -220,7 +220,7 @@ def test_of_two_who_write_on_a_condition_one_does(protocol):
 
 @pytest.mark.parametrize(("status", "kind"), [(401, UserError), (403, UserError), (500, RetryableError), (503, RetryableError)])
 def test_s3_says_with_a_status_alone_whether_a_retry_can_help(status, kind):
-  """s3fs raises what it does not know as an OSError around botocore's error."""
+  """s3fs wraps errors that it does not know in an OSError, with botocore's error as the cause."""
   cause = Exception("An error occurred (401) when calling the ListObjectsV2 operation: Unauthorized")
   cause.response = {"Error": {"Code": str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}  # pyright: ignore
   error = OSError(5, str(cause))

@@ -21,7 +21,7 @@ def script(path, executable=True):
 
 def printed(words, path="/usr/bin:/bin", cwd=None):
   environment = {"PATH": path, "PYTHONPATH": os.getcwd()}
-  shell = ["/bin/sh", "-c", shlex.join(words)]  # as a person starts a program: the shell looks for its name
+  shell = ["/bin/sh", "-c", shlex.join(words)]  # as a person starts a program: the shell searches PATH for its name
   return subprocess.run(shell, env=environment, cwd=cwd, capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -30,7 +30,7 @@ def test_a_program_that_the_shell_finds_is_printed_by_its_name(tmp_path):
   words = ["train", "gemma4-tiny", "run_name=a b"]
   line = "maxtext-like train gemma4-tiny 'run_name=a b'"
   assert printed(["maxtext-like", *words], f"{installed.parent}:/usr/bin:/bin") == line
-  # Another one is found by that name, or none: the path is what works.
+  # The shell would find another program of that name, or none, so only the path works.
   assert printed([str(installed), *words]) == f"{installed} train gemma4-tiny 'run_name=a b'"
   assert printed(["bin/maxtext-like", "train"], cwd=tmp_path) == "bin/maxtext-like train"
 
@@ -63,7 +63,7 @@ def test_the_processes_of_a_launcher_print_its_command_without_secrets(monkeypat
 
 
 def test_a_notebook_is_no_command(monkeypatch):
-  """Its words are not the call that trains. After the command has returned, the process is what it was."""
+  """The words that started a notebook are no training command. A process counts as a command only inside ``as_command``."""
   monkeypatch.delenv(VARIABLE, raising=False)
   assert not is_command()
   with as_command():
@@ -72,7 +72,7 @@ def test_a_notebook_is_no_command(monkeypatch):
 
 
 def test_main_is_called_as_the_command_only_by_the_program(monkeypatch):
-  """``main`` called in a notebook does not make its words the call that trains; the installed program does."""
+  """A call of ``main`` in a notebook does not count as the command that a person typed. The installed program does."""
   seen = []
   monkeypatch.delenv(VARIABLE, raising=False)
   monkeypatch.setattr(cli, "_exit_code", lambda words: seen.append(is_command()) or 0)

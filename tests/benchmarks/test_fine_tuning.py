@@ -1,4 +1,4 @@
-"""The proof that fine-tuning teaches, at a third of its length: ``benchmarks/fine_tuning.py`` prints it whole."""
+"""A shorter version of ``benchmarks/fine_tuning.py``, which shows that fine-tuning teaches a model a format."""
 
 import pytest
 

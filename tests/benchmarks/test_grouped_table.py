@@ -1,4 +1,4 @@
-"""benchmarks/grouped.py: the loads that it measures, and its table on this machine."""
+"""benchmarks/grouped.py: the loads of its groups, and its table on this machine."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def test_its_table():
   rows = [line.split() for line in lines[4:]]
   assert [row[:2] for row in rows] == [["tiles", "even"], ["tiles", "uneven"], ["tiles", "one"], ["one", "matrix"]]
   useful = 2 * 96 * 64 * 32 / 1e12
-  for row in rows[:3]:  # milliseconds have three digits behind the point
+  for row in rows[:3]:  # milliseconds are printed with three decimals
     ms, rate, both, three = map(float, row[-4:])
     assert abs(ms - useful / rate * 1e3) < 6e-4 + 1e-3 * ms
     assert abs(both - 3 * useful / three * 1e3) < 6e-4 + 1e-3 * both

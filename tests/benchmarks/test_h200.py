@@ -1,4 +1,4 @@
-"""benchmarks/h200.py: its table of a tiny model on this machine, of transformers too where torch is."""
+"""benchmarks/h200.py prints its table for a tiny model on this machine, with transformers if torch is installed."""
 
 import importlib.util
 import json
@@ -57,11 +57,12 @@ def test_the_layer_of_deepseek_beside_transformers_grouped_mm(tmp_path):
   (found,) = json.loads((tmp_path / "rows.json").read_text())
   ours, theirs = found["ours"], found["theirs"]
   assert ours["tokens"] == theirs["tokens"] == 64
-  # Weights of one distribution: logits of variance 1 above the logarithm of the vocabulary, 6.93, on both sides.
+  # Both sides draw weights from the same distribution. Logits have variance 1, so both losses are a little above the
+  # logarithm of the vocabulary, 6.93.
   assert theirs["loss"] == pytest.approx(ours["loss"], rel=0.1)
-  assert 1 <= theirs["fullest"] <= 16 / 2  # a token has 8 of 16
+  assert 1 <= theirs["fullest"] <= 16 / 2  # each token selects 8 of 16
   assert {"attention sdpa", "experts grouped_mm", "eager"} <= {*theirs["kernels"]}
-  # Two products of experts, each with a product for the gradient of either side.
+  # The experts have two products. Each has two more, for the gradients of its operands.
   assert any(said.startswith("a step has 6 aten::_grouped_mm ") for said in theirs["kernels"])
   assert f", bfloat16 weights, plain SGD (eager) | one document | {ours['tokens_per_second']:,.0f} |" in done.stdout
 
@@ -90,7 +91,7 @@ def test_the_table_of_both_sides(tmp_path):
   assert found["ours"]["tokens_per_second"] > 0
   assert f"{found['ours']['tokens_per_second']:,.0f}" in row
   if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
-    # Fresh weights of one model on random tokens: both losses are about the logarithm of the vocabulary.
+    # Both models are untrained and tokens are random, so both losses are about the logarithm of the vocabulary.
     assert found["theirs"]["loss"] == pytest.approx(found["ours"]["loss"], rel=0.2)
     assert "attention sdpa" in found["theirs"]["kernels"]
   else:

@@ -16,11 +16,11 @@ def test_float16_mlp_saturates_and_ours_is_exact():
   numbers = float16.mlp_saturation().numbers
   assert numbers["bad_is_down"] == numbers["cause_is_product"] == 1
   assert numbers["finite"] == 1
-  assert numbers["clamped"] == 0  # nothing had to be thrown away
+  assert numbers["clamped"] == 0  # no number was clamped
   assert numbers["error"] < 2e-3
 
 
-@pytest.mark.slow  # three gradients to compile
+@pytest.mark.slow  # compiles three gradients
 def test_float16_residual_overflows_backward():
   numbers = float16.residual_backward().numbers
   assert numbers["loss"] < 1e8
@@ -83,7 +83,7 @@ def test_non_finite_updates_are_never_applied():
   assert numbers["our_skipped"] == 5
 
 
-@pytest.mark.slow  # tests/generation has the engine's error too
+@pytest.mark.slow  # tests/generation also tests the engine's error
 def test_sampling_from_nan():
   numbers = hidden.sampling().numbers
   assert 0 <= numbers["token"] < 11

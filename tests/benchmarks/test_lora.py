@@ -1,4 +1,4 @@
-"""benchmarks/lora.py: its table of a tiny model on this machine, of peft and bitsandbytes too where they are."""
+"""benchmarks/lora.py prints its table for a tiny model on this machine, with peft and bitsandbytes if they are installed."""
 
 import importlib.util
 import json
@@ -38,9 +38,9 @@ def test_the_table_of_both_sides(tmp_path):
   assert without["tokens_per_second"] > 0
   theirs = found["peft"]
   if all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft", "bitsandbytes")):
-    # Fresh weights of one model on random tokens: both losses are about the logarithm of the vocabulary.
+    # Both models are untrained and tokens are random, so both losses are about the logarithm of the vocabulary.
     assert theirs["loss"] == pytest.approx(found["losses"][-1], rel=0.2)
-    # 7 maps of rank 3 between 32 and 4 heads of 16, 2 of 16, and 32.
+    # The layer has 7 linear maps, and each has an adapter.
     assert (theirs["maps"], theirs["without"], theirs["dtypes"]) == (7, [], ["float32"])
     assert theirs["trained"] == found["trained"]
   else:

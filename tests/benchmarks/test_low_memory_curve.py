@@ -1,4 +1,4 @@
-"""benchmarks/low_memory_curve.py: what it makes of curves, and a run that fails among others."""
+"""benchmarks/low_memory_curve.py: its comparison of loss curves, and a run that fails among others."""
 
 import sys
 
@@ -15,7 +15,7 @@ def test_each_is_compared_at_its_best_rate_seed_by_seed():
     Run("float32", 1e-4, 0): 2.0,
     Run("float32", 1e-4, 1): 4.0,
     Run("float32", 3e-4, 0): 1.0,
-    Run("float32", 3e-4, 1): 9.0,  # 5 in the mean, beside 3
+    Run("float32", 3e-4, 1): 9.0,  # mean 5, compared with 3 at the rate 1e-4
     Run("dynamic8", 1e-4, 0): 2.2,
     Run("dynamic8", 1e-4, 1): 9.0,
     Run("dynamic8", 3e-4, 0): 2.1,

@@ -1,4 +1,4 @@
-"""benchmarks/norm_gradients.py: its table on this machine."""
+"""benchmarks/norm_gradients.py prints its table on this machine, and rejects a kernel that cannot run here."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""benchmarks/profile.py: what instructions are taken for, and its tables of a step on this machine."""
+"""benchmarks/profile.py: the part, kind and stage of each instruction, and its tables of a step on this machine."""
 
 import json
 import subprocess

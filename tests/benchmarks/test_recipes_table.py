@@ -1,4 +1,4 @@
-"""benchmarks/recipes.py: what it says of a run that failed, and its exit code."""
+"""benchmarks/recipes.py: the reason that it prints for a failed run, and its exit code."""
 
 import sys
 

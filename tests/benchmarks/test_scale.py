@@ -1,4 +1,4 @@
-"""benchmarks/scale.py prints its table: of single devices, of meshes and of two processes."""
+"""benchmarks/scale.py prints its table for single devices, meshes and two processes."""
 
 import subprocess
 import sys

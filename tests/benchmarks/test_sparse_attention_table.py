@@ -1,4 +1,4 @@
-"""benchmarks/sparse_attention.py: its table on this machine, and that tiles take less memory than all pairs at once."""
+"""benchmarks/sparse_attention.py prints its table on this machine. Tiles need less memory than all pairs at once."""
 
 import subprocess
 import sys

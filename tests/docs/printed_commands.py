@@ -1,4 +1,4 @@
-"""The commands that README.md and the pages print, in blocks and between backticks, with their placeholders filled in."""
+"""Finds the commands that README.md and the pages print, in code blocks and between backticks, and fills in placeholders."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ PLACEHOLDERS = {
   r"M": "gemma3-tiny",
   r"D": "bfloat16",
 }
-_SYNOPSIS = re.compile(r"(?<= )(?:\[[^]]*\]|\w+=\.\.\.|\.\.\.|WORDS)(?= |$)")  # says what else may be there
+_SYNOPSIS = re.compile(r"(?<= )(?:\[[^]]*\]|\w+=\.\.\.|\.\.\.|WORDS)(?= |$)")  # optional parts of a synopsis
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Printed:
   """A printed command.
 
   Attributes:
-    page: where it is printed.
-    text: as printed, in one line.
+    page: the page that prints it.
+    text: the command as printed, in one line.
     words: arguments of ``maxtext-like``, starting with the verb, as printed but without the optional parts of a synopsis.
   """
 
@@ -45,12 +45,12 @@ class Printed:
 
   @property
   def mentioned(self) -> bool:
-    """The verb is named, perhaps with an option, and there is no command to run."""
+    """True if the text only names a verb, perhaps with an option, so there is no command to run."""
     return self.words[0] != "models" and "--help" not in self.words and all(w.startswith("--") for w in self.words[1:])
 
 
 def lines(page: str) -> list[str]:
-  """Every line of a block of code and every span between backticks that may be a command, in one line each."""
+  """Returns every line of a code block and every span between backticks that may be a command, in one line each."""
   text = (ROOT / page).read_text(encoding="utf-8")
   joined = re.sub(r" *\\\n\s*", " ", text)
   found, fenced = [], False
@@ -65,7 +65,7 @@ def lines(page: str) -> list[str]:
 
 
 def printed(page: str) -> list[Printed]:
-  """The commands of ``maxtext-like`` on a page."""
+  """Returns the commands of ``maxtext-like`` on a page."""
   found = []
   for line in lines(page):
     if (match := _OURS.fullmatch(line)) is not None:
@@ -77,7 +77,7 @@ def printed(page: str) -> list[Printed]:
 
 
 def scripts(page: str) -> list[tuple[str, tuple[str, ...]]]:
-  """(path of a Python file of the repository, arguments) of other printed commands."""
+  """Returns (path of a Python file of the repository, arguments) of the other commands on a page."""
   found = []
   for line in lines(page):
     if (match := _SCRIPT.fullmatch(line)) is not None:
@@ -87,7 +87,7 @@ def scripts(page: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def examples(page: str) -> list[tuple[str, str]]:
-  """(command, its output) of every block that shows a command behind ``$`` and what it prints; ``...`` is any text."""
+  """Returns (command, output) for every block that shows a command after ``$`` and its output. ``...`` means any text."""
   text = (ROOT / page).read_text(encoding="utf-8")
   blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
   indented = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -104,7 +104,7 @@ def examples(page: str) -> list[tuple[str, str]]:
 
 
 def filled(word: str) -> str:
-  """A word with placeholders replaced, also in the value of a key."""
+  """Returns a word with its placeholder replaced, also in the value of a key."""
   key, equals, value = word.partition("=")
   for pattern, own in PLACEHOLDERS.items():
     if re.fullmatch(pattern, word):

@@ -20,7 +20,7 @@ _LINK = re.compile(r"\]\(\s*([^)\s]+)\s*\)")
 
 
 def anchors(page: Path) -> set[str]:
-  """The anchors of the headings of a page, as GitHub and MkDocs make them."""
+  """Returns the anchors of the headings of a page, as GitHub and MkDocs make them."""
   text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
   found: set[str] = set()
   for heading in re.findall(r"^#+ (.+?)\s*$", text, flags=re.MULTILINE):

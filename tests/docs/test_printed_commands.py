@@ -1,7 +1,7 @@
-"""Every printed command is one that the program takes: its options and its configuration, through the real command line.
+"""The program accepts every command that the documentation prints: its options and its configuration are valid.
 
-Functions that would train, compile or read large weights are replaced by one that only takes their arguments. Slow tests run
-the commands themselves, with tiny models instead of large ones.
+Commands run through the real command line, but substitutes replace the functions that would train, compile or read large
+weights. The substitutes only check the arguments. Slow tests run the commands themselves, with tiny models.
 """
 
 import doctest
@@ -22,23 +22,23 @@ from maxtext_like.verbs import VERBS
 
 PRINTED = [command for page in PAGES for command in printed(page)]
 COMMANDS = [pytest.param(c, id=f"{c.page}: {c.text[:70]}") for c in PRINTED]
-# Beginning of a command to why it is not checked here.
+# Maps the beginning of a command to the reason why it is not checked here.
 EXCEPTIONS = {
   "maxtext-like train gs://bucket/models/mine.yml": "reads a file of a bucket; tests/test_storage.py does with an emulator",
 }
 REACHED = ("audit", "bisect", "compile_step", "evaluate", "export_adapter", "export_checkpoint", "forward",
            "import_checkpoint", "initial_risk", "load", "look_at_data", "perplexity", "plan", "replay", "risk", "sft", "train",
            "xray_step")  # fmt: skip
-"""Functions of the API behind the verbs that are not called for real."""
+"""API functions behind the verbs that the tests replace by substitutes."""
 
 
 class _ReachedError(Exception):
-  """The function behind a verb was called with arguments that it takes."""
+  """The function behind a verb was called with valid arguments."""
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
-  """A folder with the files that the pages take for granted."""
+  """A folder with the files that the commands of the pages need."""
   here = tmp_path_factory.mktemp("printed")
   for name in ("configs", "gpu", "tpu", "benchmarks", "tests", "train.py"):
     (here / name).symlink_to(ROOT / name)
@@ -79,7 +79,7 @@ def reach(name):
     words = [str(word) for word in given.get("overrides", ())]
     if name in ("sft", "look_at_data"):
       (load_for_sft if name == "sft" or given.get("for_sft") else load_config)(given["config"], words)
-    elif words:  # over a checkpoint; the configuration of a tiny model replaces its own
+    elif words:  # overrides for a checkpoint; a tiny model replaces its configuration
       load_config("gemma3-tiny", words, inference=name in ("load", "evaluate", "perplexity", "forward"))
     raise _ReachedError
 
@@ -122,7 +122,7 @@ def test_a_printed_command_is_understood(command: Printed, workplace, monkeypatc
 
 
 def outputs_of_commands() -> dict[str, dict[str, str]]:
-  """{command: {page: output}} of all pages; the README's come first."""
+  """Returns {command: {page: output}} for all pages. Commands of the README come first."""
   found: dict[str, dict[str, str]] = {}
   for page in PAGES:
     for text, output in examples(page):
@@ -147,7 +147,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("text", "pages"), EXAMPLES)
 def test_a_printed_output_is_what_a_command_prints(text, pages, workplace, monkeypatch, capsys):
-  """On every version of Python and JAX: differing parts are ``...`` on the page.
+  """The output must match on every version of Python and JAX, so the page has ``...`` for parts that differ.
 
   The commands run in one folder and in order, so that a later one may use the run of an earlier one, also of the README. A
   command that several pages print runs once.
@@ -233,7 +233,7 @@ def weights(tmp_path_factory) -> Path:
   ],
 )
 def test_the_steps_of_a_page_run_one_after_the_other(page, beginnings, workplace, weights, tmp_path, monkeypatch, capsys):
-  """With gemma3-tiny for gemma3-4b, and its own weights, exported, for those of the reader."""
+  """gemma3-tiny replaces gemma3-4b, and its exported weights replace those of the reader."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("JAX_PLATFORMS", "cpu")
   (tmp_path / "chats").symlink_to(workplace / "chats")

@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "guides" / "python.md"
 
 @pytest.fixture
 def own_home(tmp_path, monkeypatch):
-  """A home for compiled programs."""
+  """A temporary home directory, for the compilation cache."""
   monkeypatch.setenv("HOME", str(tmp_path))
   monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
@@ -64,7 +64,7 @@ def test_importing_the_package_loads_nothing():
 
 
 def test_only_the_command_line_prints():
-  """Everything else says it to whoever called, or to ``logging``."""
+  """All other modules return their messages to the caller or use ``logging``."""
   package = ROOT / "maxtext_like"
   files = [*package.rglob("*.py"), *(package / "layers").rglob("*.py")]
   assert len(files) > 150

@@ -1,4 +1,4 @@
-"""With the extras ``parity`` and ``eval``: tasks of local files give the numbers of the harness' own Hugging Face backend."""
+"""Tasks give the same numbers as the harness' own Hugging Face backend. Needs the extras ``parity`` and ``eval``."""
 
 import json
 import re
@@ -31,7 +31,7 @@ TASKS = {
     "num_fewshot": 2,
     "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
   },
-  # Examples fill more than the longest input, which then loses its first tokens.
+  # The examples make inputs longer than MAX_LENGTH, so their first tokens are cut off.
   "cloze": {
     "output_type": "loglikelihood",
     "doc_to_text": "{{question}}",
@@ -68,11 +68,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """A checkpoint with a tokenizer that transformers reads as we do, tasks in tasks/, and a home for the data library."""
+  """A folder with a checkpoint whose tokenizer transformers can read, the tasks, and the cache of the datasets library."""
   folder = tmp_path_factory.mktemp("harness")
   checkpoint = copy_golden("gemma3_text", folder / "model", eos=[1, 4])
   tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
-  # A letter for every other id of the model: transformers also draws ids that the tokenizer does not have, and we do not.
+  # Every other id of the model gets a letter, because transformers may draw ids that the tokenizer lacks and we never do.
   vocabulary = tokenizer["model"]["vocab"]
   vocabulary |= {chr(0x100 + i): i for i in set(range(160)) - set(vocabulary.values())}
   tokenizer["post_processor"] = {
@@ -107,7 +107,7 @@ def without_network(folder: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def numbers(results: dict[str, Any]) -> dict[str, Any]:
-  """Every number and text of the results and of the samples."""
+  """Returns every number and text of the results and of the samples."""
   found = {}
   for task, values in results["results"].items():
     found |= {f"{task} {key}": value for key, value in values.items() if isinstance(value, int | float)}
@@ -139,7 +139,7 @@ def test_every_number_is_that_of_the_hugging_face_backend(folder: Path, chat: bo
   )  # fmt: skip
   manager = TaskManager(include_defaults=False)
   theirs = lm_eval.simple_evaluate(model=backend, tasks=files, task_manager=manager, fewshot_as_multiturn=chat, **how)
-  # The template of the checkpoint, and not the one published for Gemma 3, which has another system turn.
+  # Use the checkpoint's template. The published one of Gemma 3 has another system turn.
   template = ["chat_template=" + str(folder / "model" / "template.jinja")] if chat else []
   (folder / "model" / "template.jinja").write_text(TEMPLATE)
   ours = evaluate(

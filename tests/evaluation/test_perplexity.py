@@ -1,4 +1,4 @@
-"""Perplexity by windows against the recipe of transformers, written out; and the verb."""
+"""Perplexity over windows equals transformers' recipe, which is implemented here, and the command ``perplexity`` prints it."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def model(folder: Path) -> Pretrained:
 
 
 def recipe(model: Pretrained, tokens: list[int], max_length: int, stride: int) -> tuple[float, float]:
-  """(perplexity, perplexity over tokens). The loss of a window is the mean over its labels after their shift by one."""
+  """Returns (perplexity, perplexity over tokens). A window's loss is the mean over its labels after they shift by one."""
   sums = weights = all_losses = count = 0.0
   previous_end = 0
   for begin in range(0, len(tokens), stride):
@@ -97,7 +97,7 @@ def test_the_verb(folder: Path, capsys: pytest.CaptureFixture):
 
 @pytest.mark.slow
 def test_a_mesh_of_eight_devices_gives_the_same_number(model: Pretrained, folder: Path):
-  """Rows, positions, heads and the vocabulary are divided; the shapes are rounded up to what the mesh divides."""
+  """The mesh shards rows, positions, heads and the vocabulary. Shapes are rounded up to multiples of the mesh axes."""
   axes = [f"ici_{axis}_parallelism=2" for axis in ("fsdp", "context", "tensor")]
   own = ["dtype=float32", "matmul_precision=highest", "compilation_cache_dir=null", "ici_data_parallelism=1", *axes]
   words = ["perplexity", str(folder), str(folder / "text.txt"), "--max-length", "20", "--stride", "7", "--batch-size", "3"]

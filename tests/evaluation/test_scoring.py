@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations against logits of single rows, and independence of the other rows."""
+"""Log-probabilities of continuations equal those of single rows, and do not depend on the other rows of a batch."""
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ from tests.generation.letters import copy_golden
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
-  """A model with experts: its rows would share their capacity if there were a limit."""
+  """A model with experts. If experts had a limited capacity, rows would influence each other."""
   folder = copy_golden("qwen3_moe", tmp_path_factory.mktemp("golden") / "model")
   return load(folder, "dtype=float32", "matmul_precision=highest", "compilation_cache_dir=null")
 
 
 def written_out(model: Pretrained, context: list[int], continuation: list[int], max_length: int) -> Score:
-  """The same from the logits of this row alone."""
+  """Returns the score of a request, computed from the logits of its row only."""
   inputs = (context + continuation)[-(max_length + 1) :][:-1]
   padded = np.zeros((1, 40), np.int32)
   padded[0, : len(inputs)] = inputs
@@ -40,7 +40,7 @@ def test_shapes_of_rows_are_few_and_padding_is_less_than_half_of_the_row():
 
 @pytest.mark.slow
 def test_scores_are_those_of_single_rows(model: Pretrained):
-  """Contexts that share a row, more last tokens than a row takes, inputs that are too long, and a greedy answer."""
+  """Requests include shared contexts, more last tokens than one row can score, too long inputs, and a greedy continuation."""
   random = np.random.default_rng(5)
   size, limit = model.config.model.vocab_size, 37
   draw = lambda n: random.integers(10, size, n).tolist()
@@ -60,7 +60,7 @@ def test_scores_are_those_of_single_rows(model: Pretrained):
     assert score.greedy == expected.greedy
   assert found[-1].greedy
   assert counts == [(0, 6), (2, 6), (5, 6)], "two rows of 48 positions, four of 32 in batches of 3"
-  # Alone, in another order and with other rows: the same bits.
+  # Single requests and another order of requests give bitwise equal scores.
   assert [scorer(model.params, [request])[0] for request in requests[-4:]] == found[-4:]
   assert scorer(model.params, requests[::-1]) == found[::-1]
 

@@ -1,6 +1,6 @@
-"""The notebooks of examples/ run to their end and show what they promise.
+"""The notebooks of examples/ run without errors, and their outputs show the results that their text promises.
 
-tests/parity/test_notebook.py has the one that needs torch.
+tests/parity/test_notebook.py tests the notebook that needs torch.
 """
 
 import json
@@ -63,12 +63,12 @@ def test_stored_outputs_are_complete_small_and_from_no_particular_machine(path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a new kernel compiles everything again
+@pytest.mark.timeout(1200)  # a new Jupyter kernel compiles everything again
 def test_the_first_training_run_learns_and_resumes():
   notebook = execute(EXAMPLES / "first_training_run.ipynb", environment())
   text = text_of(notebook)
   losses = {int(step): float(loss) for step, loss in re.findall(r"step +(\d+) of \d+ +loss ([\d.]+)", text)}
-  assert list(losses) == [20, 40, 60, 80]  # the other steps are shown in the line that is overwritten
+  assert list(losses) == [20, 40, 60, 80]  # a progress line that is overwritten shows the other steps
   first = re.search(r"loss0 +finite +([\d.]+)", text)
   assert first
   assert losses[80] < losses[20] < float(first[1]) - 1
@@ -80,7 +80,7 @@ def test_the_first_training_run_learns_and_resumes():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a new kernel compiles everything again
+@pytest.mark.timeout(1200)  # a new Jupyter kernel compiles everything again
 def test_the_adapter_learns_the_answers():
   notebook = execute(EXAMPLES / "lora_chat.ipynb", environment())
   text = text_of(notebook)
@@ -95,7 +95,7 @@ def test_the_adapter_learns_the_answers():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # a new kernel compiles everything again
+@pytest.mark.timeout(1200)  # a new Jupyter kernel compiles everything again
 def test_the_nan_is_found_and_repaired():
   notebook = execute(EXAMPLES / "find_a_nan.ipynb", environment())
   text = text_of(notebook)

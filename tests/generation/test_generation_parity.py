@@ -1,4 +1,4 @@
-"""Needs the extra ``parity`` (torch, transformers): greedy answers, also to prompts with images, are those of transformers."""
+"""Greedy answers equal those of transformers, also for prompts with images. Needs the extra ``parity``."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ CASES = sorted(path.parent.name for path in GOLDEN.glob("*/checkpoint"))
 
 @pytest.mark.parametrize("case", tiers(CASES, slow=["deepseek32", "gemma4_e2b"]))
 def test_greedy_answers_of_every_model(case: str):
-  """Prompts of unequal lengths, longer than the windows, that take turns in two slots; with rows apart, as on a GPU."""
+  """Three prompts of different lengths share two slots. Rows of layers have separate parameters, as on a GPU."""
   folder = GOLDEN / case / "checkpoint"
   model = load(folder, "dtype=float32", "matmul_precision=highest")
   decoder, draw = model.model.decoder, np.random.default_rng(4)

@@ -65,7 +65,7 @@ def test_answers_do_not_depend_on_other_answers_or_slots(model):
   together = run(model, requests(0, 1, 2, 3))
   assert [len(values[0]) for values in together.values()] == [LENGTH, LENGTH + 1, LENGTH + 2, LENGTH + 3]
   assert all(len(values[0]) == len(values[1]) == len(values[2]) and values[3] == "length" for values in together.values())
-  # Seven answers take turns in four slots, in another order. Two of them are further answers to the prompts.
+  # Six answers share four slots, in another order. Two of them are second answers to a prompt.
   several = run(model, [*requests(3, 2), *requests(1, 0, answers=2)], turn=2)
   assert {key: several[key] for key in together} == together
   assert several[1, 1] != several[1, 0], "a further answer has its own draws"

@@ -1,4 +1,4 @@
-"""Parameters in the form for decoding and back."""
+"""Parameters are converted to the form for decoding and back without loss."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def decoded(decoder, params, tokens):
 
 @pytest.mark.parametrize("name", tiers(CASES, slow=["gemma4-e2b-tiny", "deepseek3.2-tiny"]))
 def test_rounded_weights_give_the_same_bits(name: str):
-  """A weight that is also read in float32, as a router's, would change the logits if it was rounded."""
+  """A weight that is also used in float32, such as a router's, must not be rounded, because that would change the logits."""
   config = load_config(name, ["dtype=bfloat16", *CASES[name]]).config
   decoder = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
   leaves, tree = jax.tree.flatten(decoder.params())

@@ -1,5 +1,7 @@
-"""Every golden case decoded token by token from caches, with images and padding, against transformers' passes over the complete
-text."""
+"""Decodes every golden case token by token from caches, with images and padding.
+
+The logits equal those of transformers' forward passes over the complete text.
+"""
 
 from typing import Any
 
@@ -81,7 +83,7 @@ def test_logits_from_caches_are_those_of_the_whole_pass(name: str):
 
 
 IN_FLOAT16 = ("gemma3_text", "gemma4_e2b", "stress_fp16_mlp", "stress_fp16_vision")
-"""Without experts, whose choice rounding may flip: plain caches, shared ones, and the planted hazards."""
+"""Models without experts, because rounding may change the choice of experts: plain caches, shared caches, planted hazards."""
 
 
 @pytest.mark.parametrize("name", IN_FLOAT16)

@@ -71,7 +71,7 @@ NUMBERS = {
 
 
 def test_every_number_is_honored_or_refused_by_name():
-  """Odd values of one number with ordinary, large and small values of the others: a token that may be drawn, never NaN."""
+  """Each number gets odd values, combined with ordinary, huge and tiny values of the others. No draw is barred or NaN."""
   logits = jnp.asarray([[2.0, -1.0, 0.0, 3.0, 3.0], [-3e38, 3e38, 1e-30, -1e30, 0.0]], jnp.float32)
   keys, prompt = jax.random.split(jax.random.key(0), 2), jnp.asarray([[True, True, False, True, False]] * 2)
   counts, barred = jnp.asarray([[0, 7, 2, 0, 0]] * 2, jnp.int32), jnp.asarray([[False, False, False, False, True]] * 2)
@@ -173,7 +173,7 @@ def test_barred_tokens_are_not_drawn_and_greedy_draws_have_probability_one():
 
 
 def test_importance_weights_of_filtered_draws_have_mean_one():
-  """The model's probability over the sampling probability, for draws that the filters renormalized."""
+  """The weight is the model's probability divided by the sampling probability, which the filters renormalize."""
   n, how = 100_000, Sampling(top_p=0.9, temperature=0.7)
   keys = jax.random.split(jax.random.key(5), n)
   draws = jax.jit(lambda logits, keys: sampling.draw(logits, keys, how.rule(logprobs=True), how.values(5)))
@@ -203,7 +203,7 @@ def test_impossible_biases_are_refused():
 
 @pytest.mark.parametrize("size", [1, 2, 37])
 def test_indices_are_drawn_in_proportion_to_their_probabilities(size):
-  """Of 37 indices, in five blocks of eight, a third have no probability; among them are all of one block."""
+  """Of 37 indices in five blocks of eight, a third have probability 0, and so have all indices of one block."""
   generator = np.random.default_rng(size)
   logits = generator.normal(size=size) * 2
   logits[generator.random(size) < 1 / 3] = -np.inf

@@ -72,7 +72,7 @@ def test_options_that_would_change_the_result(given, match):
   ],
 )  # fmt: skip
 def test_options_of_another_type(given):
-  """Also those of a command line, as stop_strings=5."""
+  """This includes values of a command line, such as stop_strings=5."""
   with pytest.raises(UserError, match=rf"^generate: {next(iter(given))}=.*: not (a|whole) "):
     require_options(generate, given)
 

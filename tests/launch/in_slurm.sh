@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs a command beside a Slurm of two virtual nodes (n1, n2) with eight GPUs each that are plain files, and leaves nothing behind:
-# daemons, configuration and, with INSTALL_SLURM=1, Debian's packages live in a namespace and on a tmpfs that end with it.
+# Runs a command with a Slurm of two virtual nodes (n1, n2). Each node has eight GPUs, which are plain files. Nothing is left
+# behind: daemons, configuration and, with INSTALL_SLURM=1, Debian's packages are in a namespace and on a tmpfs, which end with
+# the command.
 # usage: tests/launch/in_slurm.sh COMMAND ...        root, on Linux
-# exit codes: 77 there is no Slurm here and none can be made, with the reason; else the command's
+# exit codes: 77 if Slurm is not available and cannot be set up (the reason is printed), otherwise that of the command
 set -euo pipefail
 if [ -z "${IN_SLURM:-}" ]; then
   [ "$(id -u)" = 0 ] || { echo "needs root" >&2; exit 77; }
@@ -16,7 +17,7 @@ cannot() { # cannot REASON
 }
 
 trap 'cannot "$0:$LINENO: failed"' ERR
-layers=/dev/shm # with a tmpfs of ours over it
+layers=/dev/shm # a tmpfs is mounted over it
 mount -t tmpfs tmpfs "$layers" || cannot "no tmpfs can be mounted"
 for place in etc usr var run; do
   mkdir "$layers/$place" "$layers/$place.work"
@@ -41,7 +42,7 @@ mkdir -p /etc/slurm /run/munge /var/spool/slurmctld /var/spool/slurmd.n1 /var/sp
 touch "$layers/gpus/gpu"{0..7}
 chown munge:munge /run/munge
 [ -s /etc/munge/munge.key ] || install -o munge -g munge -m 400 <(head -c 1024 /dev/urandom) /etc/munge/munge.key
-# A requeued job waits as long as its credentials live: two minutes, unless cred_expire says less.
+# A requeued job waits until its credentials expire. The default is two minutes, so cred_expire is set to 5 s.
 cat > /etc/slurm/slurm.conf << END
 ClusterName=ci
 SlurmctldHost=$host(127.0.0.1)

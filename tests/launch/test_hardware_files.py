@@ -1,4 +1,4 @@
-"""The mesh files of tpu/ and gpu/ load over model files and say what their names say."""
+"""The mesh files of tpu/ and gpu/ can be combined with every kind of model, and set the mesh of the named hardware."""
 
 import math
 from pathlib import Path

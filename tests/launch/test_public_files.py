@@ -1,4 +1,4 @@
-"""Dockerfiles, workflows and files for assistants name only what exists in the repository."""
+"""Dockerfiles, workflows and files for assistants name only files and extras that exist in the repository."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""The files that the READMEs of tpu and gpu and docs/guides/does-it-fit.md name exist."""
+"""Every file that tpu/README.md, gpu/README.md and docs/guides/does-it-fit.md name exists."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The launch scripts, run with stand-ins for the programs that they call."""
+"""Runs the launch scripts with stand-ins for the programs that they call."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SCRIPTS = sorted(p for folder in ("tpu", "gpu") for p in (ROOT / folder).iterdir
 
 
 class Stage:
-  """A folder of stand-ins on PATH. Each writes its words to ``calls`` and runs a line of shell."""
+  """A folder of stand-in programs on PATH. Each records its arguments in ``calls`` and runs a line of shell."""
 
   def __init__(self, folder: Path):
     self.folder, self.log = folder, folder / "log"
@@ -140,7 +140,7 @@ def test_xpk_gets_the_command_in_one_piece(stage):
 
 
 def test_queued_resource_waits_and_starts(stage):
-  # The first question (does it exist?) is answered with no, the state with ACTIVE.
+  # ``describe`` fails, because the resource does not exist yet. With --format, which asks for the state, it prints ACTIVE.
   stage.stand_in("gcloud", 'case "$*" in *--format*) echo ACTIVE ;; *describe*) exit 1 ;; esac')
   done = stage.run("tpu/queued_resource.sh", "mine", "gemma3-4b", "run_name=a b", PROJECT="p", ZONE="z")
   assert (done.returncode, "waiting for mine" in done.stderr) == (0, True)
@@ -193,7 +193,7 @@ def test_a_tpu_vm_gets_a_python_that_is_new_enough(stage, tmp_path, there, made)
   for name in ("python3", "python3.13", "python3.12", "python3.11"):
     old = "exit 1" if name not in there or there[name] < 11 else "exit 0"
     stage.stand_in(name, f'case "$1 $2 $3" in "-c "*) {old} ;; *" venv"*) {install} ;; esac')
-  (tmp_path / "venv").mkdir()  # of a call that failed
+  (tmp_path / "venv").mkdir()  # as left by an earlier call that failed
   assert stage.run("tpu/install.sh", HOME=str(tmp_path)).returncode == 0
   calls = [" ".join(call) for call in stage.calls if call[1] != "-c"]
   assert f"{made} {tmp_path}/venv" in calls
@@ -243,7 +243,7 @@ def test_jobset_restarts_on_what_a_restart_can_mend(jobset):
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_pods_of_a_jobset_find_each_other(jobset, monkeypatch, slices):
-  """With the variables that GKE gives its pods, they are the processes of one run; its mesh has their chips."""
+  """With the environment variables that GKE sets, the pods are the processes of one run, and its mesh has all their chips."""
   spec, (job,) = jobset["spec"], jobset["spec"]["replicatedJobs"]
   job["replicas"] = slices
   assert spec["network"]["enableDNSHostnames"]

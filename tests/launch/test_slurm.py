@@ -1,4 +1,4 @@
-"""gpu/train.sbatch on a real Slurm of two virtual nodes: started on both, stopped, queued again, gone on with; or refused."""
+"""gpu/train.sbatch on a real Slurm with two virtual nodes: a job is stopped, requeued and resumed; a wrong key is rejected."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""libtpu takes every flag of tpu/xla_flags.yml, as a compile option and in LIBTPU_INIT_ARGS."""
+"""libtpu accepts every flag of tpu/xla_flags.yml, as a compile option and in LIBTPU_INIT_ARGS."""
 
 import json
 import subprocess

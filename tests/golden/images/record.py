@@ -1,7 +1,7 @@
-"""Records what transformers' image processors make of some images: ``python record.py`` in an environment with torch,
+"""Records the outputs of transformers' image processors for some images: ``python record.py`` in an environment with torch,
 transformers and Pillow. Last run: transformers 5.23.0, Pillow 13.0.0, the PIL processors of Gemma 3 and Gemma 4.
 
-The images are made here, by a formula, so that only results are stored; grey levels, every ``STEP``-th number.
+A formula makes the images, so only the results are stored: every ``STEP``-th number, as a grey level.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ STEP = 293
 
 
 def picture(height: int, width: int) -> np.ndarray:
-  """uint8 [height, width, 3]: waves of several lengths, and noise, which shows how an image is filtered."""
+  """Returns an image, uint8 [height, width, 3]: waves of several lengths and noise, on which resize filters differ."""
   y, x = np.mgrid[:height, :width].astype(np.float64)
   waves = [np.sin(x / 7 + y / 23), np.cos(x / 61 - y / 3), np.sin(np.hypot(x - width / 3, y - height / 2) / 5)]
   noise = np.random.default_rng(height * 10_000 + width).uniform(-40, 40, (height, width, 3))
@@ -22,7 +22,7 @@ def picture(height: int, width: int) -> np.ndarray:
 
 
 def grey_levels(pixels: np.ndarray) -> np.ndarray:
-  """Every ``STEP``-th of numbers in [0, 1] as a grey level."""
+  """Returns every ``STEP``-th number of an array with values in [0, 1], as a grey level."""
   return np.round(pixels.reshape(-1)[::STEP] * 255).astype(np.uint8)
 
 
