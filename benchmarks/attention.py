@@ -1,12 +1,12 @@
-"""Every fused attention kernel that this machine can run, and plain XLA: time, memory and errors, at the shapes of the models.
+"""Measures every fused attention kernel that this machine can run, and plain XLA: time, memory and errors at models' shapes.
 
   python benchmarks/attention.py [--length 4096] [--shape "gemma4-31b global" ...] [--dtype bfloat16] [--soft-cap 50]
 
-Milliseconds, TFLOP/s and GiB of temporaries are of forward and backward together. TFLOP/s are those of the pairs that the mask
-leaves: two products forward, five backward, whatever a kernel makes again. "x full" is the time beside the fastest kernel's on
-rows of one document. Errors are those of values and of the worst gradient against float64, norm of the difference over
-norm: of the first row and its first key-value head, with all query heads that read it. With a soft cap of the scores, kernels
-that have none are left out.
+Milliseconds, TFLOP/s and GiB of temporaries are for forward and backward together. TFLOP/s count only the query-key pairs that
+the mask allows: two products forward and five backward, without recomputation in a kernel. "x full" is the time divided by that
+of the fastest kernel on rows of one document. Errors are the norm of the difference from float64 divided by the norm, for the
+values and for the worst gradient. They are measured on the first row and its first key-value head, with all query heads that
+read it. With a soft cap of the scores, kernels without a soft cap are left out.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from maxtext_like.layers.precision import Dtype, Precision
 
 
 class Shape(NamedTuple):
-  """Of the arguments: rows, query heads, key-value heads, head dimension, that of values; and the window."""
+  """Rows, query heads, key-value heads, head dimension of queries and keys, that of values, and the sliding window."""
 
   B: int
   N: int
@@ -49,7 +49,7 @@ HEAD = (
 
 
 class Measured(NamedTuple):
-  """Of a kernel: seconds forward, and forward and backward; GiB of temporaries; errors of values and of the worst gradient."""
+  """Seconds of forward, seconds of forward and backward, GiB of temporaries, errors of values and of the worst gradient."""
 
   forward: float
   both: float
@@ -59,14 +59,14 @@ class Measured(NamedTuple):
 
 
 def packed(batch: int, length: int) -> jax.Array:
-  """Segments of three documents and some padding at the end, other cuts in each row."""
+  """Returns segments of three documents and some padding at the end. Documents have other lengths in each row."""
   at = jnp.arange(length)
   rows = [1 + (at > length // 3 + 7 * b) + (at > length // 2 + 11 * b) for b in range(batch)]
   return jnp.where(at < length - 5, jnp.stack(rows), 0).astype(jnp.int32)
 
 
 def seconds(function, *args) -> float:
-  """Median of 10 runs after 2 to warm up."""
+  """Returns the median seconds of 10 calls after 2 warm-up calls."""
   times = []
   for i in range(12):
     start = time.perf_counter()
@@ -77,12 +77,15 @@ def seconds(function, *args) -> float:
 
 
 def written_out(q_TGH, k_TH, v_TV, g_TGV, seen_TT, scale: float, soft_cap: float | None = None) -> tuple[np.ndarray, ...]:
-  """Attention of a row to one key-value head in float64: values [T, G, V], and gradients of q, k and v for the cotangent g.
+  """Computes attention of a row to one key-value head in float64.
 
   Args:
-    seen_TT: bool, which keys each query sees; of one that sees none the values are 0.
-    scale: multiplies the scores.
-    soft_cap: of the scores after that; None: none.
+    seen_TT: bool, the keys that each query sees. A query that sees none gets values of 0.
+    scale: factor of the scores.
+    soft_cap: soft cap of the scaled scores, or None.
+
+  Returns:
+    Values [T, G, V], and the gradients of q, k and v for the cotangent g.
   """
   q, k, v, g = (np.asarray(x).astype(np.float64) for x in (q_TGH, k_TH, v_TV, g_TGV))
   out, dq, dk, dv = np.zeros_like(g), np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
@@ -103,7 +106,7 @@ def written_out(q_TGH, k_TH, v_TV, g_TGV, seen_TT, scale: float, soft_cap: float
 
 
 def measured(kernel: Name, arrays, cotangent, tokens: Tokens, how: dict[str, Any], exact: tuple[np.ndarray, ...]) -> Measured:
-  """What a kernel does with (q, k, v); ``exact`` is what ``written_out`` makes of the first row and head."""
+  """Measures a kernel on (q, k, v). ``exact`` is the result of ``written_out`` for the first row and head."""
 
   def attention(q, k, v, tokens):
     return attend(kernel, q, k, v, tokens, **how)
@@ -124,12 +127,12 @@ def measured(kernel: Name, arrays, cotangent, tokens: Tokens, how: dict[str, Any
 
 
 def relative(x: jax.Array, exact: np.ndarray) -> float:
-  """Norm of the difference over the norm of what is exact."""
+  """Returns the norm of the difference divided by the norm of ``exact``."""
   return float(np.linalg.norm(np.asarray(x).astype(np.float64) - exact) / np.linalg.norm(exact))
 
 
 def table(name: str, shape: Shape, dtype: Dtype, length: int, soft_cap: float | None = None) -> None:
-  """Prints the rows of a shape in a dtype, of one document and packed."""
+  """Prints the rows of the table for a shape and a dtype, with one document and with packed documents."""
   B, N, K, H, V, window = shape
   precision, device = Precision(dtype=dtype), jax.devices()[0]
   keys = jax.random.split(jax.random.key(0), 4)

@@ -2,7 +2,7 @@
 
   python benchmarks/compile_table.py gemma4-tiny:v6e-8 "gemma4-31b:v6e-32:per_device_batch_size=2 machine_code=false"
 
-Each argument is MODEL:TOPOLOGY[:key=value ...]. Every compilation is a process of its own, one after the other.
+Each argument is MODEL:TOPOLOGY[:key=value ...]. Every compilation runs in a separate process, one after the other.
 """
 
 import json
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def main(cases: list[str]) -> int:
-  """Prints the table as it grows; 0 when every case compiled, whether it fits or not."""
+  """Prints the table row by row. Returns 0 if every case compiled, even if it does not fit."""
   print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
   failed = 0
   for case in cases:

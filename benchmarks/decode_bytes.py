@@ -1,12 +1,12 @@
-"""Bytes that one decode step moves on a GPU that is not available: read from the compiled program, by instruction.
+"""Counts the bytes that one decode step moves on a GPU, for each instruction of the compiled program. Needs no GPU.
 
 python benchmarks/decode_bytes.py gemma3-4b --rows 64 --capacity 384
 python benchmarks/decode_bytes.py gemma3-4b --stacked num_decoder_layers=12      layers in a loop, as on a CPU
 
-XLA compiles for the GPU of ``--topology`` without one (JAX's CUDA libraries are needed). It cannot choose between kernels by
-time then, so a real GPU may run other kernels for the same operations. Bytes are those of the operands and results of every
+XLA compiles for the GPU of ``--topology`` without a GPU (JAX's CUDA libraries are needed). It cannot time kernels to choose
+between them, so a real GPU may run other kernels for the same operations. Bytes are those of the operands and results of every
 kernel; a slice counts as its own size, and an update in place as the size of the update. A step cannot be faster than its bytes
-over the bandwidth of the memory.
+divided by the bandwidth of the memory.
 """
 
 import argparse
@@ -18,7 +18,7 @@ FREE = frozenset("parameter constant tuple get-tuple-element bitcast while call 
 
 
 def compiled(model: str, words: list[str], rows: int, capacity: int, *, stacked: bool, topology: str) -> str:
-  """The program of a decode call, as text."""
+  """Returns the compiled program of a decode call as text."""
   import jax
   import jax.numpy as jnp
 
@@ -50,12 +50,12 @@ def compiled(model: str, words: list[str], rows: int, capacity: int, *, stacked:
 
 
 def size(arrays: Any) -> int:
-  """Bytes of arrays."""
+  """Returns the bytes of arrays."""
   return sum(array.bytes for array in arrays)
 
 
 def bytes_of_fusion(program: Any, operation: Any) -> int:
-  """Bytes that a fusion reads and writes."""
+  """Returns the bytes that a fusion reads and writes."""
   inside = program.computations[operation.called[0]]
   by_name, users = {op.name: op for op in inside}, collections.defaultdict(list)
   for op in inside:
@@ -87,13 +87,13 @@ def bytes_of_fusion(program: Any, operation: Any) -> int:
 
 
 def moved(program: Any) -> list[tuple[int, int, Any]]:
-  """(bytes in a step, number of runs in a step, operation) of every kernel in the loop over tokens."""
+  """Returns (bytes in a step, number of runs in a step, operation) for every kernel in the loop over tokens."""
   found, pending = [], [(program.entry, 0, 0)]
   while pending:
     name, times, depth = pending.pop()
     for op in program.computations[name]:
       if op.kind == "while":
-        # The loop over tokens has no known number of turns: one of them is counted. Loops over layers have one.
+        # The loop over tokens has no known trip count, so one iteration is counted. Loops over layers have a known one.
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.text)
         pending.append((op.body, max(times, 1) * (int(known[1]) if known else 1), depth + 1))
       elif op.kind in ("conditional", "call", "async-start"):

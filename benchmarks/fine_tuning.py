@@ -1,12 +1,13 @@
-"""A fine-tune that learns: a format that the model does not know, on prompts that it has not seen, however it is trained.
+"""Shows that fine-tuning teaches a format that the model does not know, measured on unseen prompts, for each way of training.
 
   python benchmarks/fine_tuning.py [--only WORDS] [--out DIR] [--seed N]
 
-Pretrains a small Gemma 3 on the source text of this machine's Python library, with a tokenizer made of it, then teaches it to
-say what kind of statement a line of Python is, as JSON: with all weights, with an adapter, and with an adapter over quantized
-weights, in bfloat16 and in float16. Prints how often the answer to a held-out line, taken from other files than those that were
-learned, is exactly right, before and after. A run that is in --out already is not done again; --only takes the rows whose names
-hold the words, as "LoRA float16". The settings are the same for every seed and every kind of adapter.
+Pretrains a small Gemma 3 on the source code of this machine's Python library, with a tokenizer trained on it. Then it teaches
+the model to answer with the kind of statement of a line of Python, as JSON: with all weights, with an adapter, and with an
+adapter over quantized weights, in bfloat16 and in float16. Prints how often the answer to a held-out line is exactly right,
+before and after. Held-out lines are from other files than training lines. A run that is in --out already is not repeated;
+--only selects the rows whose names contain the words, such as "LoRA float16". The settings are the same for every seed and
+every kind of adapter.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("import", "from", "def", "class", "return", "raise", "if", "for", "while", "with")
-EACH, HELD_OUT_EACH = 400, 40  # lines of a kind at most; some kinds have fewer
+EACH, HELD_OUT_EACH = 400, 40  # largest number of lines of a kind; some kinds have fewer
 VOCABULARY = 768
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 MODEL = {"num_decoder_layers": 3, "vocab_size": VOCABULARY, "max_target_length": 64, "per_device_batch_size": 16}
@@ -37,7 +38,7 @@ DTYPES = ("bfloat16", "float16")
 
 
 def lines() -> Iterator[tuple[str, str, bool]]:
-  """Lines of the library, each once, with their kinds, and whether their file is held out."""
+  """Yields every line of the library once, with its kind and whether its file is held out."""
   seen = set()
   for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
     held_out = hashlib.sha256(path.name.encode()).digest()[0] < 64
@@ -50,12 +51,12 @@ def lines() -> Iterator[tuple[str, str, bool]]:
 
 
 def answer(kind: str) -> str:
-  """What is to be said."""
+  """Returns the correct answer."""
   return json.dumps({"kind": kind})
 
 
 def write_conversations(folder: Path) -> list[tuple[str, str]]:
-  """learn.jsonl and held_out.jsonl, as many of each kind; returns the held-out lines with their kinds."""
+  """Writes learn.jsonl and held_out.jsonl with a similar number of each kind. Returns the held-out lines with their kinds."""
   found: dict[tuple[str, bool], list[str]] = {}
   for text, kind, held_out in lines():
     found.setdefault((kind, held_out), []).append(text)
@@ -76,7 +77,7 @@ def write_conversations(folder: Path) -> list[tuple[str, str]]:
 
 
 def write_tokenizer(folder: Path) -> Path:
-  """A byte-pair tokenizer of the library's text, with the special tokens of Gemma 3."""
+  """Trains a byte-pair tokenizer on the library's lines, with the special tokens of Gemma 3, and returns its folder."""
   from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
   tokenizer = Tokenizer(models.BPE())
@@ -93,7 +94,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def exact(run: Any, held: list[tuple[str, str]], dtype: str) -> float:
-  """Share of the held-out lines whose answer is right to the letter."""
+  """Returns the share of the held-out lines whose answer is exactly right."""
   import maxtext_like
 
   prompts = [maxtext_like.Prompt.chat(text) for text, _ in held]
@@ -102,12 +103,12 @@ def exact(run: Any, held: list[tuple[str, str]], dtype: str) -> float:
 
 
 def rows(folder: Path, only: str, **keys: Any) -> Iterator[tuple[str, str, float, float, float, float]]:
-  """(way, dtype, share before, share after, held-out loss, seconds) for each way of training.
+  """Yields (way, dtype, share before, share after, held-out loss, seconds) for each way of training.
 
   Args:
-    folder: where data and runs are, or will be.
-    only: words that a row's name has to hold.
-    keys: laid over those of every run.
+    folder: folder of data and runs.
+    only: words that a row's name must contain.
+    keys: override the keys of every run.
   """
   import maxtext_like
 

@@ -1,4 +1,4 @@
-"""The finiteness check of every tiny model on this machine's device, in each dtype and through each face, as a table.
+"""Runs the finiteness check of every tiny model on this machine's device, in each dtype and module API, and prints a table.
 
 python benchmarks/finiteness_table.py [--models gemma4-tiny ...] [--dtypes bfloat16 float32] [--workers 6]
 """
@@ -37,7 +37,7 @@ def check(model: str, dtype: str, face: str, steps: int, runs: str) -> tuple[int
 
 
 def _verdicts(report: dict) -> list[str]:
-  """One word for each of loss0, gradients, parameters and loss1."""
+  """Returns one word for each of loss0, gradients, parameters and loss1."""
   return [f"{name}:{report[name]['result']}" for name in ("loss0", "gradients", "parameters", "loss1")]
 
 

@@ -1,11 +1,11 @@
-"""What ``matmul_dtype: float8`` costs in exactness and brings in time, against bfloat16.
+"""Measures the accuracy and the speed of ``matmul_dtype: float8``, compared with bfloat16.
 
   python benchmarks/float8.py          errors of a product and of its gradients against float64, on any device
   python benchmarks/float8.py --time   and TFLOP/s of an MLP and a projection of gemma4-31b, forward and backward, on a GPU
 
-An error is that of the norm. "sums" is the error against float64 products of the same rounded numbers: of accumulation, and of
-one rounding of the result to bfloat16, which by itself is 0.17 %. Times are medians of dispatches back to back; the FLOPs of
-float8 are those of bfloat16.
+An error is the norm of the difference divided by the norm. "sums" is the error against float64 products of the same rounded
+numbers. It comes from accumulation and from one rounding of the result to bfloat16, which alone is 0.17 %. Times are medians of
+back-to-back dispatches. The number of FLOPs is the same for float8 and bfloat16.
 """
 
 import argparse
@@ -30,7 +30,7 @@ D, F, N, H, TOKENS = 5376, 21504, 32, 256, 16384
 
 
 def draws() -> Iterator[tuple[str, jax.Array, jax.Array, jax.Array]]:
-  """Activations [ROWS, SUMMED], weights [SUMMED, KEPT], gradients [ROWS, KEPT], bfloat16."""
+  """Yields a name, activations [ROWS, SUMMED], weights [SUMMED, KEPT] and gradients [ROWS, KEPT], in bfloat16."""
   keys = jax.random.split(jax.random.key(0), 5)
   normal = lambda key, *shape: jax.random.normal(key, shape)
   x, w, g = normal(keys[0], ROWS, SUMMED), normal(keys[1], SUMMED, KEPT) / SUMMED**0.5, normal(keys[2], ROWS, KEPT) * 1e-4
@@ -43,7 +43,7 @@ def draws() -> Iterator[tuple[str, jax.Array, jax.Array, jax.Array]]:
 
 
 def errors() -> Iterator[str]:
-  """Lines of the table."""
+  """Yields the lines of the table of errors."""
   f64 = lambda a: np.asarray(a).astype(np.float64)
   relative = lambda got, exact: float(np.linalg.norm(f64(got) - exact) / np.linalg.norm(exact))
   back = lambda x, dtype: f64(float8.scaled(x, dtype).values) * float(float8.scaled(x, dtype).scale)
@@ -68,7 +68,7 @@ def errors() -> Iterator[str]:
 
 
 def cases(precision: Precision) -> Iterator[tuple[str, float, Callable[..., Any], tuple[Any, ...]]]:
-  """Names, FLOPs, functions of weights and x, their weights."""
+  """Yields names, FLOPs, functions of weights and x, and their weights."""
   mlp = MLP(MLPConfig(emb_dim=D, mlp_dim=F), precision)
   small = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) * 0.02
   p = {name: small(i, *param.shape) for i, (name, param) in enumerate(mlp.params().items())}
@@ -78,7 +78,7 @@ def cases(precision: Precision) -> Iterator[tuple[str, float, Callable[..., Any]
 
 
 def times(kinds: dict[str, Precision], repeats: int = 20) -> Iterator[str]:
-  """Lines of the table; the first kind is what the others are compared with."""
+  """Yields the lines of the table of times. Ratios compare each kind with the first one."""
   yield f"| {TOKENS} tokens, forward and backward | operands | ms | TFLOP/s | ratio |"
   yield "|---|---|---|---|---|"
   plain: dict[str, float] = {}

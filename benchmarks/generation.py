@@ -1,16 +1,16 @@
-"""Speed of text generation with random weights and prompts, with the bound of the memory bandwidth, and transformers.
+"""Measures text generation with random weights and prompts, compared with the memory bandwidth and with transformers.
 
 python benchmarks/generation.py                                       every case, on one GPU
 python benchmarks/generation.py --cases gemma3-4b/1 gemma3-4b/64      some of them
 python benchmarks/generation.py --decode xla                          without the kernel for single tokens
 python benchmarks/generation.py --torch PYTHON                        also transformers, by a Python that has torch
-python benchmarks/generation.py --cases tiny                          a CPU, for a look
+python benchmarks/generation.py --cases tiny                          a quick try on a CPU
 
-Each case runs in a new process. The first pass compiles; the faster of two further passes is reported. All
-answers have the same length. "step" is the time of one token of all rows: the difference from a pass with shorter answers,
-divided by the missing tokens. "bound" is the number of
-tokens/s if a step took only the time to read the weights and the entries of the caches once (of a mixture of experts, those
-weights that the rows of a batch choose on average; of quantized weights, their stored bytes). --out has all numbers as JSON.
+Each case runs in a new process. The first pass compiles; the faster of two further passes is reported. All answers have the
+same length. "step" is the time of one token of all rows: the difference from a pass with shorter answers, divided by the
+number of missing tokens. "bound" is the number of tokens/s if a step took only the time to read the weights and the entries of
+the caches once. For a mixture of experts it counts the weights that the rows of a batch choose on average, and for quantized
+weights the stored bytes. --out writes all numbers as JSON.
 """
 
 import argparse
@@ -29,12 +29,12 @@ COMMON = ("dtype=bfloat16", "weight_dtype=bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-  """What to measure.
+  """A case to measure.
 
   Attributes:
-    model, words: of the configuration.
-    rows: answers at the same time.
-    prompt, new: tokens of every prompt and answer.
+    model, words: model and overrides of the configuration.
+    rows: number of answers at the same time.
+    prompt, new: number of tokens of every prompt and answer.
     form: "nf4" or "int8": storage of the weights; "" for bfloat16.
     transformers: also measure transformers.
   """
@@ -65,7 +65,7 @@ CASES = {
 
 
 def bytes_of_a_step(decoder: Any, params: Any, rows: int, length: float) -> tuple[float, float]:
-  """Bytes of the weights and of the caches that a step must read. ``length``: tokens of a row, on average."""
+  """Returns the bytes of weights and of caches that a step must read. ``length``: mean number of tokens of a row."""
   import jax
 
   own = {jax.tree_util.keystr(path): x.nbytes for path, x in jax.tree_util.tree_leaves_with_path(params)}
@@ -85,7 +85,7 @@ def bytes_of_a_step(decoder: Any, params: Any, rows: int, length: float) -> tupl
 
 
 def measure(case: Case, decode: str) -> dict[str, Any]:
-  """Generates, and returns the numbers. ``decode``: "auto", or "xla" to leave out the kernel for single tokens."""
+  """Generates, and returns the measured numbers. ``decode``: "auto", or "xla" to leave out the kernel for single tokens."""
   import jax
   import numpy as np
 
@@ -124,7 +124,7 @@ def measure(case: Case, decode: str) -> dict[str, Any]:
     assert made == sum(r.limit for r in requests)
     return time.perf_counter() - begin
 
-  # Shorter answers with caches of the same capacity, a multiple of 128: the same compiled programs.
+  # Shorter answers that need the same capacity of the caches, a multiple of 128, use the same compiled programs.
   fewer = max(1, case.new - (case.prompt + case.new - 1) % 128)
   first = run(asked)
   whole = min(run(asked) for _ in range(2))
@@ -145,7 +145,7 @@ def measure(case: Case, decode: str) -> dict[str, Any]:
 
 
 def without_kernel(decoder: Any) -> Any:
-  """The decoder with attention of single tokens in XLA."""
+  """Returns the decoder with attention of single tokens in XLA."""
 
   def plain(layer: Any) -> Any:
     mixer = layer.cfg.mixer
@@ -157,7 +157,7 @@ def without_kernel(decoder: Any) -> Any:
 
 
 def quantized_base(model: Any, form: str, decode: str) -> Any:
-  """The base in which every large product's weight is quantized. ``decode``: as for ``measure``."""
+  """Returns the base in which the weight of every large product is quantized. ``decode``: as for ``measure``."""
   import jax
 
   from maxtext_like.layers.param import path_keys
@@ -178,7 +178,7 @@ def quantized_base(model: Any, form: str, decode: str) -> Any:
 
 
 def theirs(case: Case, python: str) -> dict[str, Any]:
-  """The same by transformers."""
+  """Measures the same case with transformers."""
   import tempfile
 
   from peer import write_config
@@ -217,7 +217,7 @@ def peer(folder: str, rows: int, prompt: int, new: int) -> dict[str, Any]:
 
 
 def apart(command: list[str]) -> dict[str, Any]:
-  """The JSON that a program prints last, or {"error": its last lines}."""
+  """Runs a program. Returns the JSON of its last line, or {"error": its last lines of stderr} if it failed."""
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   if done.returncode:
     return {"error": " | ".join(line for line in done.stderr.splitlines()[-3:] if line.strip())}
@@ -225,7 +225,7 @@ def apart(command: list[str]) -> dict[str, Any]:
 
 
 def line(name: str, case: Case, found: dict[str, Any]) -> str:
-  """A row of the table."""
+  """Returns a row of the table."""
   size = f"{case.rows} x ({case.prompt} + {case.new})"
   ours, other = found["ours"], found.get("transformers", {})
   if "error" in ours:

@@ -1,4 +1,4 @@
-"""The kernels that multiply tokens with their experts, on this machine: time of each, at the shapes of models.
+"""Times the kernels that multiply tokens with their experts on this machine, at the shapes of models.
 
 python benchmarks/grouped.py [--shape gemma4-26b ...] [--kernels pallas_gpu rounds] [--dtype bfloat16] [--sums]
 python benchmarks/grouped.py --sizes 96 64 32 8      any rows, summed, columns and groups

@@ -1,1 +1,1 @@
-"""Known numerical failures, one function each: the policy that fails, in plain JAX, and this project's own code beside it."""
+"""Known numerical failures. One function for each runs the failing policy in plain JAX, and this project's own code."""

@@ -28,7 +28,7 @@ def _mlp_weights(size: float) -> Any:
 
 
 def plain_mlp(p: Any, x: jax.Array) -> dict[str, jax.Array]:
-  """A gated MLP all in float16, as a model loaded in float16 runs it; every module's output."""
+  """Runs a gated MLP entirely in float16, like a model loaded in float16. Returns the output of every module."""
   half = jax.tree.map(lambda w: w.astype(jnp.float16), p)
   x = x.astype(jnp.float16)
   gate, up = x @ half["gate"], x @ half["up"]
@@ -36,7 +36,7 @@ def plain_mlp(p: Any, x: jax.Array) -> dict[str, jax.Array]:
 
 
 def mlp_saturation() -> Row:
-  """unsloth-zoo #600: act(gate) * up leaves float16; the first module with a bad output is layers.0.mlp.down_proj."""
+  """unsloth-zoo #600: act(gate) * up overflows float16; the first module with a bad output is layers.0.mlp.down_proj."""
   p = _mlp_weights(600.0)
   x = jnp.asarray(normal(9, 2, 7, D))
   outputs = jax.jit(plain_mlp)(p, x)
@@ -60,7 +60,7 @@ def mlp_saturation() -> Row:
 
 
 def _residual_loss(norm, mlp, residual: str):
-  """The loss of two blocks x + norm(mlp(norm(x))) over an embedding, times a loss scale."""
+  """Returns the loss of two blocks x + norm(mlp(norm(x))) on embedding rows, times a loss scale."""
 
   def loss(p, rows, loss_scale):
     x = rows.astype(residual)
@@ -77,10 +77,10 @@ def _plain_norm(p, x, dtype):
 
 
 def residual_backward() -> Row:
-  """unsloth-zoo #866: the forward pass stays small, the gradient of a float16 residual stream does not.
+  """unsloth-zoo #866: the forward pass stays in range, but the gradient of a float16 residual stream overflows.
 
-  A norm's slope is one over the size of its input: the gradient grows where the embedding is small, and the loss scale that
-  lifts other gradients out of float16's subnormal numbers takes it beyond 65504.
+  A norm's derivative is one over the size of its input, so the gradient is large if the embedding is small. A loss scale that
+  lifts other gradients out of float16's subnormal numbers then takes it beyond 65504.
   """
   cfg, norm_cfg = MLPConfig(emb_dim=D, mlp_dim=F), NormConfig(dim=D)
   p = {"pre": {"scale": jnp.ones(D)}, "post": {"scale": jnp.full(D, 1e-3)}, "mlp": _mlp_weights(1.0)}

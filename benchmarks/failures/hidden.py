@@ -1,4 +1,4 @@
-"""Non-finite numbers that nobody sees: masked by nan_to_num, applied by an optimizer, sampled from."""
+"""Undetected non-finite numbers: masked by nan_to_num, applied by an optimizer, or sampled from."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +26,13 @@ from .row import Row, drawn, finite_share, normal
 
 
 def masked_loss(w: jax.Array, x: jax.Array) -> jax.Array:
-  """The entropy of probabilities of which one, 200 below the others, is 0 in float32: 0 * log(0), covered by nan_to_num."""
+  """Returns an entropy. One logit is 200 below the others, so it contains 0 * log(0), which nan_to_num masks."""
   probs = jax.nn.softmax(x @ w - jnp.array([0.0, 0.0, 200.0]))
   return -jnp.sum(jnp.nan_to_num(probs * jnp.log(probs)))
 
 
 def nan_to_num() -> Row:
-  """The loss is finite because nan_to_num covers a NaN; its gradient is not."""
+  """The loss is finite because nan_to_num masks a NaN, but its gradient is not."""
   w, x = jnp.asarray(normal(0, 5, 3)), jnp.asarray(normal(1, 4, 5))
   loss, grads = jax.jit(jax.value_and_grad(masked_loss))(w, x)
   cause = xray(masked_loss)(w, x).first_cause
@@ -48,7 +48,7 @@ def nan_to_num() -> Row:
 
 
 def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
-  """optax.apply_if_finite lets the update through once it was not finite more often than its limit."""
+  """optax.apply_if_finite applies a non-finite update after more errors in a row than its limit."""
   params, bad = {"w": jnp.ones(2)}, {"w": jnp.full(2, jnp.nan)}
   optimizer = optax.apply_if_finite(optax.sgd(0.1), max_consecutive_errors=limit)
   state = optimizer.init(params)
@@ -91,7 +91,7 @@ def apply_if_finite(limit: int = 3, steps: int = 5) -> Row:
 
 
 def sampling() -> Row:
-  """jax.random.categorical over NaN logits returns an index like any other."""
+  """jax.random.categorical returns an ordinary index for NaN logits."""
   logits = jnp.full((1, 11), jnp.nan)
   token = int(jax.random.categorical(jax.random.key(0), logits)[0])
   how = Sampling()

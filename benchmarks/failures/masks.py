@@ -1,4 +1,4 @@
-"""Attention masks that are added instead of combined, and queries that see nothing.
+"""Attention masks that are added instead of combined, and queries that see no key.
 
 B batch, T query, S key, N heads, H head.
 """
@@ -22,20 +22,20 @@ def _inputs():
 
 @jax.jit
 def plain_attention(q, k, v, bias):
-  """softmax(q.k + mask) v, the mask a number that is added."""
+  """Computes softmax(q.k + bias) v, with the mask as numbers that are added to the scores."""
   scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) + bias
   return jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(scores, axis=-1), v)
 
 
 @jax.jit
 def ours(q, k, v, segments):
-  """The project's attention over rows of which segment 0 is padding."""
+  """Computes the project's own attention. Segment 0 is padding."""
   mask = attention_mask(Tokens(segments), B, T, window=None, bidirectional_images=False)
   return dot_product_attention(q, k, v, mask, scale=1.0, precision=Precision(dtype="float32"))[0]
 
 
 def _padding():
-  """Segments in which the first two tokens are padding, and both masks as numbers: causal, and keys that are padding."""
+  """Returns segments whose first two tokens are padding, and two masks as numbers: causal, and of padded keys."""
   segments = jnp.array([[0, 0, 1, 1, 1, 1]])
   causal = jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, MASKED)
   padding = jnp.where(segments[:, None, None, :] > 0, 0.0, MASKED)
@@ -43,7 +43,7 @@ def _padding():
 
 
 def double_masks() -> Row:
-  """-0.7 * max twice is -inf, and a row of nothing but -inf is NaN: a padded query under three masks that are added."""
+  """-0.7 * max added twice is -inf, and the softmax of a row of -inf is NaN. Three added masks do this to a padded query."""
   q, k, v = _inputs()
   segments, causal, padding = _padding()
   # Causal, padded keys, padded queries: every key of a padded query is masked at least twice.
@@ -65,7 +65,7 @@ def double_masks() -> Row:
 
 
 def fully_masked_row() -> Row:
-  """A query that sees no key: the uniform mean over all keys, future ones included, instead of nothing."""
+  """With added masks, a query that sees no key returns the mean of all values, including future ones, instead of 0."""
   q, k, v = _inputs()
   segments, causal, padding = _padding()
   lowest = float(jnp.finfo(jnp.float32).min)

@@ -10,7 +10,7 @@ from .row import Row, finite_share, normal
 
 
 def float8_casts() -> Row:
-  """A cast beyond 464 gives NaN in e4m3 and, beyond 61440, infinity in e5m2."""
+  """A cast of a number above 464 gives NaN in e4m3, and above 61440 infinity in e5m2."""
   x = jnp.array([500.0, -1e5])
   numbers, theirs, ours = {}, [], []
   for name, dtype in (("e4m3", jnp.float8_e4m3fn), ("e5m2", jnp.float8_e5m2)):
@@ -24,9 +24,9 @@ def float8_casts() -> Row:
 
 
 def swallowed_updates(name: str, steps: int = 200) -> Row:
-  """Weights of 0.02 and an Adam-sized update of 1e-5 of them a step: what arrives after many steps."""
+  """Adds a small update in many steps and measures the share that arrives. In bfloat16: 1e-5 to weights of about 0.02."""
   dtype = {"bfloat16": jnp.bfloat16, "e4m3": jnp.float8_e4m3fn}[name]
-  # float8 weights are stored scaled, so that they fill the format.
+  # float8 weights are stored scaled, so that they use the range of the format.
   size, rate = (0.02, 1e-5) if name == "bfloat16" else (10.0, 5e-3)
   start = jnp.asarray(normal(0, 64, 64, size=size)).astype(dtype)
   rounding = StochasticRounding(seed=0)
@@ -51,7 +51,10 @@ def swallowed_updates(name: str, steps: int = 200) -> Row:
 
 
 def turning_updates(steps: int = 400, rate: float = 1e-5) -> Row:
-  """Weights of 0.02, updates of a first moment over noise, at a fine-tune's rate: how far they end from float32 weights."""
+  """Updates weights of about 0.02 by a first moment of random gradients, at the learning rate of a fine-tune.
+
+  Measures the distance from float32 weights at the end, divided by the distance that those have moved.
+  """
   start = jnp.asarray(normal(0, 64, 64, size=0.02)).astype(jnp.bfloat16)
   gradients = jnp.asarray(normal(1, steps, 64, 64))
   rounding = StochasticRounding(seed=0)

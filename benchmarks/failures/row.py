@@ -1,4 +1,4 @@
-"""What a known failure reports."""
+"""The report of a known failure, and functions that draw arrays."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,10 @@ class Row:
   """One known failure.
 
   Attributes:
-    failure: what goes wrong, and where it was seen.
-    theirs: what the failing policy gives, in words.
-    ours: what this project's code gives.
-    numbers: the measurements behind the words, for tests.
+    failure: the failure, and the project in which it was seen.
+    theirs: the result of the failing policy, in words.
+    ours: the result of this project's code, in words.
+    numbers: the measured numbers, for tests.
   """
 
   failure: str
@@ -28,12 +28,12 @@ class Row:
 
 
 def normal(seed: int, *shape: int, size: float = 1.0) -> np.ndarray:
-  """float32 normal numbers of this standard deviation; numpy's, which need no compiled program."""
+  """Returns float32 normal numbers with standard deviation ``size``. numpy draws them, so no program is compiled."""
   return (np.random.default_rng(seed).normal(size=shape) * size).astype(np.float32)
 
 
 def drawn(spec: Any, seed: int = 0) -> Any:
-  """Arrays for declared parameters: constants as declared, else normal numbers of variance 1 / the first size."""
+  """Returns arrays for declared parameters: constants as declared, otherwise normal numbers of variance 1 / the first size."""
 
   def leaf(number: int, p: Param) -> np.ndarray:
     if isinstance(p.init, Constant):
@@ -45,5 +45,5 @@ def drawn(spec: Any, seed: int = 0) -> Any:
 
 
 def finite_share(x) -> float:
-  """Share of finite numbers of an array."""
+  """Returns the share of finite numbers of an array."""
   return float(jnp.mean(jnp.isfinite(x)))

@@ -1,4 +1,4 @@
-"""bfloat16 where numbers are compared: the sparse indexer, the router, and the router's bias.
+"""Comparisons of bfloat16 numbers: in the sparse indexer, the router, and the router's bias.
 
 B batch, T query, S key, D model, R latent, X index heads, H index head, E experts.
 """
@@ -17,17 +17,17 @@ from .row import Row, drawn, normal
 
 
 def _recall(picked: np.ndarray, best: np.ndarray) -> float:
-  """Mean share of the best indices [T, k] that were picked."""
+  """Returns the mean share of the best indices [T, k] that were picked."""
   return float(np.mean([len(set(a) & set(b)) / len(b) for a, b in zip(picked, best, strict=True)]))
 
 
 def _top(scores: jax.Array, k: int) -> np.ndarray:
-  """Indices of the k largest of each row of [1, T, S]; of equal ones the first, as ``jax.lax.top_k``."""
+  """Returns the indices of the k largest entries of each row of [1, T, S]; of equal ones the first, like ``jax.lax.top_k``."""
   return np.argsort(-np.asarray(scores[0], np.float64), axis=-1, kind="stable")[:, :k]
 
 
 def indexer_ties(length: int = 512, topk: int = 64) -> Row:
-  """Index scores rounded to bfloat16 before the top-k (MaxText's chunked path): ties and flips at the cut."""
+  """Index scores rounded to bfloat16 before the top-k (MaxText's chunked path) cause ties and wrong choices at the cut."""
   precision = Precision(dtype="bfloat16")
   rope = RopeConfig(dim=16, theta=1e4)
   cfg = IndexerConfig(emb_dim=64, q_lora_rank=48, num_heads=8, head_dim=32, topk=topk, rope=rope)
@@ -42,7 +42,7 @@ def indexer_ties(length: int = 512, topk: int = 64) -> Row:
     q = indexer._rotate(precision.einsum("BTR,RXH->BTXH", latent, p["q"]), rope_table(rope, positions))
     k = indexer.keys(p, x, positions)
     weights = jnp.matmul(x.astype(jnp.float32), p["weights"], precision="highest") * 8**-0.5
-    # What bfloat16 scores give: product, relu and sum each rounded.
+    # Scores in bfloat16: product, relu and sum are each rounded.
     products = jnp.einsum("BTXH,BSH->BXTS", q, k) * jnp.bfloat16(32**-0.5)
     plain = jnp.einsum("BXTS,BTX->BTS", jax.nn.relu(products), weights.astype(jnp.bfloat16))
     return q, k, weights, plain, indexer(p, x, latent, positions, k)
@@ -63,7 +63,7 @@ def indexer_ties(length: int = 512, topk: int = 64) -> Row:
 
 
 def router_ties(tokens: int = 2048, experts: int = 256, k: int = 8) -> Row:
-  """Sigmoid scores in bfloat16, whose spacing above 0.5 is 0.004: ties among 256 experts, resolved by index."""
+  """Sigmoid scores in bfloat16 have a spacing of 0.004 above 0.5. Ties among 256 experts are resolved by index."""
   cfg = MoEConfig(emb_dim=64, mlp_dim=1, num_experts=experts, num_experts_per_tok=k, router="sigmoid", selection_bias=False)
   router = Router(cfg, Precision(dtype="bfloat16"))
   p = drawn(router.params())
