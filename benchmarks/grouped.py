@@ -3,10 +3,10 @@
 python benchmarks/grouped.py [--shape gemma4-26b ...] [--kernels pallas_gpu rounds] [--dtype bfloat16] [--sums]
 python benchmarks/grouped.py --sizes 96 64 32 8      any rows, summed, columns and groups
 
-Rows go to groups evenly (as a router without a preference sends them), unevenly (from less than a tenth of the mean to several
-times as many) or all to one. TFLOP/s are those of the useful work: two operations for each number of a row and column of its
-group, three times as many forward and backward. "one matrix" is a plain product of as many numbers with a single group: what
-the device does at best.
+Rows go to groups evenly (as from a router without a preference), unevenly (from less than a tenth of the mean to several times
+the mean) or all to one group. TFLOP/s count the useful work: two operations for each number of a row and each column of its
+group, and three times as many for forward and backward. "one matrix" is a plain product of the same size with a single matrix,
+which shows the best that the device can do.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SHAPES = {  # name: (rows, summed, columns, groups), the first of an expert's pr
 
 
 def loads(rows: int, groups: int) -> dict[str, np.ndarray]:
-  """int32 [G] rows of each group, by the name of the load."""
+  """Returns the number of rows of each group, int32 [G], by the name of the load."""
   rng = np.random.default_rng(0)
   one = np.zeros(groups, np.int64)
   one[groups // 2] = rows
@@ -40,7 +40,7 @@ def loads(rows: int, groups: int) -> dict[str, np.ndarray]:
 
 
 def seconds(function: Any, *args: Any, budget: float) -> float:
-  """Of a call, back to back: the best of three groups of calls, of about ``budget`` seconds together."""
+  """Returns the seconds of a call: the best of three groups of back-to-back calls, which take ``budget`` seconds together."""
   jax.block_until_ready(function(*args))
   begin = time.perf_counter()
   jax.block_until_ready(function(*args))
@@ -56,7 +56,7 @@ def seconds(function: Any, *args: Any, budget: float) -> float:
 
 
 def measure(shape: tuple[int, int, int, int], name: Name, dtype: str, budget: float, sums: bool) -> list[str]:
-  """A row of the table for each load; sums: as the experts of a float16 model take them, results and cotangents float32."""
+  """Returns a row of the table for each load. ``sums``: float32 results and cotangents, as in experts of a float16 model."""
   M, S, C, G = shape
   found = kernel(name)
   product = (lambda x, w, sizes: found.sums(x, w, sizes, dtype, "default")) if sums else found.run
@@ -79,7 +79,7 @@ def measure(shape: tuple[int, int, int, int], name: Name, dtype: str, budget: fl
 
 
 def plainly(shape: tuple[int, int, int, int], dtype: str, budget: float) -> str:
-  """The row of a plain product."""
+  """Returns the row of a plain product."""
   M, S, C, _ = shape
   x, w = (jax.random.normal(jax.random.key(i), a, dtype) for i, a in enumerate(((M, S), (S, C))))
   s = seconds(jax.jit(jnp.matmul), x, w, budget=budget)

@@ -1,22 +1,22 @@
-"""Training steps against Hugging Face transformers on one GPU: tokens a second and peak memory of both, row after row.
+"""Compares training steps with Hugging Face transformers on one GPU: tokens per second and peak memory of both.
 
 . gpu/env.sh; python benchmarks/h200.py --out h200.json                      every row; about 20 minutes on an H200
-python benchmarks/h200.py --only gemma3-4b --documents 1 --out h200.json     a part of them; the file keeps the others
-python benchmarks/h200.py --only deepseek3-layer --documents 1 --peer compile     with another form of transformers
-python benchmarks/h200.py --model gemma3-tiny max_target_length=64 --steps 2 --python TORCH/bin/python      a CPU, for a look
+python benchmarks/h200.py --only gemma3-4b --documents 1 --out h200.json     some rows; the file keeps the others
+python benchmarks/h200.py --only deepseek3-layer --documents 1 --peer compile     transformers with torch.compile
+python benchmarks/h200.py --model gemma3-tiny max_target_length=64 --steps 2 --python TORCH/bin/python      a quick try on a CPU
 
-Both sides train all parameters on the same device, one after the other and each in a process of its own: random tokens in rows
-of 4096, float32 weights and AdamW, bfloat16 products, gradients clipped, steps back to back, a step being the median of several
-groups. Ours as a run has it, finiteness checked in every step. transformers under autocast with SDPA and fused AdamW, without
-recomputation, through torch.compile where the row says so. Rows are one document each, or packed with three (for transformers
-by positions that begin again, which is how it tells packed rows). "peak" is what each side's allocator held at most, on a CPU
-what the process did. Torch has to be in the Python that --python names.
+Both sides train all parameters on the same device, one after the other, each in a separate process: random tokens in rows of
+4096, float32 weights and AdamW, bfloat16 products, clipped gradients. Steps run back to back, and the time of a step is the
+median of several groups. Our side runs as in training, with finiteness checks in every step. transformers runs under autocast
+with SDPA and fused AdamW, without recomputation, and with torch.compile if the row says so. Rows have one document, or three
+packed documents. transformers recognizes packed documents by positions that start again. "peak" is the peak memory of each
+side's allocator, or of the process on a CPU. The Python that --python names must have torch.
 
-deepseek3-layer is one layer of DeepSeek V3 at its released width, 256 experts of which a token has 8, with a vocabulary of
-1024: 11.5e9 parameters, whose float32 weights, gradients and moments no GPU here has room for. Both sides have weights and
-gradients in bfloat16 without autocast, and plain SGD without clipping: forward, backward and one pass over all weights.
-transformers' experts are grouped_mm, and a step of it has to have run that. Weights of both are drawn from one distribution and
-the routers' bias stays 0, so that the load of experts is alike ("fullest expert", times the mean).
+deepseek3-layer is one layer of DeepSeek V3 at its released width, with 256 experts of which each token selects 8, and a
+vocabulary of 1024. It has 11.5e9 parameters, whose float32 weights, gradients and moments do not fit any GPU here. Both sides
+have weights and gradients in bfloat16 without autocast, and plain SGD without clipping: forward, backward and one pass over all
+weights. The experts of transformers use grouped_mm, and a step that did not run it is an error. Both sides draw weights from
+one distribution and keep the routers' bias at 0, so that the load of experts is similar ("fullest expert", times the mean).
 """
 
 import argparse
@@ -37,12 +37,12 @@ class Row:
   """A model that is measured.
 
   Attributes:
-    name: for --only.
-    model, words: of the configuration.
+    name: name for --only.
+    model, words: model and overrides of the configuration.
     peer: how transformers runs it, "compile" or "eager".
     wanted: the ratio that issue 13 asks for.
-    experts: the implementation that transformers' experts have to have; None: its own choice, whatever that does.
-    note: what the table says of it.
+    experts: required implementation of transformers' experts; None for its default, without a check.
+    note: text after the name in the table.
   """
 
   name: str
@@ -81,7 +81,7 @@ HEADER = (
 
 
 def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
-  """Our side, in this process."""
+  """Measures our side in this process."""
   import jax
   import numpy as np
   from peer import GIB, resident, timed
@@ -104,7 +104,7 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
     state, metrics = compiled(state, data, known)
     known = metrics["magnitude_bound"]
     looked_at = ("decided", "skipped", "moe_load_max")
-    taken.append({name: metrics[name] for name in looked_at if name in metrics})  # on the device: nothing waits for them here
+    taken.append({name: metrics[name] for name in looked_at if name in metrics})  # stays on the device, so nothing waits
     return metrics
 
   taken: list[dict[str, Any]] = []
@@ -124,7 +124,7 @@ def ours(row: Row, documents: int, steps: int, groups: int) -> dict[str, Any]:
 
 
 def theirs(row: Row, documents: int, steps: int, groups: int, python: str) -> dict[str, Any]:
-  """The side of transformers, in a process of its own."""
+  """Measures transformers in a separate process."""
   from peer import ask, write_config
 
   from maxtext_like.config.load import load_config
@@ -140,7 +140,7 @@ def theirs(row: Row, documents: int, steps: int, groups: int, python: str) -> di
 
 
 def line(found: dict[str, Any]) -> str:
-  """A row of the table."""
+  """Returns a row of the table."""
   cells, rates = [], []
   for side in ("ours", "theirs"):
     one = found[side]

@@ -1,14 +1,14 @@
-"""Loss curves from random weights, with the two values of init_scheme.
+"""Compares the loss curves of the two values of init_scheme, from random weights.
 
   python benchmarks/initial_values.py                                        four deep, narrow models on a CPU
   python benchmarks/initial_values.py --only gemma4-31b gemma4-26b --devices 4   one GPU per run, four runs at a time
   python benchmarks/initial_values.py --only qwen3 --schemes depth_scaled --rates 1e-3 3e-3 --warmups 0.1 0.3
 
-Each run is a process: 300 steps on the same text. The narrow models have the layer pattern, the head sizes and the norms
-of a released model, 36 layers and a width of 64, so that they show what depth does. The table has a row for each model,
+Each run is a separate process with 300 steps on the same text. The narrow models have the layer pattern, head sizes and norms
+of a released model, 36 layers and a width of 64, so that they show the effect of depth. The table has a row for each model,
 scheme, learning rate and warm-up: the gradient norm of step 1 (largest of the seeds), the loss at some steps (mean of the
-seeds) and the mean loss of the last 20 steps (mean, lowest and highest of the seeds). ``--json FILE`` keeps every curve,
-``--read FILE`` takes kept curves in place of training, ``--svg FILE`` draws the curves.
+seeds) and the mean loss of the last 20 steps (mean, lowest and highest of the seeds). ``--json FILE`` stores every curve,
+``--read FILE`` reads stored curves instead of training, and ``--svg FILE`` draws the curves.
 """
 
 import argparse
@@ -64,7 +64,10 @@ class Curve(NamedTuple):
 
 
 def trained(run: Run, words: list[str], device: int | None) -> Curve | str:
-  """The curve of a run in a process that sees this GPU (None: whatever JAX finds), or the last lines of a run that failed."""
+  """Returns the curve of a run in a process that sees only this GPU, or the last lines of output of a failed run.
+
+  With ``device=None`` the process sees all devices.
+  """
   with tempfile.TemporaryDirectory() as folder:
     own = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
     given = [
@@ -84,7 +87,7 @@ def trained(run: Run, words: list[str], device: int | None) -> Curve | str:
 
 
 def table(curves: dict[Run, Curve]) -> list[str]:
-  """Lines of a Markdown table: a row for each model, scheme, learning rate and warm-up."""
+  """Returns the lines of a Markdown table: a row for each model, scheme, learning rate and warm-up."""
   groups: dict[tuple[str, str, float, float], list[Curve]] = {}
   for run, curve in curves.items():
     groups.setdefault((run.model, run.scheme, run.rate, run.warmup), []).append(curve)
@@ -110,7 +113,7 @@ def table(curves: dict[Run, Curve]) -> list[str]:
 
 
 def picture(curves: dict[Run, Curve], rate: float) -> str:
-  """An SVG file with a panel for each model: the loss at one learning rate, a running mean of 20 steps for each seed."""
+  """Returns an SVG file with a panel for each model: the loss at one learning rate, as running means of 20 steps."""
   models = list(dict.fromkeys(run.model for run in curves if run.rate == rate))
   width, height, left, top, colors = 300, 210, 34, 24, {"depth_scaled": "#0072b2", "maxtext": "#d55e00"}
   text = 'font-family="sans-serif" font-size="11" fill="#444"'
@@ -195,7 +198,7 @@ def main() -> int:
 
 
 def report(curves: dict[Run, Curve], svg: Path | None) -> int:
-  """Print the table and draw the curves; return 1 if there is none."""
+  """Print the table and draw the curves. Return 1 if there are no curves."""
   if not curves:
     return 1
   print(*table(curves), sep="\n")

@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-_monitoring: Any = getattr(sys, "monitoring", None)  # of Python 3.12
+_monitoring: Any = getattr(sys, "monitoring", None)  # new in Python 3.12
 KEY = "float32_logits"
 DATA = ("DataSource._produce", "DataSource.__next__")
 STEP = ("TrainStep.__call__",)
@@ -45,8 +45,8 @@ class Journey:
   """Files in the order in which they are entered, each with the first function.
 
   Attributes:
-    within: functions by qualified name; what is entered inside one of them counts.
-    without: functions; what is entered inside one of them does not count.
+    within: qualified names of functions; files that are entered inside one of them count.
+    without: qualified names of functions; files that are entered inside one of them do not count.
   """
 
   name: str
@@ -82,7 +82,7 @@ class Tracer:
     return self._codes[code]
 
   def start(self, code: CodeType, _: int) -> Any:
-    """A function begins, or a generator goes on."""
+    """Handles the start of a function or the continuation of a generator."""
     if self.file(code) is None:
       return _monitoring.DISABLE
     if code.co_flags & inspect.CO_NEWLOCALS:  # not the body of a class, which an import runs
@@ -90,7 +90,7 @@ class Tracer:
     return None
 
   def end(self, code: CodeType, *_: Any) -> Any:
-    """A function returns or raises, or a generator yields."""
+    """Handles the return or exception of a function, or the yield of a generator."""
     if self.file(code) is not None:
       self._change(code, -1)
 
@@ -106,7 +106,7 @@ class Tracer:
         journey.add(self._codes[code] or "", name)
 
   def stack(self, frame: FrameType | None) -> list[tuple[str, str]]:
-    """(file, function) of every frame of this project, from the outermost."""
+    """Returns (file, function) for every frame of this project, starting with the outermost."""
     found = []
     while frame is not None:
       if (file := self.file(frame.f_code)) is not None:
@@ -159,7 +159,7 @@ class KeyTracer(Tracer):
 
   @contextlib.contextmanager
   def watching(self) -> Iterator[None]:
-    """Also makes ``KEY`` a property of the two classes that hold it; a read counts if the code that reads names the key."""
+    """Also makes ``KEY`` a property of the two classes that have it. A read counts only if the reading code names the key."""
     from maxtext_like.config.precision_keys import PrecisionConfig
     from maxtext_like.layers.precision import Precision
 
@@ -185,7 +185,7 @@ class KeyTracer(Tracer):
 
 
 def trace() -> list[Journey]:
-  """Trains one step and breaks another run, both on a CPU."""
+  """Trains one step, and then a run that fails with a NaN, both on a CPU. Returns the three journeys."""
   from maxtext_like.cli.main import main
 
   token = Journey("a token from its file to the loss", TRAINED)

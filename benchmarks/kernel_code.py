@@ -1,9 +1,9 @@
-"""What the memory that a TPU kernel may take costs to compile: CPU seconds, code and the compiler's own estimate of cycles.
+"""Measures how the memory limit of TPU kernels affects compilation: CPU seconds, code size and the estimated cycles.
 
 python benchmarks/kernel_code.py 24576 32768 49152 65536 98304     values of xla_tpu_scoped_vmem_limit_kib; up to 4 minutes
 
-Of the three kinds of matrix products of an MLP (5376 x 21504, 2048 tokens): gate times up, down, and a weight's gradient. No
-TPU is needed; needs the extra [tpu].
+Compiles the three kinds of matrix products of an MLP (5376 x 21504, 2048 tokens): gate times up, down, and the gradient of a
+weight. The compiler estimates the cycles. Needs the extra [tpu], but no TPU.
 """
 
 import argparse
@@ -22,7 +22,7 @@ T, D, F = 2048, 5376, 21504
 
 
 def times(x, w):
-  """x w, in bfloat16 as layers have it."""
+  """Returns the product x w in bfloat16, as layers compute it."""
   return jnp.einsum("td,df->tf", x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
 
 

@@ -1,13 +1,13 @@
-"""The self-tests of fused kernels on this machine's device in the shapes of the models: a table of attention, or all timed.
+"""Runs the self-tests of fused kernels on this machine's device at models' shapes: a table for attention, or all with times.
 
 python benchmarks/kernel_self_test.py [--length 4096] [--any-length] [--model gemma3-4b ...] [--dtype bfloat16 ...]
 python benchmarks/kernel_self_test.py --together [--model gemma4-26b] [--dtype bfloat16]
 
-`--any-length` adds rows of 64 positions more, which a run never gives to cuDNN (its bfloat16 backward gave NaN gradients at
-length % 128 == 64: pytorch issue 196678), to see whether this machine's libraries still do. Exit code 3 when a kernel
-failed in a shape that a run would use. `--together` prints no table. It tests the kernels of attention, experts and norms at
-the same time, as a run does at its first start, in bfloat16 unless `--dtype` names another dtype. A run tests only some of the
-shapes: those with or without documents, with or without images. It prints the seconds of each shape and of each stage.
+`--any-length` adds rows that are 64 positions longer. A run never passes them to cuDNN, whose bfloat16 backward pass gave NaN
+gradients at length % 128 == 64 (pytorch issue 196678). The option shows if this machine's libraries still do. Exit code 3 if a
+kernel failed at a shape that a run would use. `--together` prints no table. It tests kernels of attention, experts and norms
+at the same time, as a run does at its first start, in bfloat16 unless `--dtype` names another dtype. A run tests only some of
+the shapes: those with or without documents, with or without images. It prints the seconds of each shape and of each stage.
 """
 
 import argparse
@@ -44,8 +44,10 @@ KERNELS: dict[str, dict[Name, tuple[str, ...]]] = {  # platform: {kernel: dtypes
 
 
 def classes(models: list[str], name: Name, dtype: Any, length: int, device: Any) -> list[ShapeClass]:
-  """The shape classes of the models' attention layers whose heads a kernel takes, with and without documents, and with images
-  where the layer lets them see both ways and the kernel can, and of their vision towers; each once."""
+  """Returns the shape classes of the models that a kernel supports, each once.
+
+  They are those of attention layers, with and without documents and bidirectional images, and those of vision towers.
+  """
   where = {"platform": device.platform, "capability": getattr(device, "compute_capability", None)}
   found, precision = {}, Precision(dtype=dtype)
   for model in models:
@@ -69,7 +71,7 @@ def classes(models: list[str], name: Name, dtype: Any, length: int, device: Any)
 
 
 def other_shapes(models: list[str], dtype: Any, length: int, device: Any) -> list[tuple[Any, Any]]:
-  """(shape, self-test) of the models' experts and of the gradients of their norms, each once, for rows of one device."""
+  """Returns (shape, self-test) for the models' experts and the gradients of their norms, each once, for one device."""
   where = {"platform": device.platform, "capability": getattr(device, "compute_capability", None)}
   found = {}
   for model in models:
@@ -118,7 +120,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def covered(times: list[tuple[float, float]]) -> float:
-  """Length of the union of intervals, each a (begin, end)."""
+  """Returns the length of the union of intervals, each a (begin, end)."""
   total, until = 0.0, float("-inf")
   for start, end in sorted(times):
     total += max(0.0, end - max(start, until))
@@ -127,7 +129,7 @@ def covered(times: list[tuple[float, float]]) -> float:
 
 
 def cpu_seconds() -> float:
-  """CPU seconds of this process and of its finished children."""
+  """Returns the CPU seconds of this process and of its finished children."""
   return sum(os.times()[:4])
 
 
@@ -164,7 +166,8 @@ def main() -> int:
           docs, images = ("yes" if there else "no" for there in (shape.segments, shape.images))
           result = f"FAILED: {r.problem}" if r.problem else "passed"
           print(f"{start} {docs:4} {images:6} {r.name:26} {' '.join(errors)} {result}", flush=True)
-          # Raising is failing: what the kernel says it does not do is not among the classes. Rows of 64 more no run gives it.
+          # An exception is a failure too, because ``classes`` contains only shapes that the kernel supports. Rows that are 64
+          # positions longer do not count, because no run uses them.
           failed |= bool(r.problem) and length % 128 == 0
         print(f"  {shape}: {time.monotonic() - begin:.1f} s", flush=True)
   return 3 if failed else 0

@@ -1,8 +1,8 @@
-"""Known numerical failures of training in low precision: the policy that fails and this project's own code, side by side.
+"""Prints known numerical failures of training in low precision: results of the failing policy and of this project's code.
 
 python benchmarks/known_failures.py [--only PATTERN]
 
-Runs on whatever device JAX finds; tests/benchmarks/test_known_failures.py asserts both sides of every row.
+Runs on the default device of JAX. tests/benchmarks/test_known_failures.py checks both results of every row.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How fast weights are loaded and checkpoints are saved and restored, and what a save costs the training steps next to it.
+"""Measures how fast weights load and checkpoints are saved and restored, and how much a save slows down training steps.
 
 python benchmarks/loading.py gemma3-4b use_multimodal=false
 python benchmarks/loading.py gemma3-4b use_multimodal=false num_decoder_layers=6 vocab_size=32768 --no-steps --folder DIR
@@ -8,8 +8,7 @@ It writes a Hugging Face checkpoint of random bfloat16 weights of the model, in 
 each part, the bytes of its files, wall-clock and processor seconds, and the growth of the process's memory (on a CPU that
 includes the arrays). "again" is the second load, whose programs are compiled. Quantized rows are loads with `base_weights`.
 
-The stages of a load are timed alone, with the same chunks and threads; "write" is the compiled programs that check a chunk and
-write it into its array. Together they overlap.
+The stages of a load are also timed separately, with the same chunks and threads. In a load they overlap.
 
 The last table runs training steps with AdamW, alone and while a checkpoint is written in the background.
 """
@@ -114,7 +113,7 @@ def size_of(directory: Path) -> int:
 
 
 def stages(directory: Path) -> None:
-  """Times each stage of a load alone, over all tensors of a checkpoint that are not small."""
+  """Times each stage of a load separately, for all tensors of a checkpoint that are not small."""
   model = model_of(directory)
   weights = Weights(directory, model.decoder, read_config(directory))
   places = dict(flatten(jax.tree.map(lambda x: x.sharding, model.abstract_params)))
@@ -162,7 +161,7 @@ def stages(directory: Path) -> None:
 
 
 def train_steps(folder: Path, model: str, words: list[str], steps: int) -> None:
-  """Compares training steps next to a save with steps alone."""
+  """Compares training steps during a save with steps without one."""
   import step_cost
 
   program = make_program(load_config(model, words).config)

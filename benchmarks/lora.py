@@ -1,17 +1,19 @@
-"""What quantized weights below an adapter cost and save: memory and speed of LoRA on each form of them, on one device.
+"""Measures memory and speed of LoRA on each form of quantized base weights, on one device.
 
 python benchmarks/lora.py gemma3-4b gemma4-31b:bfloat16,nf4 --out lora.json
-python benchmarks/lora.py gemma3-4b:bfloat16,nf4,int8 gemma4-31b:nf4 gemma4-26b:nf4 --against peft       beside transformers
+python benchmarks/lora.py gemma3-4b:bfloat16,nf4,int8 gemma4-31b:nf4 gemma4-26b:nf4 --against peft       compared with peft
 python benchmarks/lora.py gemma4-tiny --words max_target_length=128 --steps 3 --against peft --python TORCH/bin/python
 
-A model is a name or a file, with the forms behind a colon (default: all; the first is what the others are compared with).
-Weights are drawn, each layer quantized as it is drawn, and trained on random tokens: 1 row of 2048, rank 16 on all linear maps,
-AdamW, what is not quantized in bfloat16. Every form has a process of its own, so that its peak is its own: "drawn" is
-the peak when the weights were there, "peak" that of everything. A step is the median of --steps, in tokens a second.
+A model is a name or a file, with the forms after a colon (default: all). Ratios compare each form with the first one. Weights
+are drawn and quantized layer by layer, and the adapter is trained on random tokens: 1 row of 2048, rank 16 on all linear maps,
+AdamW. Weights that are not quantized are bfloat16. Every form runs in a separate process, so that its peak memory can be
+measured: "drawn" is the peak after drawing the weights, "peak" that of everything. Tokens per second are for the median time of
+--steps steps.
 
-``--against peft`` measures the same fine-tune in transformers, peft and bitsandbytes after each row, in the Python of --python
-(benchmarks/peer.py says how): its tokens a second and peak, and ours beside them as "times". Its additions are where ours are
-as far as peft has a place for them, which is not in fused experts; those bitsandbytes leaves in bfloat16. The row says so.
+``--against peft`` measures the same fine-tune with transformers, peft and bitsandbytes after each row, in the Python of
+--python (see benchmarks/peer.py). It prints their tokens per second and peak memory, and our speed divided by theirs as
+"times". peft adapts the same weights as far as it can, and bitsandbytes leaves fused experts in bfloat16. The row names such
+differences.
 """
 
 import argparse
@@ -28,7 +30,7 @@ WORDS = ("per_device_batch_size=1", "max_target_length=2048", "lora_rank=16", "l
 
 
 def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, Any]:
-  """One form of a model, in this process."""
+  """Measures one form of a model in this process."""
   import jax
   import numpy as np
   from peer import GIB
@@ -56,7 +58,7 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
   ones = np.ones((rows, length), np.int32)
   arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": ones, "positions": ones * np.arange(length)}
   batch = program.place({name: np.ascontiguousarray(x, np.int32) for name, x in arrays.items()})
-  known = DRAWN  # a step with none known moves nothing
+  known = DRAWN  # without known bounds a step updates nothing
   times, losses, taken = [], [], []
   for _ in range(steps + 2):
     begin = time.perf_counter()
@@ -87,11 +89,11 @@ def measure(model: str, form: str, words: list[str], steps: int) -> dict[str, An
 
 
 def against_peft(model: str, form: str, words: list[str], steps: int, python: str) -> dict[str, Any]:
-  """The same fine-tune in transformers, peft and bitsandbytes, in a process of its own.
+  """Measures the same fine-tune with transformers, peft and bitsandbytes, in a separate process.
 
   Returns:
-    What ``peer.adapter`` found, and under "without" the weights that have an addition here and none there; or why there is
-    nothing under "failed".
+    The result of ``peer.adapter``, with the weights that have an adapter here and none there as "without"; or the reason of a
+    failure as "failed".
   """
   from peer import ask, write_config
 
@@ -103,7 +105,7 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
   if form not in PEER_FORMS:
     return {"failed": "bitsandbytes has no such form"}
   config = load_config(model, [*WORDS, *words]).config
-  # On no device: this process would take its memory from those that measure.
+  # The mesh is abstract, because this process must not take memory from the processes that measure.
   program = make_program(config, mesh=abstract_mesh(config.mesh, 1), platform="gpu")
   assert program.adapter is not None, "lora_rank is among WORDS"
   found = find_targets(program.adapter, program.model.decoder, config.model.decoder_block, nested=False)
@@ -119,7 +121,7 @@ def against_peft(model: str, form: str, words: list[str], steps: int, python: st
 
 
 def cells(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-  """What a row says of the other side."""
+  """Returns the cells of a row about the other side."""
   if "failed" in theirs:
     return f" {'-':>9} {'-':>9} {'-':>6}  {theirs['failed'][:160]}"
   times = f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}" if "failed" not in ours else "-"
@@ -175,7 +177,7 @@ def main() -> None:
         line += cells(row, row["peft"])
       print(line, flush=True)
       rows.append(row)
-      if options.out:  # what was measured stays, should a later one be cut off
+      if options.out:  # keeps measured rows if a later one is interrupted
         with open(options.out, "w", encoding="utf-8") as file:
           json.dump(rows, file, indent=1)
 

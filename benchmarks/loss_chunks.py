@@ -1,10 +1,10 @@
-"""The loss in chunks: each differentiated as soon as it is computed, against remat, which computes its logits twice.
+"""Compares two losses in chunks: ours differentiates each chunk as soon as it is computed; remat computes its logits twice.
 
 python benchmarks/loss_chunks.py gemma4-31b num_decoder_layers=6 max_target_length=4096
 python benchmarks/loss_chunks.py gemma3-tiny vocab_size=16384 max_target_length=256 num_vocab_tiling=4 --cpu-time
 
-Loss and gradients of the head and of the hidden states, nothing else of the model. The programs take turns; the table has the
-median seconds of each and its ratio to the first, and the temporary memory that XLA plans for it.
+Computes only the loss and the gradients of the head and of the hidden states. The programs take turns. The table has the median
+seconds of each, its ratio to the first, and the temporary memory that XLA plans for it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from maxtext_like.training.step.program import make_program
 
 @dataclass(frozen=True)
 class Head:
-  """The head of a decoder over hidden states that are given."""
+  """The head of a decoder. Its hidden states are an input."""
 
   decoder: Any
 
@@ -38,7 +38,7 @@ class Head:
 
 
 def rematerialized(decoder: Any, chunks: int):
-  """The peer: logits of a chunk are computed again for its gradient."""
+  """Returns the loss with remat, which computes the logits of a chunk again for its gradient."""
 
   def loss(p, batch):
     def chunk(total, xs):

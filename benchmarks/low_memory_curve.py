@@ -1,16 +1,16 @@
-"""Loss curves of training in little memory against AdamW in float32 on the same data, each at the best of its learning rates.
+"""Compares loss curves of low-memory training with AdamW in float32 on the same data, each at its best learning rate.
 
   python benchmarks/low_memory_curve.py gemma3-4b per_device_batch_size=2 max_target_length=4096 num_vocab_tiling=8 \
-    --rates 1e-4 2e-4 --seeds 4 --devices 4                                         four GPUs, a run on each at a time
+    --rates 1e-4 2e-4 --seeds 4 --devices 4                                         four GPUs, one run on each at a time
   python benchmarks/low_memory_curve.py gemma4-tiny max_target_length=64 per_device_batch_size=8 --rates 8e-3 --seeds 4 \
     --only float32 adamw --clip exact running layer                                 a CPU: what clipping costs
 
-In little memory, as gpu/one_h200.yml has it: each layer updated in the backward pass, bfloat16 weights with stochastic
-rounding; by Adafactor, with momentum of low rank or none (adafactor-plain), or by AdamW with moments in float32 (adamw) or in 8
-bits (dynamic8), which may have weights in float16 or float32. All see the same tokens in the same order and get as many tries.
-Each run is a process with a device of its own, and prints a row as it ends: the mean loss of the last 20 steps, that of steps
-101 to 120, the peak of its device's memory and its seconds. Then, at the best rate of each, the distance of its end
-from AdamW's in float32 with the same seed: mean and standard error.
+Low-memory training uses gpu/one_h200.yml: each layer is updated in the backward pass, and weights are bfloat16 with stochastic
+rounding. The optimizer is Adafactor with momentum of low rank or none (adafactor-plain), or AdamW with moments in float32
+(adamw) or in 8 bits (dynamic8), which may have weights in float16 or float32. All kinds see the same tokens in the same order
+and get the same learning rates and seeds. Each run is a separate process with its own device, and prints a row when it ends:
+the mean loss of the last 20 steps, that of steps 101 to 120, the peak memory of its device and its seconds. The last lines
+compare each kind at its best rate with AdamW in float32 at the same seed: mean and standard error of the difference at the end.
 """
 
 import argparse
@@ -45,7 +45,7 @@ HEAD = "| training | learning rate | seed | loss | steps 101 to 120 | peak GiB |
 
 
 class Run(NamedTuple):
-  """One curve: in which way, at which learning rate, from which seed."""
+  """One curve: the kind of training, the learning rate and the seed."""
 
   kind: str
   rate: float
@@ -53,19 +53,19 @@ class Run(NamedTuple):
 
 
 def ended(losses: list[float]) -> float:
-  """The loss at the end."""
+  """Returns the loss at the end, the mean of the last 20 steps."""
   return float(np.mean(losses[-20:]))
 
 
 def row(run: Run, losses: list[float], peak: float | None, seconds: float) -> str:
-  """Of the table."""
+  """Returns a row of the table."""
   middle = f"{np.mean(losses[100:120]):.4f}" if len(losses) >= 120 else "-"
   memory = "-" if peak is None else f"{peak:.2f}"
   return f"| {run.kind} | {run.rate:g} | {run.seed} | {ended(losses):.4f} | {middle} | {memory} | {seconds:.0f} |"
 
 
 def distances(ends: dict[Run, float]) -> list[str]:
-  """How far the best of each way ends from the best of float32, with the same seeds."""
+  """Returns a line for each kind: the difference between its best end and the best end of float32, with the same seeds."""
   lines, best = [], {}
   for kind in dict.fromkeys(run.kind for run in ends):
     by_rate: dict[float, dict[int, float]] = {}
@@ -88,7 +88,7 @@ def distances(ends: dict[Run, float]) -> list[str]:
 
 
 def alone(result: str, model: str, *words: str) -> None:
-  """One curve in this process, to the file ``result``."""
+  """Trains one curve in this process and writes it to the file ``result``."""
   import jax
   from moments import curve
 
@@ -99,10 +99,10 @@ def alone(result: str, model: str, *words: str) -> None:
 
 
 def in_process(given: list[str], device: int | None) -> tuple[list[float], float | None]:
-  """(losses, peak GiB or None) of a curve in a process that sees this GPU, None: what there is.
+  """Returns (losses, peak GiB or None) of a curve, trained in a process that sees only this GPU, or all devices if None.
 
   Raises:
-    UserError: it failed.
+    UserError: the process failed.
   """
   from recipes import reason
 
@@ -118,7 +118,7 @@ def in_process(given: list[str], device: int | None) -> tuple[list[float], float
 
 
 def main() -> int:
-  """Prints the table; 1 where a run failed."""
+  """Prints the table. Returns 1 if a run failed."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("words", nargs="+", metavar="MODEL key=value")
   parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates that all get")
@@ -147,7 +147,7 @@ def main() -> int:
       free.put(device)
     return row(run, losses, peak, time.monotonic() - begin), ended(losses)
 
-  # By seed, so that what was run before an interruption can be compared.
+  # Ordered by seed, so that the runs before an interruption can be compared.
   runs = [Run(kind, rate, seed) for seed in range(options.seeds) for rate in options.rates for kind in kinds]
   ends: dict[Run, float] = {}
   print(f"{HEAD}\n|{'---|' * HEAD.count(' | ')}---|", flush=True)

@@ -1,12 +1,12 @@
-"""A training step on the CPU against MaxText's: the same model, batch and dtype, each side in processes of its own, in turns.
+"""Compares a training step on the CPU with MaxText's: the same model, batch and dtype, in separate processes in turns.
 
 python benchmarks/maxtext.py --python MAXTEXT/bin/python [--rounds 3] [--steps 30] [remat_policy=full ...]
 
-gemma4-tiny with the layers of Gemma 4 as MaxText has them, 5 sliding and a global one; 8 rows of 128 random tokens, float32,
-AdamW, attention written out, each side's other keys as it sets them; words at the end are laid over ours. The numbers are
-processor seconds of a step, user and system, which other programs on the machine hardly touch: the mean of a process but for
-its first steps, the median of the rounds. The Python that --python names has MaxText installed (`pip install maxtext`, and what
-importing maxtext.trainers.pre_train.train asks for).
+The model is gemma4-tiny with MaxText's layers of Gemma 4, 5 sliding ones and a global one. Both sides use 8 rows of 128 random
+tokens, float32, AdamW and attention without a fused kernel; other keys have each side's defaults. Words at the end override our
+configuration. The numbers are processor seconds of a step, user and system, which other programs on the machine hardly affect:
+the mean of a process without its first steps, and the median of the rounds. The Python that --python names must have MaxText
+installed (`pip install maxtext`, and the packages that maxtext.trainers.pre_train.train imports).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 WARM = 3
-"""Steps that do not count."""
+"""Number of first steps that do not count."""
 
 OURS = ("inhomogeneous_layer_cycle_interval=6", "packing=false")
 THEIRS = (
@@ -33,13 +33,13 @@ THEIRS = (
 
 
 class Timed:
-  """A compiled or jitted step that notes what each call took of the processor, until its results are there."""
+  """A compiled or jitted step that records the processor time of each call, until its results are ready."""
 
   def __init__(self, step: Any) -> None:
     self.step, self.seconds = step, []
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
-    """As the step's."""
+    """Lowers the step."""
     return self.step.lower(*args, **kwargs)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,12 +52,12 @@ class Timed:
     return found
 
   def means(self) -> list[float]:
-    """User and system seconds of a step."""
+    """Returns the mean user and system seconds of a step."""
     return [statistics.mean(x) for x in zip(*self.seconds[WARM:], strict=True)]
 
 
 def ours(steps: int, words: list[str]) -> dict[str, Any]:
-  """Our side, in this process."""
+  """Measures our side in this process."""
   import jax
   import numpy as np
   from step_cost import DRAWN, batch, require_updates
@@ -72,13 +72,13 @@ def ours(steps: int, words: list[str]) -> dict[str, Any]:
   for _ in range(steps + WARM):
     state, metrics = step(state, data, known)
     known = metrics["magnitude_bound"]
-  require_updates([metrics])  # behind a step that did nothing no other does anything
+  require_updates([metrics])  # if a step updated nothing, no later step does
   parameters = sum(x.size for x in jax.tree.leaves(state["params"]))
   return {"seconds": step.means(), "parameters": parameters, "jax": jax.__version__}
 
 
 def theirs(steps: int) -> dict[str, Any]:
-  """The side of MaxText, in this process: its own loop, around whose step a clock is laid."""
+  """Measures MaxText in this process: its own training loop with a timed step."""
   import jax
   from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
   from maxtext.utils import train_utils  # pyright: ignore[reportMissingImports]
@@ -101,7 +101,7 @@ def theirs(steps: int) -> dict[str, Any]:
 
 
 def apart(python: str, *words: str) -> dict[str, Any]:
-  """A side in a process of its own."""
+  """Runs a side in a separate process."""
   done = subprocess.run([python, "-P", __file__, "--alone", *words], capture_output=True, text=True, env=environment())
   if done.returncode:
     raise SystemExit(f"{python} {' '.join(words)} failed:\n{done.stderr[-3000:]}")
@@ -109,7 +109,7 @@ def apart(python: str, *words: str) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-  """Without this folder's ``profile.py`` in the place of the library's; our side finds its neighbors all the same."""
+  """Returns variables of a process in which this folder's ``profile.py`` does not hide Python's. BESIDE names the folder."""
   here = Path(__file__).resolve().parent
   return os.environ | {
     "JAX_PLATFORMS": "cpu",

@@ -1,9 +1,9 @@
-"""Loss curves of AdamW with moments stored in fewer bits, against float32 ones on the same data.
+"""Compares loss curves of AdamW with moments in fewer bits and in float32, on the same data.
 
   python benchmarks/moments.py [MODEL] [key=value ...]
 
-Prints, of each way of storing them, the mean loss of the last 20 steps, its distance from that of float32 moments, the largest
-distance of any mean of 20 steps, and the bytes of the optimizer's state for each parameter.
+Prints for each format the mean loss of the last 20 steps, its relative difference from float32 moments, the largest difference
+of any mean of 20 steps, and the bytes of the optimizer's state for each parameter.
 """
 
 import sys
@@ -30,7 +30,7 @@ WINDOW = 20
 
 
 def curve(model: str, words: list[str], folder: str, name: str) -> np.ndarray:
-  """The loss of every step."""
+  """Trains a run and returns the loss of every step."""
   with Path(folder, f"{name}.log").open("w") as log:
     train(load_config(model, [*words, f"output_dir={folder}", f"run_name={name}"]), FailedStep, log)
   return np.array([row["loss"] for row in read(Path(folder, name, METRICS))])

@@ -1,10 +1,10 @@
-"""The gradients of a norm between layers on this machine: XLA's and those of the kernel, at the shapes of models.
+"""Times the backward pass of a norm on this machine, with XLA and with the kernel, at the shapes of models.
 
 python benchmarks/norm_gradients.py [--shape gemma3-4b ...] [--sizes ROWS DIM] [--dtype bfloat16] [--kernels xla pallas_gpu]
 
-Of a norm beside a stream, as before each part of a layer, whose gradient is that of both, and of one alone, as behind a part.
-Each call has eight sets of arrays, so that none is in a cache when its turn comes. TB/s are those of what has to be read and
-written: x, the gradient, the stream's where there is one, and the result.
+It measures a norm beside the residual stream, as before each part of a layer, whose gradient is added to that of the stream,
+and a norm alone, as after a part. Each call has eight sets of arrays, so that none of them is still in a cache. TB/s count the
+arrays that must be read and written: x, the gradient, the gradient of the stream if there is one, and the result.
 """
 
 import argparse
@@ -23,13 +23,13 @@ SETS = 8
 
 
 def row(name: str, rows: int, dim: int, kernel: Name, dtype: Any) -> str:
-  """A line of the table."""
+  """Returns a line of the table."""
   norm = RMSNorm(NormConfig(dim=dim, kernel=kernel), Precision(dtype=dtype))
   p = {"scale": jnp.ones(dim, jnp.float32)}
   keys = jax.random.split(jax.random.key(0), 3 * SETS)
   arrays = [jax.random.normal(key, (rows, dim), dtype) for key in keys]
   x, g, stream = (arrays[i::3] for i in range(3))
-  # The forward pass once; what is measured is the backward pass alone.
+  # The forward pass runs once here, because only the backward pass is measured.
   alone = [jax.vjp(norm, p, a)[1] for a in x]
   beside = [jax.vjp(norm.with_input, p, a)[1] for a in x]
   of_alone = seconds(jax.jit(lambda pulls, g: [pull(b) for pull, b in zip(pulls, g, strict=True)]), alone, g, budget=0.5)
@@ -57,7 +57,7 @@ def main() -> None:
   for name, (rows, dim) in shapes.items():
     for kernel in options.kernels:
       capability = getattr(device, "compute_capability", None)
-      choose(kernel, Case(platform=device.platform, capability=capability, devices=1, dim=dim))  # says why it cannot
+      choose(kernel, Case(platform=device.platform, capability=capability, devices=1, dim=dim))  # raises if it cannot run here
       print(row(name, rows, dim, kernel, options.dtype), flush=True)
 
 

@@ -1,14 +1,15 @@
-"""What offload to the host's memory takes and gives: training steps with and without it on one GPU, row after row.
+"""Compares training steps with and without offload to the host's memory on one GPU.
 
 . gpu/env.sh; python benchmarks/offload.py                        the rows of Qwen3; about 3 minutes on an H200
 python benchmarks/offload.py --only gemma4-31b                    all of gemma4-31b on one GPU; about 5 minutes
-python benchmarks/offload.py --only moments                       the optimizer's state there, of Qwen3 and of gemma4-31b
-python benchmarks/offload.py --model qwen3-tiny max_target_length=64 remat_policy=full     a CPU, for a look: no memory is saved
+python benchmarks/offload.py --only moments                       offload of the optimizer state, for Qwen3 and gemma4-31b
+python benchmarks/offload.py --model qwen3-tiny max_target_length=64 remat_policy=full     a quick try on a CPU; saves no memory
 
-Each line is a process of its own: the same model, batch and seed, and one key alone differs. Random tokens, packed with
-three documents a row, steps back to back, a step being the median of several groups, the first two apart. "peak" is what the
-device's allocator held at most, "host" what the program has in the host's memory. What the compiler says does not fit the
-device is not run. "loss" is that of the last step: the same numbers, but for what XLA chooses by trial.
+Each line is a separate process. The lines of a row have the same model, batch and seed, and differ in one key only. Tokens are
+random, with three packed documents in each row. Steps run back to back, and the time of a step is the median of several groups
+after the first two steps. "peak" is the peak memory of the device's allocator, "host" the memory of the program on the host. A
+program that does not fit the device according to the compiler is not run. "loss" is that of the last step, which is the same
+for the lines of a row, except for the effect of kernels that XLA chooses by timing.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-  """A configuration: name for --only, words of ``train``, and words of what differs, each of which is a line."""
+  """A configuration: its name for --only, words of ``train``, and the values of the key that differs, one for each line."""
 
   name: str
   words: tuple[str, ...]
@@ -46,7 +47,7 @@ HEADER = "| run | offload | step | tokens/s | peak GiB | host GiB | loss |\n|---
 
 
 def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[str, Any]:
-  """One line, in this process."""
+  """Measures one line in this process."""
   import jax
   import numpy as np
   from peer import GIB, resident, timed
@@ -78,7 +79,7 @@ def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[st
     nonlocal state, known
     state, metrics = compiled(state, data, known)
     known = metrics["magnitude_bound"]
-    taken.append({name: metrics[name] for name in ("decided", "skipped")})  # on the device: nothing waits for them here
+    taken.append({name: metrics[name] for name in ("decided", "skipped")})  # kept on the device, so nothing waits for them
     return metrics
 
   found |= timed(step, lambda metrics: float(jax.block_until_ready(metrics)["loss"]), steps, groups)
@@ -89,7 +90,7 @@ def measured(words: list[str], offload: str, steps: int, groups: int) -> dict[st
 
 
 def line(name: str, offload: str, found: dict[str, Any]) -> str:
-  """A row of the table."""
+  """Returns a row of the table."""
   if "failed" in found:
     cells = [f"failed: {found['failed'][:160]}", *["-"] * 4]
   elif "needed_gib" in found:

@@ -1,9 +1,9 @@
-"""What compressed jsonl costs: finding its lines, reading records in random order, and the memory of both.
+"""Measures the cost of compressed jsonl: time and memory of finding its lines and of reading records in random order.
 
   python benchmarks/packed_data.py [MEGABYTES]
 
-Makes jsonl of random words in a temporary folder (default: 1300 MB of 1.1 KB records, which takes a minute), packs it, and
-reads each file in a process of its own. Needs the extra `zstd`.
+Writes jsonl of random words to a temporary folder (default: 1300 MB of 1.1 KB records, which takes a minute), compresses it,
+and reads each file in a separate process. Needs the extra `zstd`.
 """
 
 import gzip
@@ -22,7 +22,7 @@ READS = 150_000
 
 
 def make(folder: Path, megabytes: int) -> list[Path]:
-  """The same records plain, as gzip and as zstd."""
+  """Writes the same records as plain text, as gzip and as zstd, and returns the files."""
   import zstandard
 
   words, chosen = ["alpha", "beta", "gamma", "delta", "training", "token", "é", "\n"], random.Random(0)
@@ -45,7 +45,7 @@ def make(folder: Path, megabytes: int) -> list[Path]:
 
 
 def measure(path: str) -> None:
-  """Prints the times of one file and what the memory of this process has grown by."""
+  """Prints the times of one file and the growth of this process's memory."""
   from maxtext_like.data.order import Order, Share
   from maxtext_like.data.readers.jsonl import JsonLines
 
@@ -77,7 +77,7 @@ def main() -> None:
   megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 1300
   with tempfile.TemporaryDirectory() as folder:
     files = make(Path(folder), megabytes)
-    time.sleep(5)  # what was written just now is not trusted to stay, so its index is not kept
+    time.sleep(5)  # the index of a file that was written just now is not stored, because the file may still change
     for path in files:
       env = {**os.environ, "XDG_CACHE_HOME": folder}
       subprocess.run([sys.executable, __file__, "--file", str(path)], cwd=ROOT, env=env, check=True)

@@ -1,16 +1,15 @@
-"""The other side of a comparison: training steps of transformers on random weights and tokens, with peft and bitsandbytes for
-an adapter.
+"""Runs training steps of transformers for comparison, on random weights and tokens, with peft and bitsandbytes for an adapter.
 
-No program to call: benchmarks/h200.py (all parameters) and benchmarks/lora.py (an adapter) run it by ``ask``, in the Python
-that has torch. That process has the one side and its memory alone, and needs nothing of this project: what it builds is a
-config.json.
+Do not run this file directly: benchmarks/h200.py (all parameters) and benchmarks/lora.py (an adapter) run it through ``ask``,
+with a Python that has torch. The process contains only this side, so its memory can be measured. From this project it needs
+only a config.json.
 
-A step of an adapter is what ``Trainer`` does of ``get_peft_model`` with bf16 and gradient_checkpointing: autocast to bfloat16
-over weights of bfloat16, nf4 or int8 and additions of float32, SDPA, every layer computed again in the backward pass, gradients
-clipped, AdamW of the additions. Every ``nn.Linear`` but the head becomes bitsandbytes' as ``BitsAndBytesConfig`` has it: nf4 in
-blocks of 64 with double quantization, computed in bfloat16; int8 with outliers above 6 apart. Of what
-``prepare_model_for_kbit_training`` does, the casts of norms and embeddings to float32 are left out: they would cost it memory.
-Modules are drawn one after the other, each quantized before the next, so that the whole is never there in 16 bits.
+A step of an adapter is that of ``Trainer`` with ``get_peft_model``, bf16 and gradient_checkpointing: autocast to bfloat16 with
+base weights in bfloat16, nf4 or int8 and adapter weights in float32, SDPA, recomputation of every layer in the backward pass,
+clipped gradients, and AdamW for the adapter. Every ``nn.Linear`` except the head becomes a layer of bitsandbytes with the
+settings of ``BitsAndBytesConfig``: nf4 in blocks of 64 with double quantization and products in bfloat16, or int8 with outliers
+above 6 separate. The casts of norms and embeddings to float32 in ``prepare_model_for_kbit_training`` are left out, because they
+would cost memory. Modules are drawn and quantized one after the other, so the complete model is never in memory in 16 bits.
 """
 
 import json
@@ -27,12 +26,12 @@ GIB = 2**30
 
 
 def starts(length: int, documents: int) -> list[int]:
-  """Where the documents of a row begin, the later the longer: as ``step_cost.batch`` has them."""
+  """Returns the starts of a row's documents, of which later ones are longer, as in ``step_cost.batch``."""
   return [length * i * (i + 1) // (documents * (documents + 1)) for i in range(documents)]
 
 
 def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, groups: int) -> dict[str, Any]:
-  """Seconds of a step, the first and its compilation apart, and the last loss."""
+  """Returns the seconds of a step, those of the first step with its compilation, and the last loss."""
   begin = time.perf_counter()
   wait(step())
   first = time.perf_counter() - begin
@@ -49,12 +48,12 @@ def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, gro
 
 
 def resident() -> float:
-  """GiB that this process held at most: where a device's allocator does not say."""
+  """Returns the peak memory of this process in GiB, for devices whose allocator does not report it."""
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def apart(command: list[str]) -> dict[str, Any]:
-  """The line of JSON that a program printed, in a process of its own, whose memory is its own; or what it said as it failed."""
+  """Runs a program in a separate process. Returns the JSON of its last line, or its error output if it failed."""
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   if done.returncode:
     said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
@@ -63,13 +62,13 @@ def apart(command: list[str]) -> dict[str, Any]:
 
 
 def ask(python: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-  """A step of the other side, "all_weights" or "adapter" with its arguments, by a Python that has torch."""
-  # Beside torch.compile this folder must not be on the path: it imports the library's own module profile.
+  """Runs "all_weights" or "adapter" with its arguments in a Python that has torch."""
+  # -P keeps this folder off the path, because torch.compile imports Python's module ``profile``.
   return apart([python, "-P", __file__, kind, json.dumps(given)])
 
 
 def write_config(model: Any, dtype: str, directory: str) -> None:
-  """config.json of a ``ModelConfig`` for transformers, without a tower."""
+  """Writes the config.json of a ``ModelConfig`` for transformers, without a vision tower."""
   from maxtext_like.checkpoint.huggingface.config import export_config
 
   Path(directory, "config.json").write_text(json.dumps(export_config(model, dtype)))
@@ -88,22 +87,22 @@ def all_weights(
   momentum: float = 0.0,
   clip: float = 1.0,
 ) -> dict[str, Any]:
-  """All parameters, in this process: those in float32 under autocast, others computed with as they are.
+  """Measures training of all parameters in this process. float32 weights run under autocast, others without it.
 
   Args:
-    directory: of config.json.
+    directory: folder of config.json.
     shape: rows and their length.
-    documents: of a row.
-    steps, groups: as of ``timed``.
-    compiled: by torch.compile.
-    experts: the implementation that they are to have, of which a step has to have run grouped_mm; None: what transformers
-      takes by itself, and whatever comes of it.
-    weight_dtype: of the parameters.
+    documents: number of documents in a row.
+    steps, groups: as for ``timed``.
+    compiled: whether to use torch.compile.
+    experts: required implementation of experts, with which a step must run grouped_mm; None for transformers' default,
+      without a check.
+    weight_dtype: dtype of the parameters.
     optimizer, momentum: "adamw", or "sgd" with this momentum.
-    clip: the largest norm of the gradients; 0 for any.
+    clip: largest norm of the gradients; 0 for no clipping.
 
   Raises:
-    RuntimeError: an implementation of experts is asked for, and a step had no grouped_mm.
+    RuntimeError: an implementation of experts is required, and a step did not run grouped_mm.
   """
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
@@ -116,7 +115,7 @@ def all_weights(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, weight_dtype), **asked).train()
   if experts:
     _draw_by_width(model)
-  if optimizer == "sgd":  # one array at a time: those of experts have more than 2^31 numbers, the fused rule's indices 32 bits
+  if optimizer == "sgd":  # one array at a time: experts have more than 2^31 numbers, and the fused SGD has 32-bit indices
     rule = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=momentum, foreach=False)
   elif optimizer == "adamw":
     rule = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
@@ -125,7 +124,7 @@ def all_weights(
   call = torch.compile(model) if compiled else model
   tokens = torch.randint(3, config.vocab_size, shape, device=device)
   inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-  if documents > 1:  # positions of one document, given all the same, would cost torch.compile a mask
+  if documents > 1:  # for one document, torch.compile would compute a mask from them
     begins = starts(shape[1], documents)
     ends = [*begins[1:], shape[1]]
     positions = torch.cat([torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)])
@@ -144,13 +143,13 @@ def all_weights(
 def adapter(
   directory: str, shape: list[int], form: str, rank: int, alpha: float, modules: list[str], parameters: list[str], steps: int
 ) -> dict[str, Any]:
-  """Additions of low rank over weights of a form, in this process.
+  """Measures training of a LoRA adapter over base weights of a form, in this process.
 
   Args:
-    directory, shape: as of ``all_weights``.
-    form: of the weights, "bfloat16", "nf4" or "int8".
-    rank, alpha, modules, parameters: of peft's ``LoraConfig``; parameters are arrays of experts.
-    steps: that are measured, each waited for.
+    directory, shape: as for ``all_weights``.
+    form: form of the base weights, "bfloat16", "nf4" or "int8".
+    rank, alpha, modules, parameters: options of peft's ``LoraConfig``; parameters are arrays of experts.
+    steps: number of measured steps. Each is waited for.
   """
   import peft  # pyright: ignore[reportMissingImports]
   import torch  # pyright: ignore[reportMissingImports]
@@ -166,7 +165,7 @@ def adapter(
     _draw(model, model, form, device)
   model.tie_weights()
   model.requires_grad_(False)
-  model.is_loaded_in_4bit, model.is_loaded_in_8bit = form == "nf4", form == "int8"  # by which peft knows
+  model.is_loaded_in_4bit, model.is_loaded_in_8bit = form == "nf4", form == "int8"  # peft reads these
   wide = sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 2})
   model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
   lora = peft.LoraConfig(
@@ -192,7 +191,7 @@ def adapter(
 
 
 def _draw(module: Any, owner: Any, form: str, device: str) -> None:
-  """Draws what a module of the device "meta" holds, as ``owner``, the model of transformers around it, begins with it."""
+  """Draws the arrays of a module on the device "meta" with the initialization of ``owner``, the model that contains it."""
   import transformers  # pyright: ignore[reportMissingImports]
   from torch import nn  # pyright: ignore[reportMissingImports]
 
@@ -205,7 +204,7 @@ def _draw(module: Any, owner: Any, form: str, device: str) -> None:
 
 
 def _quantized(linear: Any, form: str, device: str) -> Any:
-  """bitsandbytes' layer in the place of one of torch."""
+  """Returns the layer of bitsandbytes that replaces a layer of torch."""
   import torch  # pyright: ignore[reportMissingImports]
 
   nn = _bitsandbytes().nn
@@ -219,7 +218,7 @@ def _quantized(linear: Any, form: str, device: str) -> Any:
     new.weight = nn.Params4bit(
       linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
     ).to(device)  # fmt: skip
-  else:  # which is quantized on its way from the host alone
+  else:  # quantized only by the copy from the host to the device
     new.weight = nn.Int8Params(linear.weight.data.cpu(), requires_grad=False, has_fp16_weights=False).to(device)
   if linear.bias is not None:
     new.bias = linear.bias
@@ -233,9 +232,9 @@ def _bitsandbytes() -> Any:
 
 
 def _draw_by_width(model: Any) -> None:
-  """Draws matrices anew as this project does, with the variance 1 / (what a product with them sums over), embeddings too.
+  """Draws matrices again as this project does, also embeddings: with variance 1 / (number of terms of a sum over them).
 
-  How even the load of experts is depends on it: at the beginning of a row attention adds more to the stream than tokens do.
+  The load of experts depends on it, because at the start of a row attention adds more to the residual stream than tokens do.
   """
   from torch import nn  # pyright: ignore[reportMissingImports]
 
@@ -245,10 +244,10 @@ def _draw_by_width(model: Any) -> None:
 
 
 def _grouped_products(step: Callable[[], Any], experts: int, device: str) -> list[str]:
-  """What a step multiplied its experts by and attended with, as torch counted its operations.
+  """Returns the operations that computed the experts and the attention of a step, as counted by torch's profiler.
 
-  Where transformers may not call torch's product of groups, it goes through the experts in a loop, without a word; and so does
-  that product where it has no kernel for a GPU or a dtype, by a plain product for each of them.
+  If transformers cannot call grouped_mm, it loops over the experts without a warning. grouped_mm also falls back without a
+  warning, to a plain product for each expert, if it has no kernel for a GPU or a dtype. Both raise RuntimeError.
   """
   from torch import profiler  # pyright: ignore[reportMissingImports]
 
@@ -257,7 +256,7 @@ def _grouped_products(step: Callable[[], Any], experts: int, device: str) -> lis
   counts = {event.key: event.count for event in profile.key_averages()}
   grouped = {name: n for name, n in counts.items() if "grouped_mm" in name}
   calls, products = counts.get("aten::_grouped_mm", 0), sum(counts.get(f"aten::{name}", 0) for name in ("mm", "bmm", "addmm"))
-  loop = device == "cuda" and products >= calls * experts / 2  # a CPU has nothing but this loop
+  loop = device == "cuda" and products >= calls * experts / 2  # a CPU always has this loop
   if not calls or any("fallback" in name for name in grouped) or loop:
     raise RuntimeError(f"a step was to have grouped_mm for its {experts} experts and had {grouped}, {products} other products")
   attended = [name for name in counts if name.startswith("aten::_scaled_dot_product") and "backward" not in name]
@@ -265,13 +264,13 @@ def _grouped_products(step: Callable[[], Any], experts: int, device: str) -> lis
 
 
 def _fullest(model: Any, inputs: dict[str, Any]) -> float:
-  """Tokens of the fullest expert of all layers, times the mean."""
+  """Returns the tokens of the fullest expert of all layers, divided by the mean."""
   import torch  # pyright: ignore[reportMissingImports]
 
   loads: list[Any] = []
 
   def look(module: Any, given: tuple[Any, ...]) -> None:
-    loads.append(torch.bincount(given[1].flatten(), minlength=module.num_experts))  # of (hidden states, chosen, weights)
+    loads.append(torch.bincount(given[1].flatten(), minlength=module.num_experts))  # hidden states, chosen, weights
 
   hooks = [m.register_forward_pre_hook(look) for m in model.modules() if hasattr(m, "gate_up_proj")]
   with torch.no_grad():
@@ -284,7 +283,7 @@ def _fullest(model: Any, inputs: dict[str, Any]) -> float:
 def _step(
   call: Any, inputs: dict[str, Any], trained: list[Any], optimizer: Any, device: str, autocast: bool = True, clip: float = 1.0
 ) -> Callable[[], Any]:
-  """A step: forward, backward, clipping, update; what it returns is the loss, on the device."""
+  """Returns a function that runs a step (forward, backward, clipping, update) and returns the loss, on the device."""
   import torch  # pyright: ignore[reportMissingImports]
 
   def step() -> Any:
@@ -312,7 +311,7 @@ def _kernels(model: Any) -> list[str]:
 
 
 def _about(model: Any, shape: list[int], seconds: float, device: str) -> dict[str, Any]:
-  """What every row of this side says."""
+  """Returns the entries that every row of this side has."""
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""What each precision key is worth: error against float64 with the key on and off, in bfloat16 and float16.
+"""Measures the effect of each precision key: the error against float64 with the key on and off, in bfloat16 and float16.
 
 python benchmarks/precision_flags.py [--length 512]
 
@@ -33,31 +33,31 @@ def f64(x) -> np.ndarray:
 
 
 def relative(got, exact: np.ndarray) -> float:
-  """Norm of the error over the norm; infinite where a number is not finite."""
+  """Returns the norm of the error divided by the norm of ``exact``, or infinity if a number is not finite."""
   got = f64(got)
   return float(np.linalg.norm(got - exact) / np.linalg.norm(exact)) if np.isfinite(got).all() else float("inf")
 
 
 def missed(picked, exact: np.ndarray) -> float:
-  """1 - recall: the share of the exact picks [..., k] that are not among the picked."""
+  """Returns 1 - recall: the share of the exact choices [..., k] that are not among the picked ones."""
   picked = np.asarray(picked).reshape(-1, exact.shape[-1])
   hits = [len(set(a) & set(b)) for a, b in zip(picked.tolist(), exact.reshape(picked.shape).tolist(), strict=True)]
   return 1 - sum(hits) / exact.size
 
 
 def normal(seed: int, *shape: int, dtype: str, scale: float = 1.0) -> jax.Array:
-  """Normal numbers, rounded to ``dtype``."""
+  """Returns normal numbers, rounded to ``dtype``."""
   return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
 def switched(dtype: str, key: str, on, off, error: Callable[[Precision], float], *others: str) -> tuple[float, float]:
-  """The error with the key on and off; ``others`` are switched with it."""
+  """Returns the error with the key on and off. ``others`` are switched with it."""
   base = Precision(dtype=dtype)  # type: ignore[arg-type]
   return tuple(error(dataclasses.replace(base, **dict.fromkeys((key, *others), value))) for value in (on, off))  # type: ignore
 
 
 def attention(length: int) -> Iterator[Row]:
-  """Scale 1 and normed queries and keys, as in Gemma 4; causal."""
+  """Causal attention with scale 1 and normed queries and keys, as in Gemma 4."""
   B, K, G = 1, 2, 2
   mask = attention_mask(Tokens(), B, length, window=None, bidirectional_images=False)
   for H in (256, 512):
@@ -79,7 +79,7 @@ def attention(length: int) -> Iterator[Row]:
 
 
 def indexer(length: int) -> Iterator[Row]:
-  """64 heads of 128, as DeepSeek V3.2: the share of the best eighth of the keys that is missed."""
+  """An indexer with 64 heads of 128, as in DeepSeek V3.2: the share of the best eighth of the keys that it misses."""
   X, H, D, topk = 64, 128, 96, length // 8
   cfg = IndexerConfig(emb_dim=D, q_lora_rank=8, num_heads=X, head_dim=H, topk=topk, rope=RopeConfig(dim=64, theta=1e4))
   for dtype in LOW:
@@ -104,7 +104,7 @@ def indexer(length: int) -> Iterator[Row]:
 
 
 def mlp() -> Iterator[Row]:
-  """One MLP; in float16 also with a product of 1e6, which only a float32 product holds."""
+  """One MLP. In float16 it is also measured with a product of 1e6, which only float32 can represent."""
   D, F = 128, 512
   for dtype, scale in (("bfloat16", 1.0), ("float16", 1.0), ("float16", 300.0)):
     cfg = MLPConfig(emb_dim=D, mlp_dim=F, activation="silu")
@@ -126,7 +126,7 @@ def mlp() -> Iterator[Row]:
 
 
 def experts() -> Iterator[Row]:
-  """256 experts, 8 a token, as DeepSeek V3: wrong choices; and the weighted sum."""
+  """256 experts, 8 for each token, as in DeepSeek V3: wrong choices of the router, and the weighted sum of the experts."""
   D, E, k = 256, 256, 8
   cfg = MoEConfig(
     emb_dim=D, mlp_dim=8, num_experts=E, num_experts_per_tok=k, router="sigmoid", selection_bias=False, activation="silu"
@@ -217,7 +217,7 @@ def product() -> Iterator[Row]:
 
 
 def rows(length: int) -> Iterator[Row]:
-  """Every row of the table."""
+  """Yields every row of the table."""
   yield from attention(length)
   yield from indexer(length)
   for part in (mlp, experts, vision, logits, residual, product):

@@ -1,19 +1,19 @@
-"""Where the time of a training step goes on the device: by part of the model, by kind of operation, kernel by kernel.
+"""Shows where the time of a training step goes on the device: by part of the model, by kind of operation, and by kernel.
 
 python benchmarks/profile.py gemma3-4b per_device_batch_size=2 remat_policy=minimal max_target_length=4096 --out runs/profile
 python benchmarks/profile.py gemma4-31b num_decoder_layers=6 per_device_batch_size=2 remat_policy=none packing=false
-python benchmarks/profile.py gemma3-tiny max_target_length=64 --steps 2                                  a CPU, for a look
+python benchmarks/profile.py gemma3-tiny max_target_length=64 --steps 2                                  a quick try on a CPU
 
-Times the compiled step of a configuration, traces some more (jax.profiler) and gives every event of the device to the
-instruction of the compiled program that it runs, and that to the named scope that asked for it. A fusion is its root's, as the
-compiler names it. "casts" and "copies" are what does nothing else, wherever it stands; "update" is the optimizer, the norms and
-the checks: all that is of no layer. "busy" is the time in which anything runs, "idle" the rest between the first event and the
-last; parts and kinds add up to more than busy where streams overlap. Prints tables; --out has them as profile.json with every
-kernel, profile.svg as a picture, and the trace for xprof and ui.perfetto.dev. Random tokens; rows of two documents, or of one
-with packing=false.
+Times the compiled step of a configuration, then traces more steps with jax.profiler. Each event of the device is assigned to
+its instruction of the compiled program, and the instruction to the named scope that requested it. A fusion belongs to the scope
+of its root, as the compiler names it. "casts" and "copies" are operations that do nothing else, in any part. "update" is
+everything outside the layers: the optimizer, gradient norms and checks. "busy" is the time in which at least one operation
+runs, "idle" the other time between the first event and the last. Parts and kinds add up to more than "busy" if streams overlap.
+Prints tables. --out writes them as profile.json with every kernel, as the picture profile.svg, and the trace for xprof and
+ui.perfetto.dev. Tokens are random, with two documents in each row, or one with packing=false.
 
-On a GPU command buffers are off while it measures (kernels in them have no names) unless XLA_FLAGS say otherwise; "step" is
-then a little longer than in training.
+On a GPU command buffers are off during the measurement, because kernels in them have no names, unless XLA_FLAGS sets them.
+"step" is then a little longer than in training.
 """
 
 import argparse
@@ -40,8 +40,8 @@ PARTS: dict[str, tuple[str, ...]] = {
   "between": ("residual",),
   "update": ("optimizer",),
 }
-"""Scopes of each part; the innermost of them decides."""
-CONTROL = ("while", "conditional", "call", "async-start", "async-done", "async-update")  # what they hold has events of its own
+"""Scope names of each part. The innermost scope decides."""
+CONTROL = ("while", "conditional", "call", "async-start", "async-done", "async-update")  # their contents have their own events
 MOVES = frozenset(
   "copy copy-start copy-done transpose bitcast reshape broadcast slice dynamic-slice dynamic-update-slice concatenate pad iota "
   "reverse parameter constant tuple get-tuple-element".split()
@@ -54,14 +54,15 @@ COLORS = {"forward": "#0969da", "recomputed": "#bf8700", "backward": "#8250df", 
 
 @dataclass(frozen=True)
 class Kernel:
-  """What an instruction of the program costs in a step.
+  """The cost of an instruction of the program in a step.
 
   Attributes:
-    name: of the instruction.
-    part, kind: of ``PARTS``, casts or copies; see ``kind_of``.
-    stage: forward, recomputed or backward; update where no loss is computed.
-    path, place: of the code that asked for it.
-    milliseconds, launches: of a step.
+    name: name of the instruction.
+    part: a key of ``PARTS``, "casts", "copies" or "outside the program".
+    kind: result of ``kind_of``.
+    stage: forward, recomputed or backward; update outside the computation of the loss.
+    path, place: scope path and source line of the code that requested it.
+    milliseconds, launches: per step.
   """
 
   name: str
@@ -75,7 +76,7 @@ class Kernel:
 
 
 def kind_of(operation: Any, program: Any) -> str:
-  """What an operation of a ``compiled_program.CompiledProgram`` does, in a word."""
+  """Returns the kind of an operation of a ``compiled_program.CompiledProgram``, in a few words."""
   if operation.kind.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
     return "collective"
   inside = list(_inside(operation, program))
@@ -98,7 +99,7 @@ def _target(operation: Any) -> str:
 
 
 def _inside(operation: Any, program: Any) -> Iterator[Any]:
-  """The operation, or those of a fusion and of the fusions in it."""
+  """Yields the operation, or the operations of a fusion and of the fusions in it."""
   if operation.kind != "fusion":
     yield operation
     return
@@ -108,7 +109,7 @@ def _inside(operation: Any, program: Any) -> Iterator[Any]:
 
 
 def part_of(scopes: Iterable[str], kind: str) -> str:
-  """The part of the model that a path of scopes lies in."""
+  """Returns the part of the model that a path of scopes belongs to."""
   if kind in (apart := {"cast": "casts", "copy": "copies", "outside the program": "outside the program"}):
     return apart[kind]
   in_layer = False
@@ -121,11 +122,13 @@ def part_of(scopes: Iterable[str], kind: str) -> str:
 
 
 def events(traces: Iterable[Path], module: str) -> Iterator[tuple[str, float, float]]:
-  """(instruction, first nanosecond, nanoseconds) of what the device did in a trace, "" for what no instruction asked for.
+  """Yields (instruction, start in ns, duration in ns) for every event of the device in a trace.
+
+  The instruction is "" for an event that belongs to none.
 
   Args:
     traces: files of jax.profiler.
-    module: of the step: a CPU's threads work for others as well.
+    module: name of the step's module, because a CPU's threads also run other modules.
   """
   from jax.profiler import ProfileData
 
@@ -134,7 +137,7 @@ def events(traces: Iterable[Path], module: str) -> Iterator[tuple[str, float, fl
       on_device = plane.name.startswith("/device:")
       for line in plane.lines:
         if on_device and not line.name.startswith(("Stream", "XLA Ops")):
-          continue  # the same events, by other names
+          continue  # other lines repeat the events under other names
         for event in line.events:
           stats = dict(event.stats)
           named = str(stats.get("hlo_op") or (event.name.split(" ")[0] if line.name == "XLA Ops" else ""))
@@ -143,7 +146,7 @@ def events(traces: Iterable[Path], module: str) -> Iterator[tuple[str, float, fl
 
 
 def kernels(found: list[tuple[str, float, float]], program: Any, steps: int) -> list[Kernel]:
-  """What each instruction costs in a step, the dearest first."""
+  """Returns the cost of each instruction in a step, the most expensive first."""
   from maxtext_like.numerics.hlo import Instruction
 
   times: dict[str, list[float]] = collections.defaultdict(list)
@@ -164,7 +167,7 @@ def kernels(found: list[tuple[str, float, float]], program: Any, steps: int) -> 
 
 
 def busy(found: list[tuple[str, float, float]]) -> tuple[float, float]:
-  """Milliseconds in which anything ran, and those between the first event and the last."""
+  """Returns the milliseconds in which at least one event ran, and those between the first event and the last."""
   together, end = 0.0, 0.0
   spans = sorted((start, start + duration) for _, start, duration in found)
   for start, stop in spans:
@@ -174,7 +177,7 @@ def busy(found: list[tuple[str, float, float]]) -> tuple[float, float]:
 
 
 def totals(rows: list[Kernel], by: str) -> dict[str, dict[str, float]]:
-  """Milliseconds of a step by "part" or "kind" and by stage, with "all" and "launches"; the dearest first."""
+  """Returns the milliseconds of a step by "part" or "kind" and by stage, with "all" and "launches"; largest first."""
   found: dict[str, dict[str, float]] = collections.defaultdict(lambda: dict.fromkeys((*COLORS, "all", "launches"), 0.0))
   for k in rows:
     own = found[getattr(k, by)]
@@ -185,7 +188,7 @@ def totals(rows: list[Kernel], by: str) -> dict[str, dict[str, float]]:
 
 
 def table(found: dict[str, dict[str, float]], by: str) -> str:
-  """Totals as a table."""
+  """Returns totals as a Markdown table."""
   whole = sum(own["all"] for own in found.values()) or 1.0
   lines = [f"| {by} | ms a step | share | {' | '.join(COLORS)} | kernels |", "|" + "---|" * (4 + len(COLORS))]
   for name, own in found.items():
@@ -195,7 +198,7 @@ def table(found: dict[str, dict[str, float]], by: str) -> str:
 
 
 def picture(found: dict[str, dict[str, float]], title: str) -> str:
-  """Totals by part as bars, SVG."""
+  """Returns totals by part as an SVG bar chart."""
   left, width, height, gap = 150, 620, 20, 8
   most = max((own["all"] for own in found.values()), default=1.0) or 1.0
   shapes = [f'<text x="12" y="20" class="t">{html.escape(title)}</text>']
@@ -220,7 +223,7 @@ def picture(found: dict[str, dict[str, float]], title: str) -> str:
 
 
 def measure(model: str, words: list[str], steps: int, out: Path) -> dict[str, Any]:
-  """Runs, traces and reads the step of a configuration."""
+  """Runs and traces the step of a configuration, and returns the measured numbers."""
   import jax
   import numpy as np
   from step_cost import DRAWN, batch, require_updates
@@ -237,7 +240,7 @@ def measure(model: str, words: list[str], steps: int, out: Path) -> dict[str, An
   data, known = batch(program), DRAWN
 
   def run(count: int) -> float:
-    """Milliseconds of a step, the steps back to back."""
+    """Runs steps back to back and returns the milliseconds of a step."""
     nonlocal state, known
     begin = time.perf_counter()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Time of products of few rows with quantized weights: the kernel, and XLA with a dequantized copy.
+"""Times products of few rows with quantized weights: with the kernel, and with XLA and a dequantized copy.
 
 python benchmarks/quantized_matmul.py                        the weights of gemma4-31b, on one GPU
 python benchmarks/quantized_matmul.py --rows 1 16 64 --forms nf4
@@ -26,32 +26,32 @@ REPEATS = 5
 
 
 def weights(form: str, K: int, M: int) -> list[dict[str, jax.Array]]:
-  """Random stored arrays of several weights."""
+  """Returns the stored arrays of several random weights."""
   of, plan = FORMS[form], Plan((), (K,), (M,), (None, None))  # pyright: ignore[reportArgumentType]
   make = jax.jit(lambda seed: of.quantize(plan, jax.random.normal(jax.random.key(seed), (K, M))))
   return [make(seed) for seed in range(WEIGHTS)]
 
 
 def by_output(stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """The arrays as the kernel reads them."""
+  """Returns the arrays in the order in which the kernel reads them."""
   return stored | {CODES: jnp.swapaxes(stored[CODES], 0, 1)}
 
 
 def by_kernel(form: str, x: jax.Array, stored: Any, M: int, *, interpret: bool) -> jax.Array:
-  """The product by the kernel."""
+  """Computes the product with the kernel."""
   values = FORMS[form].table  # pyright: ignore[reportArgumentType]
   return quantized_matmul(form, x, stored, M, values=values, interpret=interpret)
 
 
 def by_xla(form: str, x: jax.Array, stored: Any, M: int) -> jax.Array:
-  """The product with the dequantized weight."""
+  """Computes the product with the dequantized weight."""
   of, plan = FORMS[form], Plan((), (x.shape[1],), (M,), (None, None))  # pyright: ignore[reportArgumentType]
   x, stored = jax.lax.optimization_barrier((x, stored))
   return jnp.dot(x, of.values(plan, stored, "bfloat16"), preferred_element_type=jnp.float32)
 
 
 def seconds(multiply: Any, form: str, x: jax.Array, stored: list[Any], M: int) -> float:
-  """Seconds of a product."""
+  """Returns the seconds of a product."""
   every = jax.jit(lambda x, stored: [multiply(form, x, own, M) for own in stored])
   jax.block_until_ready(every(x, stored))
   found = []

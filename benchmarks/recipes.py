@@ -1,11 +1,12 @@
-"""Every recipe on this device: a few steps over real models at reduced depth, from random weights.
+"""Runs every recipe on this device: a few steps of real models at reduced depth, from random weights.
 
   python benchmarks/recipes.py [--seconds 270] [--steps 12] [--length 1024] [--models NAME ...] [--recipes NAME ...]
-  python benchmarks/recipes.py --workers 6        so many at a time; their speeds are not printed, since they share the device
+  python benchmarks/recipes.py --workers 6        6 runs at a time; speeds are not printed, because the runs share the device
 
-Prints a row for each: the first loss and the last, what ended it, tokens a second (the median of all steps but the first two:
-one alone, of some ms, may have waited for the host) and the peak of the device's memory. Begins no other run after --seconds.
-Runs beside others take memory as they need it; one that fails there is tried again alone, at the end.
+Prints a row for each run: the first and the last loss or the reason of a failure, tokens per second, and the peak memory of the
+device. The speed is the median of all steps except the first two, because a single step of a few ms may have waited for the
+host. No run starts after --seconds. Runs that share the device allocate memory as they need it. A run that fails while others
+run is repeated alone at the end.
 Exits with 1 if a run failed. On a CPU: --models gemma3-tiny --length 128.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("lora", "qlora", "full", "pretraining")
-# At full width, and as deep as a group of layers or two: keys that make them fit on one device, beside an optimizer in float32.
+# Keys that make a model fit on one device with an optimizer in float32: full width, and one or two groups of layers.
 MODELS: dict[str, tuple[str, ...]] = {
   "gemma3-4b": ("num_decoder_layers=6",),
   "gemma4-e2b": ("num_decoder_layers=10", "num_kv_shared_layers=5"),
@@ -43,12 +44,12 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Runs:
-  """How all runs are made.
+  """Settings of all runs.
 
   Attributes:
     steps, length: updates of a run, and tokens of a row.
-    out: where runs are written.
-    until: no run begins later, in seconds of ``time.monotonic``.
+    out: output directory of the runs.
+    until: time in seconds of ``time.monotonic`` after which no run starts.
   """
 
   steps: int
@@ -57,11 +58,11 @@ class Runs:
   until: float
 
   def row(self, model: str, recipe: str, *, alone: bool) -> tuple[str, bool | None]:
-    """A row of the table, and whether the run ended well; None: it was not begun.
+    """Returns a row of the table, and whether the run succeeded; None if it was not started.
 
     Args:
-      model, recipe: what is run.
-      alone: nothing else runs on the device: the run may take all of its memory at once, and its speed is its own.
+      model, recipe: the model and the recipe of the run.
+      alone: True if no other run uses the device. The run may then allocate all memory at once, and its speed is printed.
     """
     if time.monotonic() > self.until:
       return f"| {model} | {recipe} | not begun: the time is over | | | |", None
@@ -89,7 +90,7 @@ class Runs:
 
 
 def reason(stderr: str) -> str:
-  """The line of what a run said that tells why it failed: its error, else the last of all, a warning being the first often."""
+  """Returns the line of the output that says why a run failed: the first error, or the last line if there is none."""
   lines = [line.strip() for line in stderr.splitlines() if line.strip()]
   return next((line for line in lines if re.match(r"[\w.]*error\b", line, re.IGNORECASE)), lines[-1] if lines else "-")[:160]
 
@@ -104,7 +105,7 @@ def main() -> int:
   parser.add_argument("--recipes", nargs="*", default=list(RECIPES), choices=RECIPES)
   parser.add_argument("--workers", type=int, default=1, help="runs at a time")
   options = parser.parse_args()
-  # Every model with one recipe before any has a second, so that all recipes and models come early.
+  # Every model runs with one recipe before any model runs with a second one, so that all recipes and models come early.
   turns = [[(m, RECIPES[(i + turn) % len(RECIPES)]) for i, m in enumerate(options.models)] for turn in range(len(RECIPES))]
   cells = [(model, recipe) for turn in turns for model, recipe in turn if recipe in options.recipes]
   alone, again, well = options.workers == 1, [], True

@@ -1,16 +1,16 @@
-"""Step time and bytes between devices on meshes of one machine.
+"""Measures step times and the bytes that devices exchange, on meshes of one machine.
 
 python benchmarks/scale.py                              1, 2, 4, 8 CPU devices, other meshes of 8, and two processes of 4
-python benchmarks/scale.py qwen3-tiny emb_dim=256       the same of another model
+python benchmarks/scale.py qwen3-tiny emb_dim=256       the same for another model
 python benchmarks/scale.py --gpus                       two GPUs of one host: the width of gemma4-31b, 6 layers; up to 8 minutes
 python benchmarks/scale.py --gpus --only one fsdp       some of its rows
 
-Steps follow each other without a look at their results, as in a run; a step is the median of several groups of steps. "of N
-times one" is tokens a second as a share of those of N single devices, each with as many tokens, in the same run. Bytes are
-those that a device sends in a step, from the text of the compiled program, by kind of collective: of an all-gather and a
-reduce-scatter over N devices (N - 1) / N of the whole array, of an all-reduce twice that.
+Steps run back to back without waiting for their results, as in training. The time of a step is the median of several groups of
+steps. "of N times one" is the number of tokens per second divided by that of N single devices, each with as many tokens, in the
+same run. Bytes are those that a device sends in a step, by kind of collective, from the text of the compiled program. An
+all-gather or a reduce-scatter over N devices sends (N - 1) / N of the complete array, and an all-reduce twice that.
 
-CPU devices are threads of the same cores: their step times say nothing of a pod (docs/guides/parallelism.md).
+CPU devices are threads on the same cores, so their step times say nothing about a pod (docs/guides/parallelism.md).
 """
 
 import argparse
@@ -44,10 +44,10 @@ class Row:
   """A mesh to measure.
 
   Attributes:
-    name: for --only.
-    devices: of it, the first ones of this run.
-    words: of the command line, beside the model's.
-    against: name of the row of one device that its tokens are a share of.
+    name: name for --only.
+    devices: number of devices; the first ones of this run are used.
+    words: words of the command line, in addition to those of the model.
+    against: name of the row of one device that its speed is compared with.
   """
 
   name: str
@@ -57,7 +57,7 @@ class Row:
 
 
 def mesh(devices: int, each: float = 1, **axes: int) -> tuple[str, ...]:
-  """Words of a mesh, with rows for each device."""
+  """Returns the words of a mesh, with ``each`` rows for each device."""
   sizes = {"ici_fsdp": 1} | axes
   return (f"per_device_batch_size={each}", *(f"{axis}_parallelism={size}" for axis, size in sizes.items()))
 
@@ -87,7 +87,7 @@ HEADER = (
 
 
 def measure(words: Sequence[str], row: Row, groups: int, steps: int) -> tuple[list[float], int, str, str, str]:
-  """Seconds of a step in each group of steps, its tokens, "rows x length", the mesh in words and what it sends."""
+  """Returns seconds of a step for each group, tokens of a step, "rows x length", the mesh in words, and the bytes sent."""
   config = load_config(words[0], [*words[1:], *row.words]).config
   program = make_program(config, mesh=make_mesh(config.mesh, jax.devices()[: row.devices]))
   compiled = program.lower_step().compile()
@@ -99,7 +99,7 @@ def measure(words: Sequence[str], row: Row, groups: int, steps: int) -> tuple[li
     for _ in range(steps if group else 2):
       state, metrics = compiled(state, data, known)
       known = metrics["magnitude_bound"]
-    loss = float(jax.block_until_ready(metrics)["loss"])  # of the last step, and so of all of them
+    loss = float(jax.block_until_ready(metrics)["loss"])  # waits for the last step, and so for all of them
     if group:
       seconds.append((time.perf_counter() - begin) / steps)
   if not np.isfinite(loss):
@@ -112,13 +112,13 @@ def measure(words: Sequence[str], row: Row, groups: int, steps: int) -> tuple[li
 
 
 def sent(compiled: jax.stages.Compiled) -> str:
-  """What a device of a compiled step sends, by kind."""
+  """Returns the bytes that a device sends in a compiled step, by kind of collective."""
   text = compiled.as_text()
   if text is None:
     return "no text"
   try:
     found = read_program(text).transfers(1 << 30)
-  except Exception as error:  # the text of a compiler that it was not written for; the times stand
+  except Exception as error:  # a text of an unknown compiler; the times are still valid
     return f"not read ({type(error).__name__}: {error})"
   kinds: dict[str, list[int]] = {}
   for t in found:
@@ -128,7 +128,7 @@ def sent(compiled: jax.stages.Compiled) -> str:
 
 
 def table(words: Sequence[str], rows: Sequence[Row], groups: int, steps: int) -> None:
-  """Measures rows, and prints each as soon as it is there."""
+  """Measures rows, and prints each one as soon as it is measured."""
   one: dict[str, float] = {}  # tokens a second of single devices by name
   later = {row.name for row in rows if row.devices == 1}
   waiting: dict[str, list[tuple[Row, float]]] = {}
@@ -163,7 +163,7 @@ def say(line: str) -> None:
 
 
 def two_processes(words: list[str], args: argparse.Namespace) -> None:
-  """The same in two processes of this machine, which print their rows."""
+  """Measures rows in two processes of this machine, and prints them."""
   with socket.create_server(("127.0.0.1", 0)) as free:
     address = f"127.0.0.1:{free.getsockname()[1]}"
   both = []
@@ -187,7 +187,7 @@ def main() -> None:
   parser.add_argument("--only", nargs="+", metavar="NAME", help="rows of the table")
   parser.add_argument("--groups", type=int, default=4, help="of steps, for each row")
   parser.add_argument("--steps", type=int, default=4, help="of a group")
-  parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)  # it is one of two_processes
+  parser.add_argument("--joined", action="store_true", help=argparse.SUPPRESS)  # set by two_processes
   args = parser.parse_args()
   words = args.words or (GPU_MODEL if args.gpus else CPU_MODEL)
   wanted = lambda rows: [row for row in rows if not args.only or row.name in args.only]

@@ -1,12 +1,12 @@
-"""Sparse attention of DeepSeek V3.2 on this machine: of all pairs at once, in tiles of queries, and with gathered keys.
+"""Times sparse attention of DeepSeek V3.2 on this machine: of all pairs at once, in tiles of queries, and with gathered keys.
 
 python benchmarks/sparse_attention.py [--model deepseek3.2-671b] [--length 4096 ...] [--forms whole masked gathered]
   [--seconds 2] [dtype=...]
 
-One layer's attention with its indexer and the indexer's loss, one row, forward and backward, gradients of everything. GiB are
-XLA's temporaries of that. "whole" has every score of every head in memory at once; "masked" goes through tiles of queries that
-meet all keys they may see, as on TPUs; "gathered" the chosen keys alone, where that is less work (``MLAConfig.gathers``).
-Ratios are of times, to the first form of a length.
+It runs the attention of one layer with its indexer and the indexer's loss, on one row, forward and backward, with all
+gradients. GiB are XLA's temporaries. "whole" has the scores of all heads in memory at once. "masked" processes tiles of queries
+with all keys that they may see, as on TPUs. "gathered" uses only the chosen keys, where that is less work
+(``MLAConfig.gathers``). Ratios compare times with the first form of a length.
 """
 
 import argparse
@@ -29,11 +29,11 @@ FORMS = {
   "masked": (sparse_attention_tiles.TILE, "tpu"),
   "gathered": (sparse_attention_tiles.TILE, None),
 }
-"""Queries of a tile, and the platform that the layer takes itself to be on; None: the one it is on."""
+"""Queries in a tile, and the platform that the layer is configured for; None for the real one."""
 
 
 def measured(layer: MLA, length: int, form: str, budget: float) -> tuple[float, float]:
-  """(seconds, GiB of temporaries) of forward and backward, called for about ``budget`` seconds."""
+  """Returns (seconds, GiB of temporaries) of forward and backward, after calls for about ``budget`` seconds."""
   tile, platform = FORMS[form]
   sparse_attention_tiles.TILE = tile
   layer = dataclasses.replace(layer, cfg=dataclasses.replace(layer.cfg, platform=platform or jax.local_devices()[0].platform))

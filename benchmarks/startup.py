@@ -1,10 +1,10 @@
-"""How long a user waits: importing the command line, and the first finished step of gemma4-tiny with cold and warm caches.
+"""Measures how long a user waits: for the import of the command line, and for the first step with cold and warm caches.
 
   python benchmarks/startup.py [MODEL] [key=value ...]
 
-Each number is wall-clock seconds of a process of its own, from the command to the event, and beside it (on Linux) the CPU
-seconds that it took of all cores, which other work on the machine changes less. For comparison, MaxText 0.2.5
-takes 31 s to import and about 50 s to the first step of the same tiny Gemma 4 (2 cores).
+Each number is the wall-clock time of a separate process from the command to the event, in seconds. On Linux it is followed by
+the CPU seconds on all cores, which other work on the machine affects less. For comparison, MaxText 0.2.5 takes 31 s to import
+and about 50 s to the first step of the same tiny Gemma 4 (2 cores).
 """
 
 import os
@@ -19,14 +19,14 @@ TARGETS = {"import": 3.0, "first step, cold caches": 10.0, "first step, warm cac
 
 
 def import_seconds(module: str) -> float:
-  """Seconds of a Python process that imports a module and ends."""
+  """Returns the seconds of a Python process that imports a module and ends."""
   begin = time.perf_counter()
   subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, check=True)
   return time.perf_counter() - begin
 
 
 def cpu_seconds(pid: int) -> float | None:
-  """Of a process that runs, and its threads; None: the system does not say."""
+  """Returns the CPU seconds of a running process and its threads, or None if the system does not report them."""
   try:
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   except OSError:
@@ -35,7 +35,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 def first_step_seconds(model: str, words: list[str], place: Path, name: str) -> tuple[float, float | None]:
-  """Seconds, and CPU seconds, from the command to the line of step 1, which is printed when the device has finished."""
+  """Returns seconds and CPU seconds from the command to the line of step 1, printed when the device has finished."""
   settings = [f"output_dir={place}", f"run_name={name}", f"compilation_cache_dir={place}/cache", "steps=2"]
   command = [sys.executable, str(ROOT / "train.py"), model, *settings, *words]
   begin = time.perf_counter()

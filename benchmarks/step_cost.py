@@ -1,20 +1,20 @@
-"""What keys and checks cost: step time of a configuration with other values against its own, alternating in one process.
+"""Measures the cost of keys and checks: step times of two variants of a configuration, alternating in one process.
 
 python benchmarks/step_cost.py gemma4-31b num_decoder_layers=6 per_device_batch_size=2 --against flags finite numerics
 python benchmarks/step_cost.py gemma4-tiny --against finite numerics --steps 40 --cpu-time
 python benchmarks/step_cost.py gemma4-31b per_device_batch_size=1 --against finite look --topology v6e-32
 
-  flags     every float32 key of the precision section on; against all of them off
+  flags     every float32 key of the precision section on, and all of them off
   gates     the same without float32_gate_product, whose "auto" is off in bfloat16
-  finite    the step as it is, every update proved finite; against one that looks at loss and gradients only
-  look      the checked form of the step, which checks an update that is not proved finite; against the same
-  numerics  numerics_every=1; against numerics_every=0
-  dora      lora_dora=true, with a lora_rank among the words; against LoRA (not unless asked for)
+  finite    the default step, which proves every update finite, and one that checks only loss and gradients
+  look      the checked form of the step, which checks an update that is not proved finite, and the second step of "finite"
+  numerics  numerics_every=1 and numerics_every=0
+  dora      lora_dora=true, with a lora_rank among the words, and LoRA (only if named)
 
-The two programs take turns, on the same state where they have the same arrays, so whatever else the machine does hits both
-alike. The table has the median of the paired ratios and the interquartile range. With --cpu-time it is the processor time of
-this process, which other programs on the machine do not touch: on shared machines. With --topology nothing runs: both are
-compiled for a TPU slice, and the table has the most memory that a chip needs at once.
+The two programs take turns, on the same state if they have the same arrays, so other work on the machine affects both alike.
+The table has the median of the paired ratios and the interquartile range. With --cpu-time they are ratios of the processor time
+of this process, which other programs do not affect; use it on shared machines. With --topology nothing runs: both programs are
+compiled for a TPU slice, and the table has the peak memory of a chip.
 """
 
 import argparse
@@ -38,13 +38,16 @@ from maxtext_like.models import row_norms
 from maxtext_like.training.step import train_step
 from maxtext_like.training.step.program import TrainProgram, make_program
 
-# What no parameter and no moment of a drawn state exceeds, as ``TrainProgram.lower_check`` would say: moments are zeros.
+# Upper bounds of the parameters and moments of an initial state, as from ``TrainProgram.lower_check``. Moments are zeros.
 DRAWN = np.array([1e4, 1], np.float32)
 
 
 def lower(program: TrainProgram, *, proved: bool = True, checked: bool = False, platform: str | None = None) -> Any:
-  """The lowered step; if not proved, one without the proof, the sums and the flags of what an update makes (with
-  ``optimizer_in_backward`` without the proof alone)."""
+  """Returns the lowered step.
+
+  If ``proved`` is False, the step lacks the proof, sums and flags of updated arrays. With ``optimizer_in_backward`` it lacks
+  only the proof.
+  """
 
   def squares(tree):
     rows = [jnp.sum(jnp.square(x.astype(jnp.float32)))[None] for x in jax.tree.leaves(tree)]
@@ -58,7 +61,7 @@ def lower(program: TrainProgram, *, proved: bool = True, checked: bool = False, 
 
 
 def proof(program: TrainProgram) -> TrainProgram:
-  """A program whose updates are all taken for certainly finite."""
+  """Returns a program that treats every update as certainly finite."""
 
   own = program.step.optimizer
 
@@ -71,7 +74,7 @@ def proof(program: TrainProgram) -> TrainProgram:
 
 
 def pair(name: str, model: str, words: list[str], topology: str | None = None) -> tuple[Any, Any, TrainProgram, TrainProgram]:
-  """The lowered steps with and without, and the programs whose states they take."""
+  """Returns the lowered steps with and without the key or check, and the programs whose states they take."""
 
   def build(*more: str) -> TrainProgram:
     config = load_config(model, [*words, *more]).config
@@ -87,7 +90,7 @@ def pair(name: str, model: str, words: list[str], topology: str | None = None) -
 
 
 def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgram, TrainProgram]:
-  """The programs with and without a key."""
+  """Returns the programs with and without a key."""
   if name == "numerics":
     return build("numerics_every=1"), build("numerics_every=0")
   if name == "dora":
@@ -101,12 +104,15 @@ def key_pair(name: str, model: str, words: list[str], build) -> tuple[TrainProgr
 
 
 def batch(program: TrainProgram, documents: int = 2) -> dict[str, jax.Array]:
-  """Random tokens in full rows of so many documents, the later the longer; of one where the program is for no others."""
+  """Returns random tokens in full rows with a number of documents, of which later ones are longer.
+
+  A program that supports only one document in a row gets one.
+  """
   rng = np.random.default_rng(0)
   rows, length = program.global_batch, program.config.training.max_target_length
   tokens = rng.integers(3, program.config.model.vocab_size, (rows, length + 1)).astype(np.int32)
   n = 1 if program.model.decoder.cfg.one_document else documents
-  starts = np.array([length * i * (i + 1) // (n * (n + 1)) for i in range(n)])  # of two at a third of the row
+  starts = np.array([length * i * (i + 1) // (n * (n + 1)) for i in range(n)])  # two: the second starts at a third
   segments = np.searchsorted(starts, np.arange(length), side="right").astype(np.int32)
   positions = (np.arange(length) - starts[segments - 1]).astype(np.int32)
   everywhere = lambda x: np.ascontiguousarray(np.broadcast_to(x, (rows, length)))
@@ -115,16 +121,20 @@ def batch(program: TrainProgram, documents: int = 2) -> dict[str, jax.Array]:
 
 
 def require_updates(steps: Sequence[Mapping[str, Any]]) -> None:
-  """Raises RuntimeError if a step, of which these are the metrics, left its update out: what was timed is not training then.
+  """Raises RuntimeError if a step left its update out, because the timed work is not training then.
 
-  Waits for the steps: to be called when they have been timed."""
+  It waits for the steps, so call it after they have been timed.
+
+  Args:
+    steps: metrics of the steps.
+  """
   left_out = [i for i, found in enumerate(steps) if not found["decided"] or found["skipped"]]
   if left_out:
     raise RuntimeError(f"what was timed is not training: {len(left_out)} of {len(steps)} steps left their update out")
 
 
 def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, steps: int, clock) -> tuple[list[float], float]:
-  """Paired ratios of step times, and the median seconds of a step without."""
+  """Returns the paired ratios of step times, and the median seconds of a step without the key or check."""
   start = lambda program: program.lower_init().compile()(np.uint32(0))
   one = jax.tree.structure(with_it.abstract_state) == jax.tree.structure(program.abstract_state)
   states = {"off": start(program)} | ({} if one else {"on": start(with_it)})
@@ -133,7 +143,7 @@ def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, step
   found, plain, taken = [], [], []
   for i in range(steps + 2):
     seconds = []
-    # Who goes first alternates too.
+    # The order of the two alternates too.
     for run, whose in compiled if i % 2 else compiled[::-1]:
       begin = clock()
       states[whose], metrics = run(states[whose], data, known[whose])
@@ -150,7 +160,7 @@ def ratios(on: Any, off: Any, with_it: TrainProgram, program: TrainProgram, step
 
 
 def memory_table(args: argparse.Namespace) -> None:
-  """Prints what the compiler says about both programs for a chip of a slice."""
+  """Prints the peak memory of both programs for a chip of a slice, according to the compiler."""
   aot_tpu.prepare_environment()
   print(f"jax {jax.__version__}, {args.topology}, {args.model} {' '.join(args.words)}\n")
   print("| key | without | with |\n|---|---|---|")

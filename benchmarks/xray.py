@@ -1,4 +1,4 @@
-"""What x-ray costs: processor time of a training step, looked through and plain, in one run; and of compiling both.
+"""Measures the cost of x-ray: the processor time of a training step with and without it, and of compiling both.
 
 python benchmarks/xray.py [--layers 4] [--width 64]     the library on a small transformer step, every tensor measured
 python benchmarks/xray.py gemma4-tiny [key=value ...] [--all]   `maxtext-like xray`: the train step of a model
@@ -18,7 +18,7 @@ from maxtext_like.numerics.xray import xray
 
 
 def block(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-  """Norm, attention, gated MLP: x [B, T, D]."""
+  """Computes norm, attention and a gated MLP for x [B, T, D]."""
   h = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
   a = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h @ w["a"], h))
   x = x + jnp.einsum("bts,bsd->btd", a, h)
@@ -26,7 +26,7 @@ def block(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 
 
 def cpu_seconds(f: Callable[..., Any], *args: Any) -> float:
-  """Least processor time of 20 calls: other programs on the machine do not count."""
+  """Returns the smallest processor time of 20 calls, which other programs on the machine do not affect."""
   jax.block_until_ready(f(*args))
   best = float("inf")
   for _ in range(20):
@@ -37,7 +37,7 @@ def cpu_seconds(f: Callable[..., Any], *args: Any) -> float:
 
 
 def of_a_model(model: str, *words: str, with_all: bool) -> None:
-  """Prints the ratios for the train step of a configuration on its first batch."""
+  """Prints the times and ratios for the train step of a configuration on its first batch."""
   import numpy as np
   from step_cost import DRAWN
 
