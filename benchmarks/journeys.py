@@ -73,7 +73,7 @@ class Tracer:
     self._codes: dict[CodeType, str | None] = {}
 
   def file(self, code: CodeType) -> str | None:
-    """The path of a file of this project, as 'layers/mlp.py'; None for all other code and for the body of a module."""
+    """Returns the path of a file of this project, like 'layers/mlp.py'; None for other code and for the body of a module."""
     if code not in self._codes:
       path, self._codes[code] = Path(code.co_filename), None
       for folder in (ROOT / "maxtext_like", ROOT / "src"):

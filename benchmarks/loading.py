@@ -67,7 +67,7 @@ def write_checkpoint(directory: Path, model: str, words: list[str], shard: float
 
 
 def resident() -> int:
-  """Bytes of memory of this process."""
+  """Returns the bytes of memory of this process."""
   return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

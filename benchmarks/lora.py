@@ -134,7 +134,7 @@ def cells(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def main() -> None:
-  """Measures what the command line names and prints a line for each form."""
+  """Measures the models and forms of the command line, and prints a line for each form."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("models", nargs="+", metavar="MODEL[:FORM,...]")
   parser.add_argument("--words", nargs="*", default=[], metavar="KEY=VALUE", help="laid over the model's configuration")

@@ -129,7 +129,7 @@ def sent(compiled: jax.stages.Compiled) -> str:
 
 def table(words: Sequence[str], rows: Sequence[Row], groups: int, steps: int) -> None:
   """Measures rows, and prints each one as soon as it is measured."""
-  one: dict[str, float] = {}  # tokens a second of single devices by name
+  one: dict[str, float] = {}  # tokens per second of single devices by name
   later = {row.name for row in rows if row.devices == 1}
   waiting: dict[str, list[tuple[Row, float]]] = {}
   for row in rows:

@@ -1,4 +1,4 @@
-"""Every message about wrong input says what to type."""
+"""Every message about wrong input has a fix: it says what to type."""
 
 import ast
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from maxtext_like.errors import UserError
 
 ROOT = Path(__file__).parents[1] / "maxtext_like"
 COMPLETE = (
-  # Inserted texts that bring their own line ``fix:``.
+  # Inserted texts that contain their own line ``fix:``.
   *("_PICKLE", "_hint(", "_NO_TOKENIZER", "{said}", "topology={", "several processes ({written})"),
   # Only a developer can cause these.
   *("compiled program: the number of iterations", "no comment at", "no default for"),

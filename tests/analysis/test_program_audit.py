@@ -160,7 +160,7 @@ def _ignores_precision(self, spec, x, y, *, out=None, unbounded=False, large=Fal
 
 _softmax, _product, _call = dot_product.masked_softmax, mlp.float16_gated_product, TrainStep.__call__
 
-# (what is planted, model, words, the keys that are not honored)
+# (planted violation, model, words, the keys that are not honored)
 PLANTED = {
   "einsum ignores float32": (
     lambda m: m.setattr(Precision, "einsum", _ignores_float32), "gemma", [], {"float32_qk_product", "cast_logits_to_fp32"},

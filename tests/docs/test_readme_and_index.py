@@ -1,4 +1,4 @@
-"""README is short and complete, its numbers are in docs/results, and the index and troubleshooting pages name what exists."""
+"""README is short and complete, its numbers are in docs/results, and the index and troubleshooting pages are up to date."""
 
 import ast
 import re

@@ -40,7 +40,7 @@ CASES = {
 
 
 def decoded(decoder, params, tokens):
-  """Logits of the last token of a prompt and of the token that follows."""
+  """Returns the logits of the last token of a prompt and of the token that follows."""
   cache, found = decoder.empty_cache(2, 16, apart=True), []
   for begin, end in ((0, 8), (8, 9)):
     step = Step(jnp.full(2, begin), jnp.full(2, end - begin), fresh=begin == 0)

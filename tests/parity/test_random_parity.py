@@ -34,7 +34,7 @@ def test_a_random_model(family: str, seed: int, tmp_path: Path):
 
 
 def test_another_window_is_found_in_its_layer_and_shrunk():
-  """The fuzzer finds a deliberate fault of ours, a window one key wider than the checkpoint's, and shrinks the case."""
+  """The fuzzer finds a planted fault, a sliding window one key wider than the checkpoint's, and shrinks the case."""
   config = draw("gemma3", 0).config | {
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", "sliding_attention", "full_attention"],
