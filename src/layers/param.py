@@ -181,6 +181,7 @@ def _stored(kept: Store, p: Param, keys: jax.Array | None, bits: jax.Array | Non
   make = lambda bits: kept(p.init(bits).astype(p.dtype))
   if bits is not None:
     return make(bits) if p.rows is None else jax.lax.map(make, bits)
+  assert keys is not None
   if p.rows is None:
     return make(_bits_alone(keys, p))
   return jax.lax.map(lambda key: make(jax.random.bits(key, p.shape[1:])), keys)
