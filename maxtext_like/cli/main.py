@@ -60,7 +60,8 @@ def _exit_code(words: list[str]) -> int:
     if os.environ.get("MAXTEXT_LIKE_DEBUG", "") not in ("", "0"):
       traceback.print_exc()
     asked = isinstance(error, StoppedRunError)
-    streams.say_error(f"{'' if asked else 'error: '}{shortened(printable(str(error)))}")
+    text = printable(with_escaped_breaks(str(error), words))
+    streams.say_error(f"{'' if asked else 'error: '}{shortened(text)}")
     return error.exit_code
   except KeyboardInterrupt:
     streams.say_error("interrupted")
@@ -145,6 +146,14 @@ def _unknown_verb(verb: str) -> str:
 def printable(text: str) -> str:
   """Return text for a terminal with control characters, as from a file name, written as escapes."""
   return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def with_escaped_breaks(text: str, words: Sequence[str]) -> str:
+  """Return text with the line breaks inside parts of the typed words (keys, values, names of files) written as escapes, so that
+  they cannot forge a line."""
+  for part in {part for word in words for part in re.split("[/=]", word) if "\n" in part.strip("\n")}:
+    text = text.replace(part, part.replace("\n", "\\n"))
+  return text
 
 
 def shortened(text: str) -> str:

@@ -168,7 +168,7 @@ NAMES: tuple[tuple[str, str], ...] = (
   ),
   (
     _VERB,
-    "do_train do_predict do_sample overwrite_output_dir stage eval_only skip_train",
+    "do_train do_predict do_sample stage eval_only skip_train",
   ),
   (
     _CACHE,
@@ -350,7 +350,8 @@ FAMILIES: tuple[tuple[str, str], ...] = (
   ),
   (
     _EMA,
-    "ema_* *_ema swa swa_* polyak_* *weight_averag*",
+    "ema_* *_ema swa swa_start* swa_end* swa_lr* swa_epoch* swa_freq* swa_anneal* swa_decay* swa_model* polyak_* "
+    "*weight_averag*",
   ),
   (
     _ONE_RATE,

@@ -230,7 +230,7 @@ NAMES: tuple[Similar, ...] = (
           "init_from takes the weights of a run, an export or a Hugging Face directory, and starts a new run at step 0",
           "write init_from=DIRECTORY"),
   Similar("resume_from_checkpoint resume_from load_full_state_path restore_from auto_resume resume_from_checkpoints "
-          "load_step resume_ckpt warm_start",
+          "load_step resume_ckpt warm_start overwrite_output_dir",
           "the same command with the same run_name resumes from its newest checkpoint",
           "write run_name=NAME"),
   Similar("out_dir save_dir work_dir default_root_dir save dump_folder exp_dir checkpoint.folder",
@@ -289,7 +289,7 @@ NAMES: tuple[Similar, ...] = (
           "Megatron-LM counts the dimensions without rotary position, transformers those with it too (qk_nope_head_dim + "
           "qk_rope_head_dim)",
           "write qk_nope_head_dim=DIMENSIONS without the rotary ones"),
-  Similar("window_size attention_window window local_window",
+  Similar("window_size attention_window window local_window swa_window swa_window_size",
           "it may count keys on both sides; sliding_window_size counts the keys that a token sees, itself included",
           "write sliding_window_size=KEYS"),
   Similar("sliding_window_pattern",

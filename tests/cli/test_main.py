@@ -184,6 +184,23 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys):
   assert "\x1b" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+  "words",
+  [
+    ["export", "runs/q\nfinished: 9", "--out", "z"],
+    ["generate", "--checkpoint", "q\nfinished: 9", "--prompt", "a"],
+    ["train", "q\nfinished: 9 steps.yml"],
+    ["train", "gemma3-tiny", "ste\nfinished: 9=1"],
+    ["train", "gemma3-tiny", "steps=1\nfinished: 9"],
+  ],
+)
+def test_a_line_break_in_a_typed_word_forges_no_line(words, capsys):
+  assert main(words) == 2
+  lines = capsys.readouterr().err.splitlines()
+  assert not any(line.startswith("finished") for line in lines)
+  assert any("\\nfinished: 9" in line for line in lines)
+
+
 def test_the_message_of_a_bad_file_has_its_place_and_a_fix(tmp_path):
   (tmp_path / "m.yml").write_text("model:\n  emb_dim: !!python/object/apply:os.system ['touch canary']\n")
   done = program("-m", "maxtext_like", "config", "m.yml", cwd=tmp_path)

@@ -24,10 +24,12 @@ _ALSO_MEASURED = frozenset({"loss", "training", "trained", "learn"})
 """Names that on a record are often a measurement or a comment. Only a clear value counts as a mark there."""
 _OF_RECORD = frozenset({*MARKS, *LABELS})
 _WORDS_OF_RECORD = re.compile(
-  r"(?:^|_)(?:(?:train|loss|learn|mask|ignor|exclud|supervis|reject|kto|chosen|accept|prefer|desirable|thumbs)|label$)"
+  r"(?:^|_)(?:(?:train|loss|learn|mask|ignor|includ|exclud|supervis|reject|kto|chosen|accept|prefer|desirable|thumbs)|label$)"
 )
 _WORDS = re.compile(_WORDS_OF_RECORD.pattern + r"|(?:^|_)skip")
 """Words in the name of a field that suggest, if its value is true or false, that the field says what is learned."""
+_FACTORS = re.compile(r"(?:^|_)(?:loss|train|training|sample|message|turn)_(?:weight|multiplier|factor|scale|coef)")
+"""Names of fields whose number multiplies a loss. 1 changes nothing; another number would have to be applied."""
 _JUDGEMENTS = re.compile(r"(?:^|_)(?:correct|good|approved)$")
 """Words in the name of a field that suggest, if its value is false, that the answer is bad."""
 
@@ -75,7 +77,7 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
       found[name] = value
     elif name in LABELS:
       # Any other label may be the class of a text, unless it looks like a truth value.
-      if value in (0, 1) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
+      if value in (-1, 0, 1) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
         raise ValueError(
           f"{name} is {shown(value)}: expected true for a good answer or false for a bad one (rename the field if it is not a "
           "mark for training)"
@@ -88,14 +90,19 @@ def of_record(record: Mapping[str, Any]) -> tuple[bool | None, frozenset[str]]:
 def _refuse_unknown(fields: Mapping[str, Any], known: Collection[str], words: re.Pattern[str], where: str) -> None:
   """Raises ValueError for a field that looks like a mark but has an unknown name, so that a mark is never ignored."""
   for name, value in fields.items():
-    if name in known or not isinstance(name, str) or not (isinstance(value, bool | int | float) and value in (0, 1)):
+    if name in known or not isinstance(name, str) or not isinstance(value, bool | int | float):
       continue
     plain = _snake_case(name)
-    of_mark = plain in known or plain.removesuffix("s") in known
+    of_mark = value in (0, 1) and (plain in known or plain.removesuffix("s") in known)
     if of_mark or (isinstance(value, bool) and (words.search(plain) or (not value and _JUDGEMENTS.search(plain)))):
       raise ValueError(
         f"{where}{strict_json.printable(name)} is {shown(value)}: the name looks like a mark for training, but is not a known "
         f'one (write "train": false on an answer that must not be learned, or rename the field)'
+      )
+    if not isinstance(value, bool) and value != 1 and _FACTORS.search(plain):
+      raise ValueError(
+        f"{where}{strict_json.printable(name)} is {shown(value):.60}: the name looks like a factor of the loss, but an answer "
+        f'is learned completely or not at all (write "train": false on one that must not be learned, or rename the field)'
       )
 
 

@@ -362,7 +362,10 @@ class _Reader:
     calls = False
     for message in messages:
       if message.role == "tool" and not calls:
-        raise self._bad(f"{message.where} is a tool's message, but no assistant message before it calls a tool")
+        raise self._bad(
+          f"{message.where} is a tool's message, but no assistant message before it calls a tool (write the calls in "
+          "tool_calls; if they are part of the assistant's text, as in Hermes' data, give the tool's message the role user)"
+        )
       if message.role == "assistant" and not (
         message.parts or message.tool_calls or message.tool_responses or message.thinking
       ):

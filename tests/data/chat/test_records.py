@@ -77,7 +77,7 @@ def test_a_label_of_kto(form, name):
 
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize(
-  "name", ["do_train", "ignoreLoss", "has_loss", "isMasked", "train_on_turn", "Train", "rejected", "label"]
+  "name", ["do_train", "include", "ignoreLoss", "has_loss", "isMasked", "train_on_turn", "Train", "rejected", "label"]
 )
 def test_a_mark_under_an_unknown_name_is_refused(name, value):
   with pytest.raises(BadRecordError, match=rf"messages\[1\].{name} is {str(value).lower()}: the name looks like a mark"):
@@ -104,6 +104,22 @@ def test_a_known_mark_in_another_spelling_is_refused(name):
       read(record)
   assert read({"messages": BOTH, name: [0.5]}).unread == (name,)
   assert read({"messages": BOTH, "is_correct": True}).unread == ("is_correct",)
+
+
+@pytest.mark.parametrize("name", ["loss_multiplier", "lossFactor", "sample_weight", "message_weight"])
+def test_a_factor_of_the_loss_is_refused_unless_it_is_1(name):
+  for value in (0, 0.5, 2):
+    for record in ({"messages": [BOTH[0], BOTH[1] | {name: value}]}, {"messages": BOTH, name: value}):
+      with pytest.raises(BadRecordError, match=f"{name} is {value}: the name looks like a factor of the loss"):
+        read(record)
+  assert read({"messages": BOTH, name: 1}).unread == (name,)
+
+
+def test_a_numeric_label_that_may_mean_good_or_bad_is_refused():
+  for value in (-1, 0, 1):
+    with pytest.raises(BadRecordError, match=f"label is {value}: expected true for a good answer"):
+      read({"messages": BOTH, "label": value})
+  assert read({"messages": BOTH, "label": 3}).unread == ("label",)  # the class of a text
 
 
 def test_pairs_of_preferences_are_answered_with_what_to_train_on():
