@@ -485,7 +485,8 @@ class Loop:
     # End the run: x-ray the failed step first, if that is configured.
     if error is not None:
       if self.explainer is not None:
-        with self.goodput.phase("end"), self.watchdog.watch("compile", f"the x-ray of step {step}"):
+        watched = self.watchdog.watch("compile", f"the x-ray of step {step}")
+        with self.goodput.phase("end"), watched, self.progress.waiting("searching for the first cause"):
           error = self.explainer.explained(error, step, self.state, launched.batch, applied=not scalars["skipped"])
       raise self.divergence.explained(error, step)
     if failure is not None:
