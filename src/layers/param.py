@@ -195,8 +195,8 @@ def _row_keys(key: jax.Array, leaves: list[tuple[int, Param]]) -> list[jax.Array
   """Return for each leaf, passed as (code, Param), its key, or the keys of its rows for a stack.
 
   Deriving a key takes 200 operations. If each leaf did so, a large part of the program would consist of them. The barriers
-  prevent XLA from compiling them into the kernel of every leaf. With one barrier for all keys, XLA
-  reused less memory on CPUs."""
+  prevent XLA from compiling them into the kernel of every leaf. With a single barrier for all keys, XLA reused less memory on
+  CPUs."""
   fold = jax.vmap(jax.random.fold_in)
   counts = [1 if p.rows is None else p.rows for _, p in leaves]
   codes = np.repeat(np.array([code for code, _ in leaves], np.uint32), counts)
