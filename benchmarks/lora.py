@@ -12,7 +12,7 @@ measured: "drawn" is the peak after drawing the weights, "peak" that of everythi
 
 ``--against peft`` measures the same fine-tune with transformers, peft and bitsandbytes after each row, in the Python of
 --python (see benchmarks/peer.py). It prints their tokens per second and peak memory, and our speed divided by theirs as
-"times". peft adapts the same weights as far as it can, and bitsandbytes leaves fused experts in bfloat16. The row names such
+"times". peft adapts the same weights where it can, and bitsandbytes leaves fused experts in bfloat16. The row names such
 differences.
 """
 

@@ -2,7 +2,7 @@
 
 python benchmarks/norm_gradients.py [--shape gemma3-4b ...] [--sizes ROWS DIM] [--dtype bfloat16] [--kernels xla pallas_gpu]
 
-It measures a norm beside the residual stream, as before each part of a layer, whose gradient is added to that of the stream,
+It measures a norm next to the residual stream, as before each part of a layer, whose gradient is added to that of the stream,
 and a norm alone, as after a part. Each call has eight sets of arrays, so that none of them is still in a cache. TB/s count the
 arrays that must be read and written: x, the gradient, the gradient of the stream if there is one, and the result.
 """

@@ -94,7 +94,7 @@ def all_weights(
     shape: rows and their length.
     documents: number of documents in a row.
     steps, groups: as for ``timed``.
-    compiled: whether to use torch.compile.
+    compiled: use torch.compile.
     experts: required implementation of experts, with which a step must run grouped_mm; None for transformers' default,
       without a check.
     weight_dtype: dtype of the parameters.

@@ -1,4 +1,4 @@
-"""The memory estimate: what it counts, what reduces it, and the refusal of runs that do not fit."""
+"""The memory estimate: its parts, settings that reduce it, and the refusal of runs that do not fit."""
 
 import functools
 import math

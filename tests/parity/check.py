@@ -61,7 +61,7 @@ def check(case: Case, *, exports: bool = True, keep: Path | None = None) -> Outc
 
   Args:
     case: the case.
-    exports: whether to import and export the checkpoint too, and to read the exported one with transformers.
+    exports: import and export the checkpoint too, and to read the exported one with transformers.
     keep: folder for the checkpoint and inputs of a failure.
   """
   for salt in range(SALTS):

@@ -173,7 +173,7 @@ def tower_program(model: str, name: str, *words: str) -> TrainProgram:
 
 
 def steps_of(program: TrainProgram, batch: dict, count: int) -> tuple[dict, dict]:
-  """Return the parameters before and after so many steps on the same batch."""
+  """Return the parameters before and after this many steps on the same batch."""
   state = program.lower_init().compile(compiler_options=QUICK)(np.uint32(0))
   # The step is compiled once, as in a run. jax.jit would compile it again, because the arrays of the second step have another
   # sharding than those of the first.

@@ -438,11 +438,8 @@ class Loop:
       self.program, host, seconds, starved, flops=self.flops, peak_tflops=self.peak_tflops
     )  # fmt: skip
     # Print warnings about updates that are too small for the stored dtype.
-    if (
-      update_retention.NAME in row
-      and not self._warned_survival
-      and (low := update_retention.warning(step, row, self.program.config))
-    ):
+    measured = update_retention.NAME in row and not self._warned_survival
+    if measured and (low := update_retention.warning(step, row, self.program.config)):
       self._warned_survival = True
       self.progress.say(low)
     if self.moved_weights is not None and step == self.moved_weights.step:

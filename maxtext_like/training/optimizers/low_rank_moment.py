@@ -146,8 +146,8 @@ def low_rank_moment(b1: float, rank: int, spec: Tree) -> optax.GradientTransform
     # 0 if the squares overflow float32: such an update does not enter the momentum.
     scales = [1 / jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1) for x in given[0]]
     each = zip(matrices, given[0], scales, given[1], strict=True)
-    random = _random_columns({math.prod(m.columns) for m in matrices if m is not None}, rank, count)
-    started = [None if m is None else _Started.of(m, x, scale, old, b1, random) for m, x, scale, old in each]
+    fallback = _random_columns({math.prod(m.columns) for m in matrices if m is not None}, rank, count)
+    started = [None if m is None else _Started.of(m, x, scale, old, b1, fallback) for m, x, scale, old in each]
     # Single matrices are orthonormalized together, because each call waits for a sequence of small kernels. A stack has enough
     # matrices to be processed alone; waiting for the others would keep everything that its update reads in memory.
     single = [found for found in started if found is not None and not found.matrix.batch]
@@ -195,13 +195,13 @@ class _Started(NamedTuple):
     scale: jax.Array,
     factors: Factors,
     b1: float,
-    random: dict[int, jax.Array],
+    fallback: dict[int, jax.Array],
   ) -> "_Started":
     rows, columns = matrix.of_factors(factors)
     rounded = matrix.matrices(direction).astype(jnp.bfloat16)
     length = jnp.linalg.norm(columns, axis=-2, keepdims=True)
     # If nothing was kept yet, any column will do: a random one is used.
-    towards = jnp.where(length > _TINY, columns / jnp.maximum(length, _TINY), random[columns.shape[-2]])
+    towards = jnp.where(length > _TINY, columns / jnp.maximum(length, _TINY), fallback[columns.shape[-2]])
     kept = _exact("...ar,...rs->...as", rows, _exact("...br,...bs->...rs", columns, towards))
     sketch = b1 * kept + (1 - b1) * _over_largest(_product("...ab,...br->...ar", rounded, towards), scale)
     return cls(matrix, direction, scale, rounded, rows, columns, sketch)

@@ -87,7 +87,7 @@ BUSY = 0.5  # seconds that the host works between two steps while the device is 
 
 
 def run(steps: int, *words: str, **parts: Any) -> Any:
-  """Run a loop of so many steps, and return the mock that received its rows."""
+  """Run a loop of this many steps, and return the mock that received its rows."""
   program: Any = SimpleNamespace(
     config=load_config("gemma4-tiny", [f"steps={steps}", *words]).config, place=lambda x: x,
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=[SimpleNamespace(device_kind="played", process_index=1)]),

@@ -62,7 +62,7 @@ class Terminal(io.StringIO):
 
 
 def lines_of_a_terminal(monkeypatch, last: int, seconds: float, interval: int | None = None) -> list[int]:
-  """Return the steps whose lines stay on a terminal, for a run with so many steps of so many seconds. An evaluation follows
+  """Return the steps whose lines stay on a terminal, for a run with this many steps of this many seconds. An evaluation follows
   step 100."""
   clock = [0.0]
   monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])

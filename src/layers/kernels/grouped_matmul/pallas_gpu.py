@@ -53,8 +53,8 @@ _JAX = (0, 11, 1)  # earlier versions of Pallas cannot read or write a swizzled 
 _FASTEST = Tiles()
 _HEIGHT = 32
 """Rows of a result that are written at once."""
-_FEW = 64
-"""The rows of a group's last tile are rounded up to a multiple of 16 up to this number, and to a multiple of 32 above it."""
+_FINE = 64
+"""The rows of a group's last tile are rounded up to a multiple of 16, or of 32 if there are more than this."""
 
 
 def row_counts(rows: int) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def row_counts(rows: int) -> tuple[int, ...]:
 
   The kernel has separate code for each of them. Steps of 16 everywhere (17 numbers up to 256) were no faster on an H200, and
   lowering and compiling a kernel took almost twice as long."""
-  able = {8, *range(16, _FEW + 1, 16), *range(_FEW + 32, rows, 32)}
+  able = {8, *range(16, _FINE + 1, 16), *range(_FINE + 32, rows, 32)}
   return (*sorted(n for n in able if n < rows), rows)
 
 
@@ -70,7 +70,7 @@ def rows_worked_on(rows: int, groups: int) -> int:
   """Return the maximum number of rows that are multiplied by matrices: the last tile of each group is rounded up.
 
   In the gradient of the matrices, a group begins at a multiple of 8 rows and ends with steps of 16: 11 more rows on average."""
-  return rows + groups * 15 + min(groups, rows // (_FEW + 1)) * 16
+  return rows + groups * 15 + min(groups, rows // (_FINE + 1)) * 16
 
 
 def product(

@@ -61,7 +61,7 @@ def _begun(model: str, keys: tuple[tuple[str, str], ...]) -> tuple[TrainProgram,
 
 
 def descend(model: str, *words: str, steps: int = 2, change: Any = None) -> tuple[Any, list[Any]]:
-  """Return the state after so many steps, and the metrics of each step. The steps start from the initial state, or from the
+  """Return the state after this many steps, and the metrics of each step. The steps start from the initial state, or from the
   result of ``change`` for it."""
   program, step, state, batch = compiled(model, *words)
   with use_mesh(program.model.mesh):
