@@ -22,6 +22,7 @@ from maxtext_like.storage import Place
 from maxtext_like.training.loop.divergence import Divergence
 from maxtext_like.training.loop.finiteness import FinitenessGuard
 from maxtext_like.training.loop.loop import Loop
+from maxtext_like.training.loop.progress import Progress
 from maxtext_like.training.loop.saving import Saver
 from maxtext_like.training.step import loss_scale
 from maxtext_like.training.step.initial_state import read_state
@@ -68,13 +69,14 @@ def toy_loop(config, place: Path) -> Any:
     checkpoint_state=lambda state: state,
     model=SimpleNamespace(mesh=SimpleNamespace(size=1), devices=()),
   )
-  quiet: Any = SimpleNamespace(say=lambda _: None, step=lambda _: None, should_stop=lambda _: False, requested=None)
+  progress = Progress(config.training.steps, None)  # without a screen
+  stop: Any = SimpleNamespace(should_stop=lambda _: False, requested=None)
   files: Any = SimpleNamespace(row=lambda _: None, text=lambda *_: None, flush=lambda: None)
   guard = FinitenessGuard(config, row_labels(decoder, trained), others, config.training.steps)
   watch = FailedStep(program, place)
   return Loop(
-    program, Stepper(program, step, toy_look), state, Data(), None, None, None, files, quiet, quiet, guard, Divergence(config),
-    1.0, None, watch,
+    program, Stepper(program, step, toy_look), state, Data(), None, None, None, files, progress, stop, guard,
+    Divergence(config), 1.0, None, watch,
   )  # fmt: skip
 
 
