@@ -70,7 +70,7 @@ def test_f02_f04_signals(runs, unbroken):
   assert runs.losses("a") == unbroken.losses("unbroken")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_train_command.py has eight kills
 def test_f24_twenty_random_kills(runs):
   """SIGKILL at twenty random moments, including startup, changes neither weights nor losses."""
   steps = 150

@@ -306,7 +306,7 @@ TrainProgram.place = with_token
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/analysis/test_failed_step.py replays the step of one process
 def test_numbers_of_the_rows_of_one_end_all_with_the_same_cause(train):
   """Both processes keep and replay the step, because loss and gradients are non-finite in both, and name the same cause."""
   one_layer = {
