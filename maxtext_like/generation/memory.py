@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from maxtext_like.checkpoint.adapters.adapted_weights import stored_as
 from maxtext_like.errors import DoesNotFitError, UserError
 from maxtext_like.generation import shapes
+from maxtext_like.generation.slots import Draft
 from maxtext_like.layers.cache import split_axes
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.param import path_keys
@@ -93,9 +94,14 @@ def saved_bytes(decoder: Decoder, params: Any, form: str) -> float:
   return saved
 
 
-def cache_bytes(decoder: Decoder, slots: int, capacity: int, *, int8: bool = False, mesh: Mesh | None = None) -> int:
-  """Return the bytes of the caches of all layers on one device. ``mesh``: the devices that share them; None: one device."""
-  arrays = jax.eval_shape(lambda: decoder.empty_cache(slots, capacity, int8=int8))
+def cache_bytes(
+  decoder: Decoder, slots: int, capacity: int, *, int8: bool = False, mesh: Mesh | None = None, spare: int = 0
+) -> int:
+  """Return the bytes of the caches of all layers on one device.
+
+  ``mesh``: the devices that share them; None: one device. The other arguments are as for ``Decoder.empty_cache``.
+  """
+  arrays = jax.eval_shape(lambda: decoder.empty_cache(slots, capacity, int8=int8, spare=spare))
   total = 0
   for x in jax.tree.leaves(arrays):
     parts = 1
@@ -129,6 +135,7 @@ def require_room(
   mesh: Mesh | None = None,
   params: Any = None,
   penalties: bool = False,
+  draft: Draft | None = None,
 ) -> None:
   """Raise DoesNotFitError if the caches of ``slots`` answers do not fit the free memory of a device.
 
@@ -143,6 +150,7 @@ def require_room(
     mesh: the devices that share the caches; None: one device.
     params: the weights, for advice to quantize them; None: no such advice.
     penalties: the tokens of each answer are counted.
+    draft: a draft model, whose weights are in memory.
   """
   own = None if device is None else _free(device)
   # Two alternating names, because this runs on a thread (see ``processes.everyone``).
@@ -152,12 +160,15 @@ def require_room(
   free = min(map(int, found))
   capacity = shapes.grown_capacity(longest, longest)
 
-  def needed(slots: int, int8: bool) -> float:
+  def needed(slots: int, int8: bool, draft: Draft | None = draft) -> float:
     # While caches grow, half of the final size is still in use by the previous ones.
-    caches = cache_bytes(decoder, slots, capacity, int8=int8, mesh=mesh)
+    decoders, spare = ([decoder, draft.decoder], draft.tokens) if draft else ([decoder], 0)
+    caches = sum(cache_bytes(of, slots, capacity, int8=int8, mesh=mesh, spare=spare) for of in decoders)
     # A bool and an int32 for each token of the vocabulary.
     counts = 5 * slots * decoder.cfg.embedding.vocab_size if penalties else 0
-    return caches * (1.5 if grows else 1) + counts + work_bytes(decoder, slots, capacity)
+    # Logits of the model, and probabilities of the draft model, for all places of a pass, in float32.
+    checked = 4 * 2 * (spare + 1) * slots * decoder.cfg.embedding.vocab_size if draft else 0
+    return caches * (1.5 if grows else 1) + counts + checked + max(work_bytes(of, slots, capacity) for of in decoders)
 
   if (wanted := needed(slots, int8)) <= free:
     return
@@ -165,6 +176,8 @@ def require_room(
   while fitting > 1 and needed(fitting, int8) > free:
     fitting //= 2
   remedies = [f"slots={fitting} (--slots {fitting})"] if needed(fitting, int8) <= free else []
+  if draft is not None and needed(slots, int8, None) <= free:
+    remedies.append("no draft model")
   if not int8 and needed(slots, True) <= free:
     remedies.append("int8_cache=True (--int8-cache)")
   if params is not None:

@@ -210,8 +210,42 @@ def draw(
     and with ``rule.logprobs`` the natural logarithms of its probability, float32 [B]: "logprob" under the distribution that it
     was drawn from, "model_logprob" under softmax of the model's logits.
   """
-  logits = model = logits_BV.astype(jnp.float32)
-  finite = jnp.all(jnp.isfinite(logits), axis=-1)
+  model = logits_BV.astype(jnp.float32)
+  finite = jnp.all(jnp.isfinite(model), axis=-1)
+  logits = _adjusted(model, rule, values, barred, prompt, counts)
+  if rule.greedy:
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    own = jnp.zeros(token.shape, jnp.float32)  # all probability is on this token
+  else:
+    logits = _filtered(logits, rule, values)
+    token = categorical(keys_B, logits)
+    own = log_softmax_at(logits, token) if rule.logprobs else None
+  found = {"token": token, "finite": finite}
+  return found | {"logprob": own, "model_logprob": log_softmax_at(model, token)} if rule.logprobs else found
+
+
+def log_probabilities(
+  logits_BV: jax.Array,
+  rule: Rule,
+  values: Values,
+  *,
+  barred: jax.Array | None = None,
+  prompt: jax.Array | None = None,
+  counts: jax.Array | None = None,
+) -> jax.Array:
+  """Return the natural logarithms of the probabilities with which ``draw`` draws each token, float32 [B, V].
+
+  V is ``rule.vocabulary`` if that is not 0. The arguments are those of ``draw``.
+  """
+  logits = _adjusted(logits_BV.astype(jnp.float32), rule, values, barred, prompt, counts)
+  if rule.greedy:
+    best = jnp.argmax(logits, axis=-1)[:, None] == jnp.arange(logits.shape[-1])
+    return jnp.where(best, 0.0, -jnp.inf)
+  return jax.nn.log_softmax(_filtered(logits, rule, values), axis=-1)
+
+
+def _adjusted(logits: jax.Array, rule: Rule, values: Values, barred: Any, prompt: Any, counts: Any) -> jax.Array:
+  """Apply biases and penalties, give tokens that cannot be drawn -inf, and drop ids beyond the vocabulary."""
   # Large options may overflow. Without infinities no difference and no product below is NaN.
   limited = lambda x: jnp.clip(x, -_LARGEST, _LARGEST)
   if rule.bias:
@@ -228,19 +262,15 @@ def draw(
     logits = jnp.where(values["bias"] > -jnp.inf, logits, -jnp.inf)
   if barred is not None:
     logits = jnp.where(barred, -jnp.inf, logits)
-  logits = logits[:, : rule.vocabulary or None]
-  if rule.greedy:
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    own = jnp.zeros(token.shape, jnp.float32)  # all probability is on this token
-  else:
-    # Relative to the largest logit, a tiny temperature gives 0 and -inf, as the limit, and not several infinities.
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    logits = jnp.where(logits == top, 0.0, (logits - top) / values["temperature"])
-    logits = jnp.where(allowed_tokens(logits, rule, values), logits, -jnp.inf)
-    token = categorical(keys_B, logits)
-    own = _logprob(logits, token) if rule.logprobs else None
-  found = {"token": token, "finite": finite}
-  return found | {"logprob": own, "model_logprob": _logprob(model, token)} if rule.logprobs else found
+  return logits[:, : rule.vocabulary or None]
+
+
+def _filtered(logits: jax.Array, rule: Rule, values: Values) -> jax.Array:
+  """Divide by the temperature, and give tokens that the filters remove -inf. The largest result of a row is 0."""
+  # Relative to the largest logit, a tiny temperature gives 0 and -inf, as the limit, and not several infinities.
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  logits = jnp.where(logits == top, 0.0, (logits - top) / values["temperature"])
+  return jnp.where(allowed_tokens(logits, rule, values), logits, -jnp.inf)
 
 
 def categorical(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
@@ -263,7 +293,7 @@ def categorical(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
   return (block * size + jax.vmap(jax.random.categorical)(own[:, 1], within)).astype(jnp.int32)
 
 
-def _logprob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+def log_softmax_at(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
   """Return log softmax of the logits at the tokens, [B]."""
   chosen = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
   return chosen - jax.nn.logsumexp(logits_BV, axis=-1)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext_like.errors import NonFiniteError, UserError
-from maxtext_like.generation import shapes, slots
+from maxtext_like.generation import shapes, slots, speculative
 from maxtext_like.generation.memory import require_room
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.slots import NONE, NOT_FINITE, TOKENS_PER_CALL, Row, not_finite
+from maxtext_like.generation.slots import NONE, NOT_FINITE, TOKENS_PER_CALL, Draft, Row, not_finite
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.sharding.mesh import use_mesh
@@ -118,6 +118,10 @@ class Schedule:
     continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
     mesh: the mesh of the parameters; None: one device, or the current mesh.
     on_clamped: called with numbers of values that float16 clamped.
+    draft, draft_params: a model that proposes tokens, and its parameters in the same form; None for plain decoding.
+
+  Attributes:
+    passes, made: with a draft model, the number of passes over single answers so far, and of tokens that they made.
   """
 
   def __init__(
@@ -137,7 +141,11 @@ class Schedule:
     continues: bool = False,
     mesh: jax.sharding.Mesh | None = None,
     on_clamped: Callable[[int], None] | None = None,
+    draft: Draft | None = None,
+    draft_params: Any = None,
   ):
+    self._draft, self._draft_params = draft, draft_params
+    self.passes = self.made = 0
     self._decoder, self._params, self._requests = decoder, params, requests
     self._stop, self._turn = np.array(sorted(stop), np.int32), min(turn, TOKENS_PER_CALL)
     self._on_clamped = on_clamped
@@ -155,6 +163,8 @@ class Schedule:
     self._device = min(here, key=lambda device: device.id, default=None)
     self._slots = max(least, shapes.slots_for(sum(r.answers for r in requests), largest))
     self._longest = max(least_tokens, *(len(r.tokens) + r.limit for r in requests))
+    # Proposed tokens follow the last token of an answer, and so do slots that are cleared of earlier proposals.
+    self._longest += 2 * draft.tokens if draft else 0
     self._waiting = collections.deque((i, sample) for i, r in enumerate(requests) for sample in range(r.answers))
     self._free = list(range(self._slots))[::-1]
     self._answers: dict[int, _Answer] = {}
@@ -188,10 +198,17 @@ class Schedule:
       mesh=self._mesh or (None if current.empty else current),
       params=self._params,
       penalties=penalties,
+      draft=self._draft,
     )
     with self._on_mesh():
       self.state = slots.empty_state(
-        self._decoder, self._slots, self._capacity, apart=self._apart, int8=self._int8, penalties=penalties
+        self._decoder,
+        self._slots,
+        self._capacity,
+        apart=self._apart,
+        int8=self._int8,
+        penalties=penalties,
+        draft=self._draft,
       )
     while self._answers or self._waiting:
       with self._on_mesh():
@@ -254,6 +271,8 @@ class Schedule:
         batch |= {"token_types": _right([r.token_types or () for r in own], rows, size), **images}
       step = Step(jnp.full(rows, begin, jnp.int32), count, slot, fresh=begin == 0)
       self.state, hidden, clamped = slots.prefill(self._decoder, self._params, self.state, batch, step)
+      if self._draft is not None:
+        self.state = slots.prefill_draft(self._draft.decoder, self._draft_params, self.state, batch, step)
       self._unread.append(_Result({"clamped": clamped}, {}))
       begin += size
     assert hidden is not None
@@ -298,22 +317,30 @@ class Schedule:
 
   def _decode(self) -> None:
     """Continue all answers by one call."""
+    passes, made = 0, self._turn
+    if self._draft is not None:
+      passes = speculative.passes_of(self._turn, self._draft)
+      made = passes * (self._draft.tokens + 1)
     # Tokens that the device has made or may make, including calls that the host has not read.
-    ahead = self._turn * (1 + sum(bool(result.answers) and "clamped" in result.found for result in self._unread))
-    ahead += 1  # the first token of a new answer
+    ahead = made * (1 + sum(bool(result.answers) and "clamped" in result.found for result in self._unread))
+    ahead += 1 + (2 * self._draft.tokens if self._draft else 0)  # the first token of a new answer; see ``_longest``
     self._enlarge(max(len(self._requests[a.request].tokens) + a.made + ahead for a in self._answers.values()))
     # With prompts waiting, an answer that ends makes room for the next prompt at once.
     ended = max(1, self._slots // 16) if self._waiting else self._slots + 1
-    self.state, found = slots.decode(
-      self._decoder, self._rule, self._params, self.state, self._values, self._stops, np.int32(self._turn), np.int32(ended)
-    )
+    how = (self.state, self._values, self._stops)
+    if self._draft is None:
+      self.state, found = slots.decode(self._decoder, self._rule, self._params, *how, np.int32(self._turn), np.int32(ended))
+    else:
+      self.state, found = speculative.decode(
+        self._decoder, self._draft, self._rule, self._params, self._draft_params, *how, np.int32(passes), np.int32(ended)
+      )
     self._unread.append(_Result(found, dict(self._answers)))
 
   def _enlarge(self, needed: int) -> None:
     """Enlarge the caches to rows of this many tokens."""
     capacity = shapes.grown_capacity(min(needed, self._longest), self._longest)
     if capacity > self._capacity:
-      self.state = slots.enlarge(self._decoder, self.state, capacity, apart=self._apart, int8=self._int8)
+      self.state = slots.enlarge(self._decoder, self.state, capacity, apart=self._apart, int8=self._int8, draft=self._draft)
       self._capacity = capacity
 
   def _end_canceled(self) -> None:
@@ -342,10 +369,14 @@ class Schedule:
     for column, answer in result.answers.items():
       if answer.ended or answer in self._canceled:
         continue
-      piece = self._piece(answer, tokens[:, column], missing[:, column])
+      drawn = tokens[:, column] != NONE  # a pass with a draft model may leave some places empty
+      if self._draft is not None and "clamped" in found:
+        self.passes += int(drawn.reshape(-1, self._draft.tokens + 1).any(axis=1).sum())
+        self.made += int(drawn.sum())
+      piece = self._piece(answer, tokens[drawn, column], missing[drawn, column])
       if self._rule.logprobs:
         for name in ("logprob", "model_logprob"):
-          getattr(piece, f"{name}s").extend(found[name][: len(piece.tokens), column].tolist())
+          getattr(piece, f"{name}s").extend(found[name][drawn, column][: len(piece.tokens)].tolist())
       if piece.tokens or piece.ended:
         pieces.append(piece)
     return pieces
@@ -355,11 +386,11 @@ class Schedule:
 
     Args:
       answer: the answer.
-      tokens: [N], ``NONE`` after the last one.
+      tokens: [N], drawn tokens, which may be ``NOT_FINITE``.
       missing: [N], which of them have no row in a table.
     """
     left = self._requests[answer.request].limit - answer.made
-    tokens = tokens[tokens != NONE][:left]
+    tokens = tokens[:left]
     stops, piece = np.flatnonzero(np.isin(tokens, self._stop)), Piece(answer.request, answer.sample)
     kept = int(stops[0]) if stops.size else len(tokens)
     # No token can follow logits that are not finite, or a token without a row. Nothing reads the last token of an answer.

@@ -2,6 +2,8 @@
 
 Each row of the caches is a slot that one answer uses at a time. A program updates the state of all slots in place.
 
+``speculative`` has the decode program with a draft model.
+
 B rows of a prefill call, S slots, N tokens of a decode call, D model, V vocabulary.
 """
 
@@ -49,6 +51,19 @@ class Row:
   stream: jax.Array
 
 
+@dataclass(frozen=True)
+class Draft:
+  """A draft model, which proposes tokens to the model (``speculative``).
+
+  Attributes:
+    decoder: the draft model.
+    tokens: number of tokens that it proposes before each pass of the model.
+  """
+
+  decoder: Decoder
+  tokens: int
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
@@ -62,6 +77,7 @@ class State:
     made: int32 [S], number of drawn tokens.
     alive: bool [S], the slot has an answer that has not ended.
     prompt, counts: bool and int32 [S, V], as for ``draw``; None without penalties.
+    draft: caches of the draft model, which hold the same tokens; None without one.
   """
 
   cache: Any
@@ -72,16 +88,35 @@ class State:
   alive: jax.Array
   prompt: jax.Array | None = None
   counts: jax.Array | None = None
+  draft: Any = None
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("apart", "int8", "penalties"))
-def empty_state(decoder: Decoder, slots: int, capacity: int, *, apart: bool, int8: bool = False, penalties: bool) -> State:
+def _empty_caches(decoder: Decoder, draft: Draft | None, slots: int, capacity: int, **form: bool) -> tuple[Any, Any]:
+  """Return the caches of the model, and those of the draft model or None. ``form``: "apart" and "int8"."""
+  if draft is None:
+    return decoder.empty_cache(slots, capacity, **form), None
+  own, other = (of.empty_cache(slots, capacity, spare=draft.tokens, **form) for of in (decoder, draft.decoder))
+  return own, other
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("apart", "int8", "penalties", "draft"))
+def empty_state(
+  decoder: Decoder,
+  slots: int,
+  capacity: int,
+  *,
+  apart: bool,
+  int8: bool = False,
+  penalties: bool,
+  draft: Draft | None = None,
+) -> State:
   """Create the state without any answers."""
   zeros = lambda dtype, *more: jnp.zeros((slots, *more), dtype)
   row = Row(zeros(jnp.int32), zeros(jnp.uint32), zeros(jnp.uint32))
   size = decoder.cfg.embedding.vocab_size
+  own, of_draft = _empty_caches(decoder, draft, slots, capacity, apart=apart, int8=int8)
   return State(
-    cache=decoder.empty_cache(slots, capacity, apart=apart, int8=int8),
+    cache=own,
     row=row,
     token=zeros(jnp.int32),
     held=zeros(jnp.int32),
@@ -89,6 +124,7 @@ def empty_state(decoder: Decoder, slots: int, capacity: int, *, apart: bool, int
     alive=zeros(bool),
     prompt=zeros(bool, size) if penalties else None,
     counts=zeros(jnp.int32, size) if penalties else None,
+    draft=of_draft,
   )
 
 
@@ -110,6 +146,12 @@ def prefill(decoder: Decoder, params: Any, state: State, batch: dict[str, Any], 
     own = own.at[jnp.arange(len(own))[:, None], index].set(True, mode="drop")
     prompt = prompt.at[step.rows].set(own, mode="drop")
   return replace(state, cache=cache, prompt=prompt), x_BD, clamped
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill_draft(draft: Decoder, params: Any, state: State, batch: dict[str, Any], step: Step) -> State:
+  """Store a chunk of some prompts in the caches of the draft model."""
+  return replace(state, draft=draft.extend(params, batch, state.draft, step)[1])
 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="copies", donate_argnums=3)
@@ -153,9 +195,11 @@ def start(
       at = (*[slice(None)] * axis, slots)
       return x.at[at].set(jnp.take(x, source, axis=axis, mode="clip"), mode="drop")
 
+    cache, draft = jax.tree.map(lambda x: copied(x, axis), (state.cache, state.draft))
     state = replace(
       state,
-      cache=jax.tree.map(lambda x: copied(x, axis), state.cache),
+      cache=cache,
+      draft=draft,
       prompt=None if state.prompt is None else copied(state.prompt, 0),
     )
   if state.counts is not None:
@@ -238,16 +282,26 @@ def decode(
 def _next(decoder, rule, params, x_BD, row: Row, made, prompt, counts, values, stops) -> dict[str, jax.Array]:
   """Draw the next token of some rows from their last hidden states. It is ``NOT_FINITE`` if the logits are not finite."""
   logits_BV = decoder.head(params, x_BD[:, None])[:, 0]
+  barred = barred_tokens(made, values, stops, logits_BV.shape[1])
+  found = draw(logits_BV, draw_keys(row, made), rule, values, barred=barred, prompt=prompt, counts=counts)
+  return found | {"token": jnp.where(found.pop("finite"), found["token"], NOT_FINITE)}
+
+
+def draw_keys(row: Row, made: jax.Array) -> jax.Array:
+  """Return the keys of a draw, [B].
+
+  They depend on the number of tokens ``made`` that each answer has, and not on the slot, the padding or the other rows."""
 
   def key(seed, made, stream):
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), made), stream)
 
-  # Draws depend on the number of tokens that the answer has, and not on the slot, the padding or the other rows.
-  keys = jax.vmap(key)(row.seed, made, row.stream)
-  ends = jnp.zeros(logits_BV.shape[1], bool).at[stops].set(True, mode="drop")
-  barred = ends[None] & (made < values["min_tokens"])[:, None]
-  found = draw(logits_BV, keys, rule, values, barred=barred, prompt=prompt, counts=counts)
-  return found | {"token": jnp.where(found.pop("finite"), found["token"], NOT_FINITE)}
+  return jax.vmap(key)(row.seed, made, row.stream)
+
+
+def barred_tokens(made: jax.Array, values: Values, stops: jax.Array, size: int) -> jax.Array:
+  """Return bool [B, V]: the tokens that would end an answer before it has its smallest length. ``size``: V."""
+  ends = jnp.zeros(size, bool).at[stops].set(True, mode="drop")
+  return ends[None] & (made < values["min_tokens"])[:, None]
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -266,15 +320,17 @@ def clear(state: State, kept: jax.Array) -> State:
   def cleared(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.expand_dims(kept, [i for i in range(x.ndim) if i != axis]), x, jnp.zeros((), x.dtype))
 
-  return replace(state, cache=jax.tree.map(cleared, state.cache))
+  cache, draft = jax.tree.map(cleared, (state.cache, state.draft))
+  return replace(state, cache=cache, draft=draft)
 
 
 def _axis_of_slots(cache: Any) -> int:
   return 0 if any(isinstance(rows, tuple) for rows in cache.values()) else 1
 
 
-@partial(jax.jit, static_argnums=(0, 2), static_argnames=("apart", "int8"))
-def enlarge(decoder: Decoder, state: State, capacity: int, *, apart: bool, int8: bool) -> State:
+@partial(jax.jit, static_argnums=(0, 2), static_argnames=("apart", "int8", "draft"))
+def enlarge(decoder: Decoder, state: State, capacity: int, *, apart: bool, int8: bool, draft: Draft | None = None) -> State:
   """Return the state with caches of a larger capacity."""
-  shapes = jax.eval_shape(lambda: decoder.empty_cache(len(state.alive), capacity, apart=apart, int8=int8))
-  return replace(state, cache=jax.tree.map(lambda x, like: grown(x, like.shape[-2]), state.cache, shapes))
+  shapes = jax.eval_shape(lambda: _empty_caches(decoder, draft, len(state.alive), capacity, apart=apart, int8=int8))
+  own, of_draft = jax.tree.map(lambda x, like: grown(x, like.shape[-2]), (state.cache, state.draft), shapes)
+  return replace(state, cache=own, draft=of_draft)

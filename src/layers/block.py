@@ -206,13 +206,14 @@ class Stack:
     rows = [tuple(layers[self.first + r * period : self.first + (r + 1) * period]) for r in range(self.repeats)]
     return [(len(list(same)), row) for row, same in itertools.groupby(rows)]
 
-  def empty_cache(self, layers: Sequence[Block], rows: int, capacity: int, *, apart: bool, int8: bool) -> Any:
+  def empty_cache(self, layers: Sequence[Block], rows: int, capacity: int, *, apart: bool, int8: bool, spare: int = 0) -> Any:
     """Create the caches of the stack, see ``Decoder.empty_cache``. ``layers`` are all layers of the model."""
 
     def zeros(*first: int) -> dict[str, dict[str, jax.Array]]:
       found: dict[str, dict[str, jax.Array]] = {}
       for j, layer in enumerate(self.layers):
         slots, shapes = layer.mixer.cache_shapes(capacity)
+        slots = min(slots + spare, capacity)  # only a ring is smaller than the capacity
         # A stack is one array for all its rows, so its cache has the widest dtype of its layers.
         dtype = functools.reduce(jnp.promote_types, {row[j].precision.dtype for _, row in self.split(layers)})
         own = found[f"layer_{j}"] = {}

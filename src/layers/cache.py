@@ -4,6 +4,9 @@ A cache array has the shape [R, ..., C, X]: R rows of the cache, C slots for pos
 are [R, K, C, H], so that the entries that one head reads are contiguous. Position i of a row is stored in slot i % C. C is the
 capacity of the cache, or the window of a sliding layer if that is smaller (a ring buffer). Rows have their own lengths.
 
+Speculative decoding takes tokens back: the next tokens start at an earlier position again. Rings then have that many more slots
+(``spare``), so that entries of such tokens replace none that is still in the window.
+
 In an 8-bit cache, an array "k" of int8 numbers has a companion "k.scale" of float32 numbers [R, ..., C, 1].
 
 B rows of a batch, T new tokens, S keys that the new tokens are compared with, K key-value heads.
@@ -33,12 +36,15 @@ class Step:
     rows: int32 [B], rows of the cache that belong to the rows of the batch; distinct. A row beyond the cache stores nothing.
       None: all rows of the cache in order.
     fresh: the cache holds no tokens of these rows (all ``start`` are 0), so the new tokens see only each other.
+    spare: largest number of tokens that were taken back. Their entries are read as zeros, because 0 times an entry that is
+      not finite is NaN.
   """
 
   start: jax.Array
   count: jax.Array
   rows: jax.Array | None = None
   fresh: bool = field(default=False, metadata={"static": True})
+  spare: int = field(default=0, metadata={"static": True})
 
   def real(self, length: int) -> jax.Array:
     """Return bool [B, T]: which of the new tokens are real."""
@@ -76,9 +82,10 @@ class Step:
       return self._stored(cache, new), entries
     if self.decodes(new.shape[1]):
       stored = self._stored(cache, new)
-      return stored, self._own(stored)
+      return stored, self._without_taken_back(self._own(stored), self.start + 1)
     # Read the cached entries before any is replaced. Without the barrier, XLA copies the caches of all rows.
     own, new = jax.lax.optimization_barrier((self._own(cache), new))
+    own = self._without_taken_back(own, self.start)
     return self._stored(cache, new), jnp.concatenate([own, entries], axis=-2)
 
   def mask(self, new: int, keys: int, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
@@ -92,8 +99,10 @@ class Step:
     """
     start = self.start[:, None]
     if self.decodes(new):
-      # The cache contains the new token, and no entry of it is older than the window.
-      return (start - jnp.mod(start - jnp.arange(keys), keys) >= 0)[:, None]
+      # The cache contains the new token. A ring without spare slots has no entry that is older than the window.
+      age = jnp.mod(start - jnp.arange(keys), keys)
+      seen = age <= start
+      return (seen if window is None or keys <= window else seen & (age < window))[:, None]
     # Positions of keys and queries, counted from the first new token. Cached keys have negative positions.
     query, slots = jnp.arange(new), keys - new
     held = jnp.broadcast_to(query, (len(self.start), new))
@@ -111,6 +120,15 @@ class Step:
 
   def _own(self, cache: jax.Array) -> jax.Array:
     return cache if self.rows is None else jnp.take(cache, self.rows, axis=0, mode="clip")
+
+  def _without_taken_back(self, entries: jax.Array, end: jax.Array) -> jax.Array:
+    """Return the entries [B, ..., C, X] with zeros in the ``spare`` slots from position ``end`` [B] on."""
+    if not self.spare:
+      return entries
+    slots = entries.shape[-2]
+    taken_back = jnp.mod(jnp.arange(slots) - end[:, None], slots) < self.spare
+    taken_back = jnp.expand_dims(taken_back, (*range(1, entries.ndim - 2), entries.ndim - 1))
+    return jnp.where(taken_back, jnp.zeros((), entries.dtype), entries)
 
   def _stored(self, cache: jax.Array, new: jax.Array) -> jax.Array:
     """Store the last C real entries of each row."""

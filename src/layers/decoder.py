@@ -200,18 +200,21 @@ class Decoder:
     with jax.named_scope("soft_cap"):
       return soft_cap(logits, self.cfg.final_soft_cap)
 
-  def empty_cache(self, rows: int, capacity: int, *, apart: bool = False, int8: bool = False) -> dict:
+  def empty_cache(self, rows: int, capacity: int, *, apart: bool = False, int8: bool = False, spare: int = 0) -> dict:
     """Create the caches of all layers for generation: zeros in ``dtype``, or an 8-bit cache with ``int8``.
 
     Args:
       rows: R, see ``layers.cache``.
       capacity: tokens of the longest row, including the prompt and the answer.
       apart: every layer has its own arrays, for parameters of ``apart``.
+      int8: store 8-bit numbers.
+      spare: further slots of sliding layers, for tokens that are taken back (``layers.cache``).
 
     Returns:
       {stack: {layer: {name: [repeats, R, ..., C, X]}}}, or {stack: ({layer: {name: [R, ..., C, X]}}, ...)} with ``apart``.
     """
-    caches = {s.name: s.empty_cache(self.layers, rows, capacity, apart=apart, int8=int8) for s in self.stacks}
+    how = {"apart": apart, "int8": int8, "spare": spare}
+    caches = {s.name: s.empty_cache(self.layers, rows, capacity, **how) for s in self.stacks}
     return jax.tree.map(lambda x: split_over_mesh(x, self.cfg.rules, stacked=not apart), caches)
 
   def apart(self, p: dict) -> dict:

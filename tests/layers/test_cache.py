@@ -45,6 +45,38 @@ def test_every_token_sees_the_tokens_before_it(window, chunks):
   assert not np.asarray(cache)[[1, 3]].any(), "rows that are not in the batch are untouched"
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_that_were_taken_back_are_not_seen(window):
+  """Tokens are stored one by one or together, and up to three of the last ones are taken back: they have entries that are not
+  finite. Every later token sees the others before it."""
+  spare, capacity, random = 3, 40, np.random.default_rng(0)
+  cache = jnp.zeros((ROWS, HEADS, min(cache_slots(window, capacity) + spare, capacity), WIDTH))
+  start = np.array([0, 4, 7, 1])
+  kept = [[float(entry(r, p)[0, 0]) for p in range(n)] for r, n in enumerate(start)]
+  prompt = jnp.asarray([[entry(r, p) for p in range(7)] for r in range(ROWS)])
+  cache, _ = Step(jnp.zeros(ROWS, jnp.int32), jnp.asarray(start), fresh=True).extended(cache, prompt)
+  for number in range(9):
+    taken_back = random.integers(0, spare + 1, ROWS)
+    new = np.stack([[entry(r, int(n) + t) + number / 1000 for t in range(spare + 1)] for r, n in enumerate(start)])
+    for r, n in enumerate(taken_back):
+      new[r, spare + 1 - n :] = np.nan
+    for chunk in [slice(0, spare + 1)] if number % 2 else [slice(t, t + 1) for t in range(spare + 1)]:
+      T = chunk.stop - chunk.start
+      step = Step(jnp.asarray(start + chunk.start), jnp.full(ROWS, T), spare=spare)
+      cache, held = step.extended(cache, jnp.asarray(new[:, chunk]))
+      mask = np.asarray(step.mask(T, held.shape[2], window=window))
+      for r in range(ROWS):
+        for t in range(chunk.start, min(chunk.stop, spare + 1 - taken_back[r])):
+          want = (kept[r] + new[r, : t + 1, 0, 0].tolist())[-(window or 99) :]
+          assert seen(np.asarray(held)[r], mask[r, t - chunk.start]) == sorted(want), (number, r, t)
+          # Entries that a token does not see are multiplied by 0.
+          own = np.asarray(held)[r, :, : held.shape[2] - (T - 1 - (t - chunk.start)) or None]
+          assert np.isfinite(own).all(), (number, r, t)
+    for r in range(ROWS):
+      kept[r] += new[r, : spare + 1 - taken_back[r], 0, 0].tolist()
+    start = start + spare + 1 - taken_back
+
+
 def test_images_see_their_later_tokens():
   images = jnp.asarray([[0, 1, 1, 0, 2]])
   step = Step(jnp.zeros(1, jnp.int32), jnp.asarray([5]), fresh=True)

@@ -262,7 +262,9 @@ class Attention:
       # The kernel reads a cache as it is stored, so the rows of the batch must be those of the cache in order.
       if c.decode == "pallas_triton" and ctx.step.decodes(x_BTD.shape[1]) and ctx.step.rows is None:
         arrays: dict[str, jax.Array] = {"k": kv[0], "v": kv[1]} if c.reuses_kv_of else ctx.aux["cache"]
-        if reads(q_BTNH.dtype, arrays["k"]):
+        # It reads all entries of a ring, so none may be older than the window.
+        exact = c.window is None or arrays["k"].shape[2] <= c.window
+        if exact and reads(q_BTNH.dtype, arrays["k"]):
           return self._output(p, self._decode(q_BTNH, arrays, ctx.step)), kv
       mask = ctx.step.mask(x_BTD.shape[1], kv[0].shape[2], window=c.window, images=images)
       how = {"scale": c.scale, "precision": self.precision, "soft_cap": c.soft_cap}
