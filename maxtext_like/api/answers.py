@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
   from jax.sharding import Mesh
 
+  from maxtext_like.api.pretrained import Pretrained
   from maxtext_like.config.schema import Config
   from maxtext_like.data.tokenization.tokenizer import Tokenizer
   from maxtext_like.generation.prompts import Prompt
@@ -60,9 +61,13 @@ class GenerateOptions(TypedDict, total=False):
   logprobs: bool
   slots: int
   int8_cache: bool
+  draft: "Pretrained | None"
+  draft_tokens: int
 
 
-_WHOLE = ("max_tokens", "top_k", "min_tokens", "seed", "n", "slots")
+DRAFT_TOKENS = 4
+"""Default of the number of tokens that a draft model proposes before each pass of the model."""
+_WHOLE = ("max_tokens", "top_k", "min_tokens", "seed", "n", "slots", "draft_tokens")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -100,6 +105,8 @@ class Generation:
     first_tokens: number of tokens from the first call, over all prompts.
     first_seconds: time until the first tokens, including compilation.
     seconds: time after the first tokens.
+    tokens_per_pass: with a draft model, the mean number of tokens that a pass made, from 1 to draft_tokens + 1; None
+      otherwise.
   """
 
   answers: tuple[Answer, ...]
@@ -107,6 +114,12 @@ class Generation:
   first_tokens: int
   first_seconds: float
   seconds: float
+  tokens_per_pass: float | None = None
+
+  @property
+  def note(self) -> str:
+    """Part of a line of statistics about the passes with a draft model; "" without one."""
+    return passes_note(self.tokens_per_pass)
 
   @property
   def text(self) -> str:
@@ -218,6 +231,14 @@ def texts_of(
     raise UserError(f"generate: {extra[0]}: the model is already loaded\n  fix: pass it to load")
   require_options(of, given)
   listed = as_prompts(prompts)
+  draft, draft_tokens = given.get("draft"), given.get("draft_tokens", DRAFT_TOKENS)
+  if draft is not None:
+    _require_draft(of, model, draft, draft_tokens, images=any(prompt.images for prompt in listed))
+  elif "draft_tokens" in given:
+    raise UserError(
+      f"{of.__name__}: draft_tokens={draft_tokens} has no effect without a draft model",
+      fix="pass draft, or remove draft_tokens",
+    )
   tokenizer, vocabulary = model.tokenizer, model.config.model.vocab_size
   numbers_of = {name: given[name] for name in (*_REAL, "top_k", "min_tokens", "seed") if name in given}
   bias = {int(token): float(number) for token, number in (given.get("logit_bias") or {}).items()}
@@ -248,11 +269,57 @@ def texts_of(
     int8_cache=bool(given.get("int8_cache", False)),
     continues=continues,
     turn=turn,
+    draft_tokens=0 if draft is None else draft_tokens,
     **({"slots": given["slots"]} if "slots" in given else {}),
   )
   sampling.values(vocabulary, ends)  # checks the biases before weights are read
   decode = lambda prompt, ids: continuation(tokenizer, prompt, ids)
-  return listed, Texts(model.decoder_without_kernels, encoded, made, decode, mesh=model.mesh, on_clamped=on_clamped)
+  how: dict[str, Any] = {"mesh": model.mesh, "on_clamped": on_clamped}
+  of_draft = None if draft is None else draft.decoder_without_kernels
+  return listed, Texts(model.decoder_without_kernels, encoded, made, decode, draft=of_draft, **how)
+
+
+def passes_note(tokens_per_pass: float | None) -> str:
+  """Return a part of a line about the passes with a draft model; "" if there is none."""
+  return "" if tokens_per_pass is None else f", {tokens_per_pass:.2f} tokens in each pass of the model"
+
+
+def draft_params_of(options: Mapping[str, Any]) -> Any:
+  """Return the weights of the draft model of ``GenerateOptions``; None if there is none."""
+  draft = options.get("draft")
+  return None if draft is None else draft.decoding_params
+
+
+def _require_draft(of: Callable[..., Any], model: LoadedModel, draft: Any, tokens: int, *, images: bool) -> None:
+  """Raise UserError if a draft model cannot propose tokens to a model."""
+  from maxtext_like.api.pretrained import Pretrained
+  from maxtext_like.generation.speculative import MOST_PROPOSED
+
+  if not isinstance(draft, Pretrained):
+    raise UserError(f"{of.__name__}: draft={draft!r:.60}: not a loaded model", fix="pass draft=maxtext_like.load(DIR)")
+  if not 1 <= tokens <= MOST_PROPOSED:
+    raise UserError(f"{of.__name__}: draft_tokens={tokens}: not from 1 to {MOST_PROPOSED}", fix="choose a few, such as 4")
+  name = f"the draft model {draft.directory}"
+  if draft.tokenizer.fingerprint != model.tokenizer.fingerprint:
+    raise UserError(
+      f"{of.__name__}: {name} has another tokenizer: {draft.tokenizer.fingerprint}, not {model.tokenizer.fingerprint}\n"
+      "  why: it proposes ids of tokens\n  fix: choose a smaller model of the same release"
+    )
+  if (rows := draft.config.model.vocab_size) < model.tokenizer.vocab_size:
+    raise UserError(
+      f"{of.__name__}: {name} has {rows} rows in its table, and the tokenizer has {model.tokenizer.vocab_size} tokens",
+      fix="choose another draft model",
+    )
+  if draft.mesh != model.mesh:
+    raise UserError(
+      f"{of.__name__}: {name} is loaded on another mesh: {dict(draft.mesh.shape)}, not {dict(model.mesh.shape)}",
+      fix="load both with the same mesh keys",
+    )
+  if images and not draft.config.vision.use_multimodal:
+    raise UserError(
+      f"{of.__name__}: {name} is loaded without a vision tower, and a prompt has images",
+      fix="load it with images=True, or leave out the draft model",
+    )
 
 
 def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt]":

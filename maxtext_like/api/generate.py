@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.answers import Generation, as_prompts, require_options, translated_options
+from maxtext_like.api.answers import DRAFT_TOKENS, Generation, as_prompts, require_options, translated_options
 from maxtext_like.api.arguments import Saved, require_function, words
 from maxtext_like.api.pretrained import Pretrained, load
 from maxtext_like.errors import UserError
@@ -36,6 +36,8 @@ def generate(
   logprobs: bool = False,
   slots: int = 64,
   int8_cache: bool = False,
+  draft: str | Path | Saved | Pretrained | None = None,
+  draft_tokens: int = DRAFT_TOKENS,
   on_text: Callable[[int, str], None] | None = None,
   adapters: str | Path | Saved | Sequence[str | Path | Saved] = (),
   **keys: Any,
@@ -68,6 +70,10 @@ def generate(
     logprobs: also return log-probabilities of the tokens.
     slots: largest number of answers that are generated at the same time, a power of two. Other answers wait.
     int8_cache: store keys and values in 8 bits: about half of the memory of the caches, and less accurate.
+    draft: a smaller model with the same tokenizer, or an argument of ``load`` for it. It proposes tokens, which one pass of the
+      model checks: the answers have the same distribution and may need less time. A model that is loaded here gets the same
+      ``overrides`` and ``keys``.
+    draft_tokens: number of tokens that it proposes before each pass.
     on_text: called with (index of the answer, new text) while answers are generated; only with complete characters.
     adapters: as for ``load``.
     keys: the same as ``overrides``, as Python values; ``tokenizer="bytes"`` for a checkpoint without a tokenizer. Options of
@@ -99,6 +105,8 @@ def generate(
     "logprobs": logprobs,
     "slots": slots,
     "int8_cache": int8_cache,
+    "draft": draft,
+    "draft_tokens": draft_tokens,
   }
   # Options that are not set can be set by their names in transformers.
   defaults = generate.__kwdefaults__ or {}
@@ -109,8 +117,13 @@ def generate(
   if on_text is not None:
     require_function(generate, "on_text", on_text)
   given, laid_over = as_prompts(prompts), words(overrides, keys, generate)
+  images = any(prompt.images for prompt in given)
+  if draft is not None and not isinstance(draft, Pretrained):
+    if isinstance(model, Pretrained):
+      raise UserError("generate: draft: the model is already loaded, and the draft model is not", fix="pass draft=load(DIR)")
+    options["draft"] = load(draft, *laid_over, images=images)
   if not isinstance(model, Pretrained):
-    model = load(model, *laid_over, images=any(prompt.images for prompt in given), adapters=adapters)
+    model = load(model, *laid_over, images=images, adapters=adapters)
   elif laid_over or adapters:
     raise UserError(
       f"generate: {laid_over[0] if laid_over else 'adapters'}: the model is already loaded\n  fix: pass it to load"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.answers import as_prompts, result, texts_of
+from maxtext_like.api.answers import as_prompts, draft_params_of, passes_note, result, texts_of
 from maxtext_like.api.generate import generate
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.training.loop.progress import duration
@@ -27,6 +27,7 @@ class JobProgress:
     tokens: number of tokens that this job has generated.
     seconds: time since this job began to generate, including compilation.
     clamped: number of values that overflowed in float16 and were clamped by this job; None without float16.
+    tokens_per_pass: as in ``Generation``.
   """
 
   prompts: int
@@ -35,6 +36,7 @@ class JobProgress:
   tokens: int
   seconds: float
   clamped: int | None = None
+  tokens_per_pass: float | None = None
 
   @property
   def tokens_per_second(self) -> float:
@@ -50,7 +52,7 @@ class JobProgress:
   def __str__(self) -> str:
     left = f", {duration(self.seconds_left)} left" if self.seconds_left else ""
     earlier = f" ({self.earlier} by an earlier job)" if self.earlier else ""
-    rate = f"{self.tokens_per_second:,.1f} tokens/s"
+    rate = f"{self.tokens_per_second:,.1f} tokens/s{passes_note(self.tokens_per_pass)}"
     return f"{self.done} of {self.prompts} prompts{earlier}, {self.tokens:,} tokens, {rate}{left}"
 
 
@@ -94,7 +96,8 @@ def generate_file(
   clamped: list[int] = []
   how: dict[str, Any] = {"turn": TOKENS_PER_CALL, "continues": True, "on_clamped": clamped.append}
   some, texts = texts_of(model, generate, listed, options, **how)
-  job = job_key(texts.options, *_decisive_of(model))
+  models = [model, *([draft] if (draft := options.get("draft")) is not None else [])]
+  job = job_key(texts.options, *(part for one in models for part in _decisive_of(one)))
   keys = [prompt_key(job, prompt.text, request) for prompt, request in zip(listed, texts.requests, strict=True)]
   with BatchFile(Path(output), keys) as file:
     left = [i for i in range(len(listed)) if i not in file.done]
@@ -107,7 +110,7 @@ def generate_file(
       how["least_slots"] = slots_for(len(listed) * texts.options.answers, texts.options.slots)
       how["least_tokens"] = max(len(request.tokens) + request.limit for request in texts.requests)
       some, texts = texts_of(model, generate, [listed[i] for i in left], own, numbers=left, **how)
-    params = model.decoding_params  # read before the clock starts
+    params, draft_params = model.decoding_params, draft_params_of(options)  # read before the clock starts
     begin = time.monotonic()
     progress = lambda: JobProgress(
       prompts=len(listed),
@@ -116,9 +119,10 @@ def generate_file(
       tokens=tokens,
       seconds=time.monotonic() - begin,
       clamped=sum(clamped) if model.model.decoder.uses_float16 else None,
+      tokens_per_pass=texts.tokens_per_pass,
     )
     counted, failed = [0] * len(left), {}
-    for pieces in texts.run(params, texts=False):
+    for pieces in texts.run(params, draft_params=draft_params, texts=False):
       for at in sorted({piece.prompt for piece in pieces}):
         answers = texts.answers[at]
         made = sum(len(answer.tokens) for answer in answers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext_like.api.answers import Generation, results, texts_of
+from maxtext_like.api.answers import Generation, draft_params_of, results, texts_of
 from maxtext_like.api.arguments import Saved, place_of, require_function, words
 from maxtext_like.config import hub
 from maxtext_like.config.load import Loaded, is_chosen
@@ -206,10 +206,10 @@ class Pretrained:
     clamped: list[int] = []
     turn = TOKENS_PER_CALL if on_text is None else STREAMED_TURN
     listed, texts = texts_of(self, Pretrained.generate, prompts, options, turn=turn, on_clamped=clamped.append)
-    params = self.decoding_params  # read before the clock starts
+    params, draft_params = self.decoding_params, draft_params_of(options)  # read before the clock starts
     begin = first = time.monotonic()
     first_tokens = None
-    for pieces in texts.run(params, texts=on_text is not None):
+    for pieces in texts.run(params, draft_params=draft_params, texts=on_text is not None):
       if first_tokens is None:
         first = time.monotonic()
         first_tokens = sum(len(answer.tokens) for samples in texts.answers for answer in samples)
@@ -218,7 +218,8 @@ class Pretrained:
           on_text(piece.prompt * texts.options.answers + piece.sample, piece.text)
     end = time.monotonic()
     counted = sum(clamped) if self.model.decoder.uses_float16 else None
-    return Generation(results(listed, texts), counted, first_tokens or 0, first - begin, end - first)
+    seconds = first - begin, end - first
+    return Generation(results(listed, texts), counted, first_tokens or 0, *seconds, texts.tokens_per_pass)
 
   def stream(self, prompts: "str | Prompt | Sequence[str | Prompt]", **options: Any) -> "Iterator[TextPiece]":
     """Continue prompts, and yield new text as it is generated: pieces with ``prompt``, ``sample``, ``text`` and ``ended``.
@@ -228,7 +229,8 @@ class Pretrained:
     from maxtext_like.generation.texts import STREAMED_TURN
 
     _, texts = texts_of(self, Pretrained.stream, prompts, options, turn=STREAMED_TURN)
-    return (piece for pieces in texts.run(self.decoding_params) for piece in pieces if piece.text or piece.ended)
+    found = texts.run(self.decoding_params, draft_params=draft_params_of(options))
+    return (piece for pieces in found for piece in pieces if piece.text or piece.ended)
 
 
 def load(

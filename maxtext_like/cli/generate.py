@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = (
   "max_tokens min_tokens temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty seed n stop "
-  "stop_ids stop_strings logprobs slots int8_cache"
+  "stop_ids stop_strings logprobs slots int8_cache draft_tokens"
 ).split()
 _PROGRESS_SECONDS = 10.0  # interval of the lines about a job
 
@@ -67,11 +67,13 @@ def run(argv: list[str]) -> int:
   named, overrides = typed(overrides)
   model = load(options.checkpoint, *overrides, images=images, adapters=options.adapters)
   print_notes(model.notes, file=sys.stderr)
+  draft = None if options.draft is None else load(options.draft, *overrides, images=images)
   if suggested := _suggested(model, argv):
     print(f"note: generation_config.json suggests {suggested}, which is used only if you type it", file=sys.stderr)
   # Options that were not typed can be set by their names in transformers.
   wanted = {name: value for name in _OPTIONS if (value := getattr(options, name)) != defaults[name]} | named
   wanted |= {"logit_bias": dict(options.logit_bias)} if options.logit_bias else {}
+  wanted |= {} if draft is None else {"draft": draft}
   if options.output is not None:
     return _to_file(model, prompts, options.output, wanted)
   shown: list[str] = []  # for a single answer: the prompt and its answer as it is generated
@@ -95,7 +97,7 @@ def run(argv: list[str]) -> int:
   else:
     rate = f"{_rate(made, found.first_seconds + found.seconds)} in total"
   started = f"the first {found.first_tokens} after {found.first_seconds:.2f} s (including compilation)"
-  print(f"{made} tokens, {started}, {rate}", file=sys.stderr)
+  print(f"{made} tokens, {started}, {rate}{found.note}", file=sys.stderr)
   print_clamped(found.clamped)
   return 0
 
@@ -199,6 +201,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
   add("--slots", type=int, default=64, metavar="N",
       help="largest number of answers that are generated at the same time, a power of two (64)")  # fmt: skip
   add("--int8-cache", action="store_true", help="store keys and values in 8 bits")
+  add("--draft", type=checkpoint_path, metavar="DIR", help="a smaller model with the same tokenizer, which proposes tokens; "
+      "the words key=value apply to it too")  # fmt: skip
+  add("--draft-tokens", type=int, default=4, metavar="N", help="number of tokens that --draft proposes before each pass of the "
+      "model (4)")  # fmt: skip
   options, rest = parse_words(parser, argv)
   if options.checkpoint is None or (options.prompt is None) == (options.batch is None):
     raise UserError("generate needs --checkpoint and either --prompt or --batch\n  fix: see maxtext-like generate --help")

@@ -22,7 +22,7 @@ from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import on_every_device
 
-LARGEST = TOKENS_PER_CALL // 2
+MOST_PROPOSED = TOKENS_PER_CALL // 2
 """Largest number of proposed tokens."""
 _PROPOSED, _CHECKED = 1, 2
 """Numbers that make independent keys of a draw's key: for the proposal, and for its check with the draw that replaces it."""

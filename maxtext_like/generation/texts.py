@@ -10,7 +10,8 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.engine import SLOTS, Prompts, check, requests_of
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.schedule import Schedule
-from maxtext_like.generation.slots import TOKENS_PER_CALL
+from maxtext_like.generation.slots import TOKENS_PER_CALL, Draft
+from maxtext_like.generation.speculative import MOST_PROPOSED
 from maxtext_like.layers.decoder import Decoder
 
 STREAMED_TURN = 8
@@ -39,6 +40,7 @@ class Options:
     int8_cache: store keys and values in 8 bits.
     continues: an answer that fails ends, and the others continue. Otherwise its error is raised.
     turn: tokens of each answer between two pieces; at most ``STREAMED_TURN`` with stop strings.
+    draft_tokens: number of tokens that a draft model proposes before each pass of the model; 0: there is no draft model.
   """
 
   sampling: Sampling
@@ -55,8 +57,11 @@ class Options:
   int8_cache: bool = False
   continues: bool = False
   turn: int = TOKENS_PER_CALL
+  draft_tokens: int = 0
 
   def __post_init__(self):
+    if not 0 <= self.draft_tokens <= MOST_PROPOSED:
+      raise UserError(f"draft_tokens={self.draft_tokens}: not from 1 to {MOST_PROPOSED}", fix="choose a few tokens, such as 4")
     if self.answers < 1:
       raise UserError(f"the number of answers to a prompt is {self.answers}\n  fix: at least 1")
     if self.slots < 1 or self.slots & (self.slots - 1):
@@ -151,6 +156,7 @@ class Texts:
     decode: (ids of a prompt, ids of an answer) -> text of the answer.
     mesh: the mesh of the parameters; None: one device, or the current mesh.
     on_clamped: called with numbers of values that float16 clamped.
+    draft: a model that proposes tokens, with ``options.draft_tokens``; None for plain decoding.
 
   Raises:
     UserError: a prompt or an option cannot be used.
@@ -165,12 +171,15 @@ class Texts:
     *,
     mesh: Mesh | None = None,
     on_clamped: Callable[[int], None] | None = None,
+    draft: Decoder | None = None,
   ):
     check(prompts, decoder, options.max_tokens)
     if options.seeds is not None and len(options.seeds) != len(prompts.tokens):
       raise UserError(f"seeds: {len(options.seeds)} seeds for {len(prompts.tokens)} prompts\n  fix: one seed for each prompt")
     self.options = options
     self._decoder, self._mesh, self._on_clamped = decoder, mesh, on_clamped
+    self._draft = None if draft is None else Draft(draft, options.draft_tokens)
+    self._schedule: Schedule | None = None
     self.requests = requests_of(
       prompts,
       max_tokens=options.max_tokens,
@@ -184,18 +193,26 @@ class Texts:
       for tokens in prompts.tokens
     ]
 
-  def run(self, params: Any, *, texts: bool = True) -> Iterator[list[TextPiece]]:
+  @property
+  def tokens_per_pass(self) -> float | None:
+    """Mean number of tokens that a pass of the model has made, if there is a draft model; None if there is none."""
+    if self._draft is None or self._schedule is None or not self._schedule.passes:
+      return None
+    return self._schedule.made / self._schedule.passes
+
+  def run(self, params: Any, *, draft_params: Any = None, texts: bool = True) -> Iterator[list[TextPiece]]:
     """Generate. Yield new parts of answers until all have ended.
 
     Args:
       params: parameters of the model, stacked or rows apart (``Decoder.apart``).
+      draft_params: those of the draft model, in the same form.
       texts: decode new tokens at once. False leaves the texts of the parts empty, unless there are stop strings.
     """
     options = self.options
     texts = texts or bool(options.stop_strings)
     # The host finds stop strings, and an answer with one must not use its slot much longer.
     turn = min(options.turn, STREAMED_TURN) if options.stop_strings else options.turn
-    schedule = Schedule(
+    schedule = self._schedule = Schedule(
       self._decoder,
       params,
       self.requests,
@@ -210,6 +227,8 @@ class Texts:
       continues=options.continues,
       mesh=self._mesh,
       on_clamped=self._on_clamped,
+      draft=self._draft,
+      draft_params=draft_params,
     )
     for pieces in schedule.run():
       found = []

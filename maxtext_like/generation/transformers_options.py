@@ -22,7 +22,7 @@ SAME = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_st
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
 _TRANSLATED = ("do_sample", "suppress_tokens", "sequence_bias")
 _BEAMS = "beam search is not implemented; answers are sampled, or greedy with temperature=0"
-_SPECULATIVE = "speculative decoding is not implemented"
+_SPECULATIVE = "speculative decoding takes a draft model and a constant number of tokens: use draft and draft_tokens"
 _CACHES = "the caches are chosen by the layers: rings of the window, and full rows"
 _COMPILES = "programs are always compiled, for few shapes"
 _CAPTURES = "use `maxtext-like xray` or forward with captures"

@@ -67,6 +67,54 @@ def test_everything_that_decides_the_answers_of_a_model_is_in_the_key(folder: Pa
   assert len(set(keys.values())) == len(keys)
 
 
+def test_a_draft_model_proposes_tokens(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+  """With itself as the draft model, a model accepts every proposal. A file of its answers has another key."""
+  model, how = load(folder, "dtype=float32"), {"temperature": 0, "max_tokens": 7, "eos_token_id": None}
+  plain = generate(model, PROMPTS[:2], **how)
+  assert plain.tokens_per_pass is None
+  found = generate(model, PROMPTS[:2], draft=model, draft_tokens=2, **how)
+  assert [answer.tokens for answer in found.answers] == [answer.tokens for answer in plain.answers]
+  assert found.tokens_per_pass == 3, "6 tokens after the first one"
+  streamed = "".join(piece.text for piece in model.stream(PROMPTS[1], draft=model, **how))
+  assert streamed == plain.answers[1].text
+  output = tmp_path / "answers.jsonl"
+  progress = generate_file(model, PROMPTS[:2], output, draft=model, draft_tokens=2, **how)
+  assert "3.00 tokens in each pass of the model" in str(progress)
+  assert generate_file(model, PROMPTS[:2], output, draft=load(folder, "dtype=float32"), draft_tokens=2, **how).earlier == 2
+  for other in ({}, {"draft": model, "draft_tokens": 3}, {"draft": load(folder, "dtype=bfloat16"), "draft_tokens": 2}):
+    with pytest.raises(UserError, match="not an answer of this job"):
+      generate_file(model, PROMPTS[:2], output, **other, **how)
+  words = ["--prompt", PROMPTS[1], "--max-tokens", "7", "--temperature", "0", "dtype=float32", "eos_token_id=null"]
+  assert main(["generate", "--checkpoint", str(folder), "--draft", str(folder), "--draft-tokens", "2", *words]) == 0
+  out, err = capsys.readouterr()
+  assert out == PROMPTS[1] + plain.answers[1].text + "\n"
+  assert "3.00 tokens in each pass of the model" in err
+
+
+@pytest.mark.parametrize(
+  ("options", "reason"),
+  [
+    ({"draft": "some/folder"}, "the model is already loaded, and the draft model is not"),
+    ({"draft": 3}, "the model is already loaded, and the draft model is not"),
+    ({"draft_tokens": 2}, "no effect without a draft model"),
+    ({"draft_tokens": 2.5}, "draft_tokens=2.5"),
+  ],
+)
+def test_unusable_draft_options(folder: Path, options: dict[str, Any], reason: str):
+  with pytest.raises(UserError, match=reason):
+    generate(load(folder, "dtype=float32"), "a", **options)
+
+
+def test_a_draft_model_with_fewer_rows_than_tokens(folder: Path):
+  model = load(folder, "dtype=float32")
+  draft = load(folder, "dtype=float32")
+  object.__setattr__(draft.config.model, "vocab_size", model.tokenizer.vocab_size - 1)
+  with pytest.raises(UserError, match="rows in its table"):
+    generate(model, "a", draft=draft)
+  with pytest.raises(UserError, match="not a loaded model"):
+    model.generate("a", draft=folder)
+
+
 def test_eos_token_id_replaces_the_tokens_of_the_model(folder: Path):
   model = load(folder, "dtype=float32")
   prompts = ["a", Prompt.chat("a")]

@@ -11,7 +11,7 @@ from PIL import Image
 from maxtext_like import load
 from maxtext_like.cli.main import main
 from maxtext_like.generation.prompts import encode, read_prompts
-from tests.generation.letters import copy_golden
+from tests.generation.letters import copy_golden, write_letters
 from tests.models.test_golden import QUICK
 
 TOKENS = 5
@@ -26,6 +26,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory):
   rows = [{"prompt": "a <image>b<image> c", "images": ["wide.png", "tall.jpg"]}, {"prompt": "the fox"}]
   rows.append({"prompt": "what is this?", "images": ["tall.jpg"]})
   (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  copy_golden("gemma3_text", folder.parent / "text", eos=[1, 4])
+  write_letters(copy_golden("gemma3_text", folder.parent / "other", eos=[1, 4]), other=5)
   return folder
 
 
@@ -89,6 +91,11 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--prompt", "a", "--speed", "1"], "unknown word '--speed'"),
     (["--prompt", "a", "tokenizer=/nowhere/else"], "no such file or folder"),
+    (["--prompt", "a", "--draft-tokens", "2"], "draft_tokens=2 has no effect without a draft model"),
+    (["--prompt", "a", "--draft", ".", "--draft-tokens", "0"], "draft_tokens=0: not from 1 to 32"),
+    (["--prompt", "a", "--image", "wide.png", "--draft", "../text"], "images: the model has no vision tower"),
+    (["--prompt", "a", "--draft", "../other"], "has another tokenizer"),
+    (["--prompt", "a", "num_assistant_tokens=3"], "use draft and draft_tokens"),
   ],
 )
 def test_what_it_refuses(more: list[str], reason: str, checkpoint: Path, capsys: pytest.CaptureFixture, monkeypatch):
