@@ -151,7 +151,14 @@ def prefill(decoder: Decoder, params: Any, state: State, batch: dict[str, Any], 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def prefill_draft(draft: Decoder, params: Any, state: State, batch: dict[str, Any], step: Step) -> State:
   """Store a chunk of some prompts in the caches of the draft model."""
-  return replace(state, draft=draft.extend(params, batch, state.draft, step)[1])
+  cache = state.draft
+  if step.fresh:
+    # If the draft model's numbers were not finite, the previous answer of the slot continued, and left entries that would make
+    # all scores of this answer NaN (see ``clear``).
+    axis = _axis_of_slots(cache)
+    zero = lambda x: x.at[(*[slice(None)] * axis, step.rows)].set(jnp.zeros((), x.dtype), mode="drop")
+    cache = jax.tree.map(zero, cache)
+  return replace(state, draft=draft.extend(params, batch, cache, step)[1])
 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="copies", donate_argnums=3)
