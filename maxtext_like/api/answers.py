@@ -67,6 +67,14 @@ class GenerateOptions(TypedDict, total=False):
 
 DRAFT_TOKENS = 4
 """Default of the number of tokens that a draft model proposes before each pass of the model."""
+_PREPARES_IMAGES = (
+  "patch_size_for_vit",
+  "image_size_for_vit",
+  "pooling_size_for_vit",
+  "vision_output_length",
+  "image_token_id",
+)
+"""Keys of the ``vision:`` section that decide the arrays of an image and its tokens."""
 _WHOLE = ("max_tokens", "top_k", "min_tokens", "seed", "n", "slots", "draft_tokens")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -320,6 +328,14 @@ def _require_draft(of: Callable[..., Any], model: LoadedModel, draft: Any, token
       f"{of.__name__}: {name} is loaded without a vision tower, and a prompt has images",
       fix="load it with images=True, or leave out the draft model",
     )
+  if images:
+    prepared = lambda of: {key: getattr(of.config.vision, key, None) for key in _PREPARES_IMAGES}
+    own, other = prepared(model), prepared(draft)
+    if differing := [f"{key}={other[key]}, not {own[key]}" for key in own if own[key] != other[key]]:
+      raise UserError(
+        f"{of.__name__}: {name} cannot take the images that are prepared for the model: it has {differing[0]}",
+        fix="choose a draft model of the same release, or leave it out",
+      )
 
 
 def as_prompts(prompts: "str | Prompt | Sequence[str | Prompt]") -> "list[Prompt]":

@@ -10,7 +10,8 @@ from PIL import Image
 
 from maxtext_like import load
 from maxtext_like.cli.main import main
-from maxtext_like.generation.prompts import encode, read_prompts
+from maxtext_like.errors import UserError
+from maxtext_like.generation.prompts import Prompt, encode, read_prompts
 from tests.generation.letters import copy_golden, write_letters
 from tests.models.test_golden import QUICK
 
@@ -42,6 +43,10 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
   assert main(words(checkpoint, "--batch", str(checkpoint / "prompts.jsonl"))) == 0
   out, err = capsys.readouterr()
   assert "tokens, the first " in err
+  assert main(words(checkpoint, "--batch", str(checkpoint / "prompts.jsonl"), "--draft", str(checkpoint))) == 0
+  with_draft, err = capsys.readouterr()
+  assert with_draft == out
+  assert "4.00 tokens in each pass of the model" in err, "all tokens after the first one"
   prompts = read_prompts(checkpoint / "prompts.jsonl")
   model = load(checkpoint, "dtype=float32", images=True)
   encoded = encode(prompts, model.tokenizer, model.model.config.vision)
@@ -66,6 +71,15 @@ def test_answers_to_images_are_those_of_the_whole_pass(checkpoint: Path, capsys:
     best = logits[row, len(prompt) - 1 : len(text), : model.tokenizer.vocab_size].argmax(axis=-1)
     assert best[: len(text) - len(prompt)].tolist() == text[len(prompt) :]
     assert len(answer) == TOKENS or best[-1] in (1, 4), "it ends early only at a stop token"
+
+
+def test_a_draft_model_takes_images_as_the_model_does(checkpoint: Path):
+  model, draft = (load(checkpoint, "dtype=float32", images=True) for _ in range(2))
+  object.__setattr__(draft.config.vision, "vision_output_length", 3)
+  with pytest.raises(UserError, match="cannot take the images that are prepared for the model: it has vision_output_length=3"):
+    model.generate(Prompt("<image>", (str(checkpoint / "wide.png"),)), draft=draft)
+  with pytest.raises(UserError, match="loaded without a vision tower"):
+    model.generate(Prompt("<image>", (str(checkpoint / "wide.png"),)), draft=load(checkpoint, "dtype=float32"))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from tests.processes import ROOT, environment
       ],
       "fsdp",
     ),
+    (["gemma4-tiny", "--draft", "ici_tensor_parallelism=2", "num_decoder_layers=2", "layer_types=[sliding,global]"], "fsdp"),
     (["deepseek3.2-tiny", "ici_tensor_parallelism=2", "ici_expert_parallelism=2", "num_decoder_layers=2"], "expert"),
   ],
 )
