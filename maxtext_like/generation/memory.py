@@ -101,27 +101,39 @@ def cache_bytes(
 
   ``mesh``: the devices that share them; None: one device. The other arguments are as for ``Decoder.empty_cache``.
   """
+  return sum(count * size for count, size in _layer_bytes(decoder, slots, capacity, int8=int8, mesh=mesh, spare=spare))
+
+
+def _layer_bytes(
+  decoder: Decoder, slots: int, capacity: int, *, int8: bool, mesh: Mesh | None, spare: int
+) -> Iterator[tuple[int, int]]:
+  """Yield numbers of layers with equal caches, and the bytes of the caches of one of them. See ``cache_bytes``."""
   arrays = jax.eval_shape(lambda: decoder.empty_cache(slots, capacity, int8=int8, spare=spare))
-  total = 0
-  for x in jax.tree.leaves(arrays):
-    parts = 1
-    if mesh is not None:
-      axes = split_axes(len(x.shape), stacked=True)
-      entries = decoder.cfg.rules.spec(x.shape[: len(axes)], axes, mesh)
-      parts = math.prod(mesh.shape[axis] for entry in entries for axis in axes_of(entry))
-    total += x.size * x.dtype.itemsize // parts
-  return total
+  for layer in (layer for stack in arrays.values() for layer in stack.values()):
+    repeats, size = 1, 0
+    for x in layer.values():
+      parts = 1
+      if mesh is not None:
+        axes = split_axes(len(x.shape), stacked=True)
+        entries = decoder.cfg.rules.spec(x.shape[: len(axes)], axes, mesh)
+        parts = math.prod(mesh.shape[axis] for entry in entries for axis in axes_of(entry))
+      repeats = x.shape[0]
+      size += x.size // repeats * x.dtype.itemsize // parts
+    yield repeats, size
 
 
-def work_bytes(decoder: Decoder, slots: int, capacity: int) -> int:
-  """Return an estimate of the temporary bytes of the programs: the larger one of drawing tokens and of a prefill call."""
+def work_bytes(decoder: Decoder, slots: int, capacity: int, *, proposed: int = 0) -> int:
+  """Return an estimate of the temporary bytes of the programs: the larger one of drawing tokens and of attention in a call.
+
+  ``proposed``: number of tokens that a draft model proposes before each pass.
+  """
   # Logits in float32, their copy after the filters, and the random numbers.
   drawing = 3 * 4 * slots * decoder.cfg.embedding.vocab_size
-  # Scores of the attention heads in float32, and their softmax.
+  # Scores of the attention heads in float32, and their softmax, of a prefill call or a pass.
   chunk = shapes.CHUNKS[-1]
-  rows = shapes.prefill_rows(chunk, slots)
+  tokens = max(shapes.prefill_rows(chunk, slots) * chunk, slots * (proposed + 1))
   heads = max(layer.mixer.case(chunk, images=False).query_heads for layer in decoder.layers)
-  return max(drawing, 2 * 4 * rows * heads * chunk * (capacity + chunk))
+  return max(drawing, 2 * 4 * tokens * heads * (capacity + chunk))
 
 
 def require_room(
@@ -163,12 +175,17 @@ def require_room(
   def needed(slots: int, int8: bool, draft: Draft | None = draft) -> float:
     # While caches grow, half of the final size is still in use by the previous ones.
     decoders, spare = ([decoder, draft.decoder], draft.tokens) if draft else ([decoder], 0)
-    caches = sum(cache_bytes(of, slots, capacity, int8=int8, mesh=mesh, spare=spare) for of in decoders)
+    how = {"int8": int8, "mesh": mesh, "spare": spare}
+    caches = sum(cache_bytes(of, slots, capacity, **how) for of in decoders)
     # A bool and an int32 for each token of the vocabulary.
     counts = 5 * slots * decoder.cfg.embedding.vocab_size if penalties else 0
     # Logits of the model, and probabilities of the draft model, for all places of a pass, in float32.
     checked = 4 * 2 * (spare + 1) * slots * decoder.cfg.embedding.vocab_size if draft else 0
-    return caches * (1.5 if grows else 1) + counts + checked + max(work_bytes(of, slots, capacity) for of in decoders)
+    # A pass over several tokens copies the entries of a layer twice, in its dtype: without rejected proposals, and with the new
+    # tokens.
+    copied = 2 * max(size for _, size in _layer_bytes(decoder, slots, capacity, **how | {"int8": False})) if draft else 0
+    work = max(work_bytes(of, slots, capacity, proposed=spare) for of in decoders)
+    return caches * (1.5 if grows else 1) + counts + checked + copied + work
 
   if (wanted := needed(slots, int8)) <= free:
     return

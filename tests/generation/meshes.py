@@ -1,6 +1,7 @@
 """Generates on four CPU devices and on one, and compares the answers: python -m tests.generation.meshes MODEL [key=value ...]
 
-With ``--draft`` the model itself proposes tokens. Keys that begin with ``ici_`` are the mesh of the four devices. ``test_meshes.py`` runs this in a process with four devices.
+With ``--draft`` the model itself proposes tokens. Keys that begin with ``ici_`` are the mesh of the four devices.
+``test_meshes.py`` runs this in a process with four devices.
 """
 
 import sys

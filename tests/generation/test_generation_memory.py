@@ -1,5 +1,6 @@
 """The estimate of the memory of caches, and its advice."""
 
+import contextlib
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ from maxtext_like.generation.memory import (
   weight_bytes,
   work_bytes,
 )
+from maxtext_like.generation.sampling import Sampling
+from maxtext_like.generation.slots import Draft, empty_state
+from maxtext_like.generation.speculative import decode
+from maxtext_like.layers.param import abstract
 from maxtext_like.models.build import build_decoder, precision_of
 from maxtext_like.models.model import Model, make_model
 from maxtext_like.sharding import processes
@@ -80,6 +85,33 @@ def test_what_does_not_fit_names_what_does(monkeypatch):
     require_room(model, slots, **limits, device=device(needed))
   monkeypatch.setattr(processes, "everyone", lambda own, *_: [own, ""])
   require_room(model, slots, **limits, device=device(1e6))
+
+
+def test_a_draft_model_needs_memory_for_its_caches_and_for_a_pass():
+  """The temporary arrays of a pass are those of the compiled program, up to a third."""
+  slots, capacity = 16, 1024
+  config = load_config("qwen3-tiny", ["dtype=float32", "num_decoder_layers=2", "vocab_size=4096"]).config
+  model = build_decoder(config.model, precision_of(config.precision), vision=config.vision)
+  draft, sampling = Draft(model, 4), Sampling(temperature=0.0)
+  params = jax.eval_shape(model.apart, abstract(model.params()))
+  state = jax.eval_shape(lambda: empty_state(model, slots, capacity, apart=True, penalties=False, draft=draft))
+  values, one = jax.tree.map(jnp.asarray, sampling.values(4096)), jnp.int32(1)
+  lowered = decode.lower(model, draft, sampling.rule(), params, params, state, values, jnp.zeros(1, jnp.int32), one, one)
+  temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+  check = lambda free, draft=draft: require_room(
+    model, slots, capacity, grows=False, int8=False, device=device(free), draft=draft
+  )
+  caches, enough = cache_bytes(model, slots, capacity), 0
+  for enough in range(2 * caches, 20 * caches, caches // 16):
+    with contextlib.suppress(DoesNotFitError):
+      check(enough)
+      break
+  # The estimate contains the scores of a prefill call, which are more than those of a pass.
+  scores = 2 * 4 * slots * 5 * model.layers[0].mixer.case(16, images=False).query_heads * capacity
+  estimated = enough - 2 * caches - work_bytes(model, slots, capacity) + scores
+  assert 0.75 < estimated / temporary < 1.33
+  with pytest.raises(DoesNotFitError, match=r"fix: slots=8 .*, or no draft model, or "):
+    check(enough - caches // 8)
 
 
 def test_it_advises_quantized_weights_if_they_make_room():
