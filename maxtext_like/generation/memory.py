@@ -175,15 +175,15 @@ def require_room(
   def needed(slots: int, int8: bool, draft: Draft | None = draft) -> float:
     # While caches grow, half of the final size is still in use by the previous ones.
     decoders, spare = ([decoder, draft.decoder], draft.tokens) if draft else ([decoder], 0)
-    how = {"int8": int8, "mesh": mesh, "spare": spare}
-    caches = sum(cache_bytes(of, slots, capacity, **how) for of in decoders)
+    caches = sum(cache_bytes(of, slots, capacity, int8=int8, mesh=mesh, spare=spare) for of in decoders)
     # A bool and an int32 for each token of the vocabulary.
     counts = 5 * slots * decoder.cfg.embedding.vocab_size if penalties else 0
     # Logits of the model, and probabilities of the draft model, for all places of a pass, in float32.
     checked = 4 * 2 * (spare + 1) * slots * decoder.cfg.embedding.vocab_size if draft else 0
     # A pass over several tokens copies the entries of a layer twice, in its dtype: without rejected proposals, and with the new
     # tokens.
-    copied = 2 * max(size for _, size in _layer_bytes(decoder, slots, capacity, **how | {"int8": False})) if draft else 0
+    layers = _layer_bytes(decoder, slots, capacity, int8=False, mesh=mesh, spare=spare)
+    copied = 2 * max(size for _, size in layers) if draft else 0
     work = max(work_bytes(of, slots, capacity, proposed=spare) for of in decoders)
     return caches * (1.5 if grows else 1) + counts + checked + copied + work
 
