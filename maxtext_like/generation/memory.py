@@ -180,10 +180,9 @@ def require_room(
     counts = 5 * slots * decoder.cfg.embedding.vocab_size if penalties else 0
     # Logits of the model, and probabilities of the draft model, for all places of a pass, in float32.
     checked = 4 * 2 * (spare + 1) * slots * decoder.cfg.embedding.vocab_size if draft else 0
-    # A pass over several tokens copies the entries of a layer twice, in its dtype: without rejected proposals, and with the new
-    # tokens.
-    layers = _layer_bytes(decoder, slots, capacity, int8=False, mesh=mesh, spare=spare)
-    copied = 2 * max(size for _, size in layers) if draft else 0
+    # Each step of the draft model reads a copy of a layer's entries, in its dtype and without rejected proposals.
+    layers = _layer_bytes(draft.decoder, slots, capacity, int8=False, mesh=mesh, spare=spare) if draft else ()
+    copied = max((size for _, size in layers), default=0)
     work = max(work_bytes(of, slots, capacity, proposed=spare) for of in decoders)
     return caches * (1.5 if grows else 1) + counts + checked + copied + work
 

@@ -5,7 +5,8 @@ are [R, K, C, H], so that the entries that one head reads are contiguous. Positi
 capacity of the cache, or the window of a sliding layer if that is smaller (a ring buffer). Rows have their own lengths.
 
 Speculative decoding takes tokens back: the next tokens start at an earlier position again. Rings then have that many more slots
-(``spare``), so that entries of such tokens replace none that is still in the window.
+(``spare``), so that entries of such tokens, and those of a pass over ``spare`` + 1 tokens, replace none that is still in the
+window.
 
 In an 8-bit cache, an array "k" of int8 numbers has a companion "k.scale" of float32 numbers [R, ..., C, 1].
 
@@ -36,8 +37,8 @@ class Step:
     rows: int32 [B], rows of the cache that belong to the rows of the batch; distinct. A row beyond the cache stores nothing.
       None: all rows of the cache in order.
     fresh: the cache holds no tokens of these rows (all ``start`` are 0), so the new tokens see only each other.
-    spare: largest number of tokens that were taken back. Their entries are read as zeros, because 0 times an entry that is
-      not finite is NaN.
+    spare: largest number of tokens that were taken back; 0 without speculative decoding. Entries of these tokens are read as
+      zeros, because 0 times an entry that is not finite is NaN.
   """
 
   start: jax.Array
@@ -54,6 +55,10 @@ class Step:
     """True if a single new token follows cached ones."""
     return new == 1 and not self.fresh
 
+  def reads_back(self, new: int) -> bool:
+    """True if new tokens are read from the cache after they are stored. Then either all or none of them are real in a row."""
+    return not self.fresh and new <= self.spare + 1
+
   def lengths(self, slots: int) -> jax.Array:
     """Return the number of slots that each row uses after a single new token, int32 [B]. They are the first ones."""
     return jnp.where(self.count > 0, jnp.minimum(self.start + 1, slots), 0)
@@ -62,13 +67,14 @@ class Step:
     """Return S, the number of keys that ``extended`` returns for a cache of ``slots`` slots."""
     if self.fresh:
       return new
-    return slots if new == 1 else slots + new
+    return slots if self.reads_back(new) else slots + new
 
   def extended(self, cache: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Store new entries.
 
-    A single new token is read back from the cache, where it may have replaced the entry that left the window. Several new
-    tokens follow the cached ones, because the first of them may still see entries that the last ones replace.
+    A single new token is read back from the cache, where it may have replaced the entry that left the window. So are several
+    ones if there are spare slots. Otherwise, several new tokens follow the cached ones, because the first of them may still see
+    entries that the last ones replace.
 
     Args:
       cache: [R, ..., C, X].
@@ -80,12 +86,11 @@ class Step:
     entries = jnp.moveaxis(new, 1, -2).astype(cache.dtype)
     if self.fresh:
       return self._stored(cache, new), entries
-    if self.decodes(new.shape[1]):
+    if self.reads_back(new.shape[1]):
       stored = self._stored(cache, new)
-      return stored, self._without_taken_back(self._own(stored), self.start + 1)
+      return stored, self._without_taken_back(self._own(stored), new.shape[1])
     # Read the cached entries before any is replaced. Without the barrier, XLA copies the caches of all rows.
     own, new = jax.lax.optimization_barrier((self._own(cache), new))
-    own = self._without_taken_back(own, self.start)
     return self._stored(cache, new), jnp.concatenate([own, entries], axis=-2)
 
   def mask(self, new: int, keys: int, *, window: int | None, images: jax.Array | None = None) -> jax.Array:
@@ -98,11 +103,14 @@ class Step:
       images: int32 [B, T], image numbers of the new tokens. Tokens of one image see each other. None: there are no images.
     """
     start = self.start[:, None]
-    if self.decodes(new):
-      # The cache contains the new token. A ring without spare slots has no entry that is older than the window.
-      age = jnp.mod(start - jnp.arange(keys), keys)
-      seen = age <= start
-      return (seen if window is None or keys <= window else seen & (age < window))[:, None]
+    if self.reads_back(new):
+      # The cache contains the new tokens. Age of its entries, relative to the last of them.
+      last = start + new - 1
+      age = jnp.mod(last - jnp.arange(keys), keys)
+      later = jnp.arange(new)[::-1, None]
+      seen = (age <= last)[:, None] & (age[:, None] >= later)
+      # A ring without spare slots has no entry that is older than the window.
+      return seen if window is None or keys <= window else seen & (age[:, None] < window + later)
     # Positions of keys and queries, counted from the first new token. Cached keys have negative positions.
     query, slots = jnp.arange(new), keys - new
     held = jnp.broadcast_to(query, (len(self.start), new))
@@ -121,12 +129,13 @@ class Step:
   def _own(self, cache: jax.Array) -> jax.Array:
     return cache if self.rows is None else jnp.take(cache, self.rows, axis=0, mode="clip")
 
-  def _without_taken_back(self, entries: jax.Array, end: jax.Array) -> jax.Array:
-    """Return the entries [B, ..., C, X] with zeros in the ``spare`` slots from position ``end`` [B] on."""
-    if not self.spare:
+  def _without_taken_back(self, entries: jax.Array, new: int) -> jax.Array:
+    """Return the entries [B, ..., C, X] with zeros where tokens that were taken back are not replaced by ``new`` ones."""
+    left = self.spare + 1 - new
+    if not left:
       return entries
     slots = entries.shape[-2]
-    taken_back = jnp.mod(jnp.arange(slots) - end[:, None], slots) < self.spare
+    taken_back = jnp.mod(jnp.arange(slots) - (self.start + new)[:, None], slots) < left
     taken_back = jnp.expand_dims(taken_back, (*range(1, entries.ndim - 2), entries.ndim - 1))
     return jnp.where(taken_back, jnp.zeros((), entries.dtype), entries)
 
