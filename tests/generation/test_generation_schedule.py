@@ -13,10 +13,11 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation import shapes, slots
 from maxtext_like.generation.engine import Prompts
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.schedule import Request, Schedule, _Answer
+from maxtext_like.generation.schedule import Request, Schedule, _Answer, _Result
 from maxtext_like.generation.slots import NONE, NOT_FINITE
 from maxtext_like.generation.texts import STREAMED_TURN, Options, Texts
 from maxtext_like.layers.cache import Step
+from maxtext_like.layers.embedding import Lookup
 from maxtext_like.models.build import build_decoder, precision_of
 
 PROMPTS = [
@@ -134,13 +135,15 @@ def test_an_answer_with_a_stop_string_frees_its_slot(model, monkeypatch):
     ([NOT_FINITE], (), [], "failed"),
   ],
 )
-def test_how_answers_end(model, tokens, missing, kept, ended):
+def test_how_answers_end(model, monkeypatch, tokens, missing, kept, ended):
   decoder, params = model
+  monkeypatch.setattr(Lookup, "missing", lambda self, found: np.isin(np.arange(len(found)), missing)[:, None])
+  result = lambda answer: _Result({"token": np.array(tokens)[:, None]}, {0: answer})
   asked = requests(0, limit=4)
   schedule = Schedule(decoder, params, asked, SAMPLED, frozenset([9]), largest=1, continues=True)
   answer = _Answer(0, 0, 0)
   schedule._answers[0] = answer
-  piece = schedule._piece(answer, np.array(tokens), np.isin(np.arange(len(tokens)), missing))
+  (piece,) = schedule._read(result(answer))
   assert (piece.tokens, piece.ended) == (kept, ended)
   assert (answer.ended, answer in schedule._canceled) == (ended in ("stop", "length"), ended == "failed")
   if ended == "failed":
@@ -148,7 +151,7 @@ def test_how_answers_end(model, tokens, missing, kept, ended):
     assert wrong in str(piece.error)
     raising = Schedule(decoder, params, asked, SAMPLED, frozenset([9]), largest=1)
     with pytest.raises(NonFiniteError if NOT_FINITE in tokens else UserError, match=wrong):
-      raising._piece(_Answer(0, 0, 0), np.array(tokens), np.isin(np.arange(len(tokens)), missing))
+      raising._read(result(_Answer(0, 0, 0)))
 
 
 def test_a_failed_answer_leaves_nothing_in_its_slot(model, monkeypatch):
