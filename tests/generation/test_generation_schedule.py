@@ -138,7 +138,7 @@ def test_an_answer_with_a_stop_string_frees_its_slot(model, monkeypatch):
 def test_how_answers_end(model, monkeypatch, tokens, missing, kept, ended):
   decoder, params = model
   monkeypatch.setattr(Lookup, "missing", lambda self, found: np.isin(np.arange(len(found)), missing)[:, None])
-  result = lambda answer: _Result({"token": np.array(tokens)[:, None]}, {0: answer})
+  result = lambda answer: _Result({"token": jnp.array(tokens)[:, None]}, {0: answer})
   asked = requests(0, limit=4)
   schedule = Schedule(decoder, params, asked, SAMPLED, frozenset([9]), largest=1, continues=True)
   answer = _Answer(0, 0, 0)
