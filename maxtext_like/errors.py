@@ -68,6 +68,14 @@ class RetryableError(ExitError):
   exit_code = 42
 
 
+class RefusedCredentialsError(RetryableError):
+  """The store refused the credentials of a run that has started: they have expired, or a permission was removed.
+
+  A new process reads credentials again, so the same command resumes the run once they are renewed. If they are still refused,
+  that start ends with a ``UserError``, and a launcher does not repeat it.
+  """
+
+
 class StoppedRunError(ExitError):
   """The run stopped because someone asked it to. This is not a failure, but the run has not finished."""
 

@@ -159,8 +159,8 @@ def _copy(entry: Entry) -> None:
       try:
         _copy_once(entry, path)
       except (OSError, RetryableError) as error:
-        if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError | PermissionError):
-          raise
+        if attempt == _ATTEMPTS or (isinstance(error, OSError) and isinstance(failed(error), UserError)):
+          raise  # a missing object, refused credentials or a wrong setting: another attempt would fail as well
         _log.warning("%s; trying again", error)
         time.sleep(_FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
 

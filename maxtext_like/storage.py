@@ -5,11 +5,13 @@ objects are never renamed. Locks and publication also need conditional writes ("
 if it does not exist"), which gs:// and s3:// offer.
 
 Every error is an OSError with errno, reason and URL, as for pathlib: FileNotFoundError, FileExistsError, PermissionError (also
-for missing credentials), and EIO if the store does not answer after the client's retries.
+for missing, expired or refused credentials), and EIO if the store does not answer after the client's retries.
 """
 
 import contextlib
 import errno
+import functools
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -296,51 +298,198 @@ def _file_system(protocol: str) -> Any:
   import fsspec
   from fsspec.config import conf
 
+  set_up_client(protocol)
   for name in ("gs", "gcs"):  # etils, and with it orbax, creates its own file systems under both names
     conf.setdefault(name, {}).setdefault("requests_timeout", _REQUEST_SECONDS)
   return fsspec.filesystem(protocol, use_listings_cache=False)
 
 
+def set_up_client(protocol: str) -> None:
+  """Makes the client of a store report refused credentials at once, without retries and without log records of its own."""
+  if protocol in ("gs", "gcs"):
+    _set_up_gcsfs()
+
+
+@functools.cache
+def _set_up_gcsfs() -> None:
+  """Changes gcsfs, which repeats a request with refused credentials six times and a download 36 times, for minutes."""
+  from gcsfs import retry
+
+  is_retriable = retry.is_retriable
+  retry.is_retriable = lambda error: is_retriable(error) and refusal(error, "gs://") is None
+  logging.getLogger("gcsfs").addFilter(lambda record: not _REPEATED.search(str(record.msg)))
+
+
+_REPEATED = re.compile(r" (out of retries on|non-retriable) exception: ")
+"""Records of gcsfs about errors that it also raises."""
+
+
 _NOT_SET_UP = {
   "ConfigNotFound", "ConfigParseError", "InvalidConfigError", "InvalidRegionError", "NoRegionError", "ParamValidationError",
   "PartialCredentialsError", "ProfileNotFound",
+  "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "RequestTimeTooSkewed",
 }  # fmt: skip
-"""Exceptions of botocore for a wrong configuration file or environment variable on this machine."""
+"""Exceptions of botocore for a wrong configuration file or environment variable on this machine, and S3 error codes for a wrong
+region or clock."""
+
+_MISSING = {
+  "CredentialRetrievalError", "DefaultCredentialsError", "NoAuthTokenError", "NoCredentialsError", "SSOTokenLoadError",
+  "TokenRetrievalError",
+}  # fmt: skip
+"""Exceptions of botocore and google-auth if no credentials are found."""
+
+_EXPIRED = {
+  # S3 and compatible stores: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+  "CredentialsNotSupported", "ExpiredToken", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken", "MissingSecurityElement",
+  "MissingSecurityHeader", "SignatureDoesNotMatch", "TokenRefreshRequired", "Unauthorized",
+  # AWS services that issue credentials (STS, SSO), and errors common to AWS services
+  "AuthFailure", "ExpiredTokenException", "IDPRejectedClaim", "IncompleteSignature", "InvalidClientTokenId",
+  "InvalidIdentityToken", "InvalidSignatureException", "MissingAuthenticationToken", "MissingAuthenticationTokenException",
+  "RequestExpired", "UnauthorizedException", "UnrecognizedClientException",
+  # exceptions of botocore, google-auth and azure
+  "ClientAuthenticationError", "GoogleAuthError", "SSOError",
+  # HTTP statuses and TensorStore. S3 gives 400 without a code only to HEAD requests, for credentials and wrong regions.
+  "400 without a code", "401", "UNAUTHENTICATED",
+}  # fmt: skip
+"""Codes and exceptions if credentials are not, or no longer, valid."""
+
+_DENIED = {
+  "AccessDenied", "AccessDeniedException", "AccountProblem", "AllAccessDisabled", "InvalidPayer", "NotSignedUp",
+  "OptInRequired", "UnauthorizedAccess", "PermissionError", "403", "PERMISSION_DENIED",
+}  # fmt: skip
+"""Codes and exceptions if valid credentials lack a permission. Some stores also give them for expired credentials."""
+
+_REFUSALS = {"no valid credentials": _MISSING, "credentials refused or expired": _EXPIRED, "permission denied": _DENIED}
 
 
-def as_oserror(error: Exception, url: str) -> OSError:
-  """Translates an exception of a storage client into an OSError.
+def as_oserror(error: BaseException, url: str) -> OSError:
+  """Translates an exception of a storage client into an OSError. Returns an error of the local disk unchanged.
 
   The errno is EACCES for credentials and permissions, EINVAL for wrong settings on this machine, EIO for everything else.
   """
-  said = " ".join(str(error).split())[:300] or type(error).__name__
-  kinds = {kind.__name__ for kind in type(error).__mro__}
-  code = getattr(error, "code", None) or _http_status(error)
-  if kinds & {"GoogleAuthError", "NoCredentialsError"} or str(code) == "401":
-    return PermissionError(errno.EACCES, f"no valid credentials: {said}", url)
-  if isinstance(error, PermissionError) or str(code) == "403" or said.startswith("Forbidden"):
-    return PermissionError(errno.EACCES, f"permission denied: {said}", url)
-  if kinds & _NOT_SET_UP or (isinstance(error, ValueError) and said.startswith("Invalid endpoint")):
+  causes = [error]
+  while (cause := causes[-1].__cause__) is not None:
+    causes.append(cause)
+  for cause in causes:
+    if isinstance(cause, OSError) and cause.filename is not None and (cause is error or is_remote(str(cause.filename))):
+      return cause
+  found = set().union(*map(_kinds, causes))
+  said = next((text for text in map(_answer, causes) if text), " ".join(str(error).split())[:300] or type(error).__name__)
+  if found & _NOT_SET_UP or (isinstance(error, ValueError) and said.startswith("Invalid endpoint")):
     return OSError(errno.EINVAL, f"the store is not configured correctly on this machine: {said}", url)
+  # google-auth also raises its errors if the service that issues tokens does not answer. Google gives 403 to too many requests.
+  outage = "TransportError" in found or any(getattr(cause, "retryable", False) for cause in causes)
+  if not outage and not re.search("rate ?limit", said, re.IGNORECASE):
+    for what, kinds in _REFUSALS.items():
+      if found & kinds or (kinds is _DENIED and said.startswith("Forbidden")):
+        return PermissionError(errno.EACCES, f"{what}: {said}", url)
   if isinstance(error, TimeoutError):
     said = f"no answer in time ({said})"
   return OSError(errno.EIO, f"storage failed: {said}", url)
 
 
-def _http_status(error: BaseException) -> int | None:
-  """Returns the HTTP status of a botocore error, which s3fs re-raises as another type."""
-  while True:
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-      return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    if error.__cause__ is None:
-      return None
-    error = error.__cause__
+def _kinds(error: BaseException) -> set[str]:
+  """Returns the names of the classes of an error, its HTTP status and the error code of the store, as far as it has them."""
+  kinds = {kind.__name__ for kind in type(error).__mro__}
+  kinds |= {
+    str(getattr(error, name)) for name in ("code", "status", "status_code") if isinstance(getattr(error, name, None), int | str)
+  }
+  if isinstance(response := getattr(error, "response", None), dict):  # botocore
+    code, status = _code(response), response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    kinds |= {code, str(status), *(["400 without a code"] if code == "400" else [])}
+  if isinstance(error, ValueError) and (parts := _TENSORSTORE.fullmatch(" ".join(str(error).split()))):
+    kinds |= {part for part in (parts["status"], parts["code"]) if part}
+  return kinds
 
 
-def failed(error: OSError) -> UserError | RetryableError:
-  """Returns the exception to raise for a storage error. Only failures of the store itself are retryable."""
-  what = f"{masked(str(error.filename))}: {error.strerror}"
-  if isinstance(error, FileNotFoundError | FileExistsError | PermissionError) or error.errno == errno.EINVAL:
-    return UserError(what, fix="name a place that exists and that you may read and write")
+_TENSORSTORE = re.compile(
+  r"(?:(?P<status>PERMISSION_DENIED|UNAUTHENTICATED): )?"
+  r"(?:.*\bError \w+ .*?: )?"
+  r"(?P<text>(?:(?P<code>\w+): )?.*?)(?: \[\w+='.*)?"
+)
+"""TensorStore's errors: ``STATUS: Error opening ...: Error reading "name": Code: text [http_response_code='400'] [...]``."""
+
+
+def _code(response: dict[str, Any]) -> str:
+  return str(response.get("Error", {}).get("Code"))
+
+
+def _answer(error: BaseException) -> str:
+  """Returns the code and text of the store's answer; "" if the error is not of a known client."""
+  if isinstance(response := getattr(error, "response", None), dict):
+    code, text = _code(response), " ".join(str(response.get("Error", {}).get("Message") or error).split())[:300]
+    if code == "400":
+      return f"{text} (the store gives no reason to a HEAD request; the credentials or the region are wrong)"
+    return text if code.isdigit() or code in text else f"{code}: {text}"
+  if isinstance(error, ValueError) and (parts := _TENSORSTORE.fullmatch(" ".join(str(error).split()))):
+    return parts["text"][:300]
+  return ""
+
+
+def refusal(error: BaseException, url: str) -> PermissionError | None:
+  """Returns the error if a store refused the credentials or a permission, with ``url`` if it names no object; else None."""
+  found = as_oserror(error, url)
+  return found if isinstance(found, PermissionError) and is_remote(str(found.filename)) else None
+
+
+@contextlib.contextmanager
+def naming_refusals(place: Any) -> Iterator[None]:
+  """Raises PermissionError for errors of other libraries inside the context if the store of ``place`` refused credentials."""
+  try:
+    yield
+  except Exception as error:
+    if isinstance(place, Place) and (refused := refusal(error, str(place))) is not None:
+      raise refused from error
+    raise
+
+
+def renewal(url: str) -> str:
+  """Returns how to renew the credentials for a URL, as the beginning of a fix."""
+  protocol = url.partition("://")[0].lower()
+  if protocol in ("gs", "gcs"):
+    how = " (gcloud auth application-default login, or the key in GOOGLE_APPLICATION_CREDENTIALS)"
+  elif protocol in ("s3", "s3a"):
+    how = " (aws sso login, or AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN)"
+  else:
+    how = " of this store"
+  return f"renew the credentials{how}"
+
+
+_reported: set[str] = set()
+
+
+def is_first_report(error: OSError) -> bool:
+  """Returns False for refused credentials of a bucket for which this was called before. One message about them is enough."""
+  if (refused := refusal(error, "")) is None:
+    return True
+  bucket = _bucket(refused.filename)
+  first = bucket not in _reported
+  _reported.add(bucket)
+  return first
+
+
+def accepted(url: str) -> None:
+  """Notes that the store accepts the credentials for a bucket again."""
+  _reported.discard(_bucket(url))
+
+
+def _bucket(url: str) -> str:
+  return "/".join(url.split("/")[:3])
+
+
+def failed(error: OSError, *, writes: bool = False) -> UserError | RetryableError:
+  """Returns the exception to raise for a storage error. Only failures of the store itself are retryable.
+
+  Args:
+    error: an error of ``Place`` or of ``as_oserror``.
+    writes: True if the program also writes to the place, for the fix.
+  """
+  url = str(error.filename)
+  what, uses = f"{masked(url)}: {error.strerror}", "read and write" if writes else "read"
+  if isinstance(error, PermissionError) and is_remote(url):
+    return UserError(what, fix=f"{renewal(url)}, or use credentials that may {uses} this place")
+  if isinstance(error, FileNotFoundError | FileExistsError | PermissionError):
+    return UserError(what, fix=f"name a place that exists and that you may {uses}")
+  if error.errno == errno.EINVAL:
+    return UserError(what, fix="correct what it names: an AWS_* variable, a configuration file, the region or the clock")
   return RetryableError(f"{what}; run the same command again")

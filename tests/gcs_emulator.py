@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from http.server import ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlparse
 
 from gcp_storage_emulator.exceptions import NotFound
@@ -21,8 +22,14 @@ from gcp_storage_emulator.storage import Storage
 
 BUCKET = "bucket"
 # Maps (method, path of the URL, its query) to a fault: a status such as "503", "lost" (the request is processed, but gets no
-# answer), "cut" (half an answer), a number of seconds to wait first, or None.
-Fault = Callable[[str, str, dict[str, str]], str | float | None]
+# answer), "cut" (half an answer), a number of seconds to wait first, an answer (status, code, message), or None.
+Answer = tuple[int, str, str]
+Fault = Callable[[str, str, dict[str, str]], str | float | Answer | None]
+REFUSALS: dict[Any, Answer] = {
+  "403": (403, "AccessDenied", "the test says so"),
+  "404": (404, "NoSuchKey", "the test says so"),
+  "503": (503, "SlowDown", "the test says so"),
+}
 
 
 class Emulator:
@@ -128,9 +135,9 @@ class _Handler(RequestHandler):
     try:
       if isinstance(wrong, float):
         time.sleep(wrong)
-      elif wrong in ("403", "404", "503"):
+      elif isinstance(answer := REFUSALS.get(wrong, wrong), tuple):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self._refuse(int(wrong), "the test says so")
+        self._refuse(answer[0], answer[2])
         return
       name = unquote(url.path.partition("/o/")[2]) or query.get("name", "")
       with emulator.lock:

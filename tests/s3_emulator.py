@@ -16,7 +16,7 @@ from werkzeug.serving import make_server
 
 from maxtext_like.storage import Place
 from tests import gcs_emulator
-from tests.gcs_emulator import BUCKET, Fault
+from tests.gcs_emulator import BUCKET, REFUSALS, Fault
 
 
 class Emulator:
@@ -84,11 +84,11 @@ class Emulator:
       query["name"] = path.removeprefix(f"/{BUCKET}/")
     self.requests.append((method, path))
     wrong = self.fault(method, path, query) if self.fault else None
-    if wrong in ("403", "404", "503"):
+    if isinstance(answer := REFUSALS.get(wrong, wrong), tuple):
       environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-      code = {"403": "AccessDenied", "404": "NoSuchKey", "503": "SlowDown"}[wrong]
-      text = f"<Error><Code>{code}</Code><Message>the test says so</Message></Error>".encode() if method != "HEAD" else b""
-      start_response(f"{wrong} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
+      status, code, message = answer
+      text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode() if method != "HEAD" else b""
+      start_response(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
       return [text]
     with self.lock:
       whole = b"".join(self._application(environ, start_response))

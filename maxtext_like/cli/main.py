@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from maxtext_like import __version__, abandoned_threads, typed_command
 from maxtext_like.cli import streams
 from maxtext_like.errors import ExitError, StoppedRunError, UserError
+from maxtext_like.storage import failed, is_remote
 from maxtext_like.verbs import VERBS, module_of
 
 
@@ -73,6 +74,8 @@ def _as_exit(error: Exception) -> ExitError | None:
     return error
   if isinstance(error, OSError):
     # The first access to a path that the user typed may raise one of these.
+    if isinstance(error, PermissionError) and is_remote(str(error.filename)):
+      return failed(error)
     known = error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP) and error.filename is not None
     return (
       UserError(f"{error.filename}: {error.strerror}", fix="name a path that exists and that you may read") if known else None

@@ -116,7 +116,7 @@ def _in_store(out: Place, last: str) -> Iterator[NewDirectory]:
 def _cannot(error: OSError) -> Exception:
   """Returns the error to raise: ``failed`` for a store, or the local disk's own error."""
   if isinstance(error.filename, str) and is_remote(error.filename):
-    return failed(error)
+    return failed(error, writes=True)
   return UserError(f"{tempfile.gettempdir()}: cannot be written: {error.strerror}\n  fix: set TMPDIR to another folder")
 
 

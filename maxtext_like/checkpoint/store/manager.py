@@ -39,9 +39,9 @@ from maxtext_like.checkpoint.store.step_writer import PendingSave, StepWriter, W
 from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.checkpoint.store.stored_state import free_bytes, megabytes, require_disk_space
 from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
-from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.errors import RefusedCredentialsError, RetryableError, UserError
 from maxtext_like.sharding import processes
-from maxtext_like.storage import Place, failed
+from maxtext_like.storage import Place, failed, refusal, renewal
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class CheckpointManager:
     interval: steps between two saves, for ``due``.
     max_to_keep: number of complete steps to keep; None keeps all.
     asynchronous: save in the background; False waits for every save.
-    attempts: number of consecutive failed saves after which the run ends with a RetryableError.
+    attempts: number of consecutive failed saves after which the run ends with a RetryableError. If a store refuses the
+      credentials, the first failed save ends the run.
     backoff_seconds: wait after the first failure; it doubles with each further failure.
     patience_seconds: how long a save waits for the previous one before it is skipped. This is enough for a small state, so
       that small runs always have the same checkpoints, and negligible compared with the minutes that a large state takes.
@@ -132,6 +133,7 @@ class CheckpointManager:
     self._pending: PendingSave | None = None
     self._mirror, self._mirror_seconds = mirror, mirror_seconds
     self._newest_known: int | None = None
+    self._started = False  # True once a step was restored or a save was started
     self._run = processes.from_primary(self._open, peers_seconds)
     atexit.register(self._at_exit)
 
@@ -141,7 +143,7 @@ class CheckpointManager:
       self._steps.make()
     except OSError as error:
       if isinstance(self.directory, Place):
-        raise failed(error) from error
+        raise failed(error, writes=True) from error
       raise UserError(
         f"checkpoint directory {self.directory}: {error.strerror}", fix="set output_dir to a directory that can be written"
       ) from error
@@ -168,7 +170,7 @@ class CheckpointManager:
       return self._steps.complete()
     except OSError as error:
       if isinstance(self.directory, Place):
-        raise failed(error) from error
+        raise self._failed(error) from error
       if isinstance(error, FileNotFoundError | NotADirectoryError):
         what = "the directory was removed during the run, or its disk is not mounted"
         raise RetryableError(f"checkpoint directory {self.directory}: {what}; restore it and run the same command") from error
@@ -246,7 +248,7 @@ class CheckpointManager:
       ValueError: ``extra`` is not JSON or a leaf is not an array.
     """
     # Settle the previous save first: its failure may end the run, and while it is being written this one is skipped.
-    begin = time.monotonic()
+    begin, self._started = time.monotonic(), True
     self._join(self._patience_seconds if self._alone else None)
     self._take_note()
     if not bool(finite):
@@ -312,18 +314,33 @@ class CheckpointManager:
   def _take_note(self) -> None:
     if self.busy:
       return
-    message = self._settle()
-    if message is not None and self._consecutive_failures >= self._attempts:
+    error = self._settle()
+    if isinstance(error, RefusedCredentialsError):
+      raise error
+    if error is not None and self._consecutive_failures >= self._attempts:
       self._retry_at = None
-      raise RetryableError(f"{message}; {self._remedy}, and run the same command again")
-    self._tell(message)
+      raise RetryableError(f"{error}; {self._remedy}, and run the same command again")
+    self._tell(error)
 
   @property
   def _remedy(self) -> str:
     return "check that the store is reachable" if isinstance(self.directory, Place) else "free disk space or repair the disk"
 
-  def _settle(self) -> str | None:
-    """Records the outcome of a finished save. Returns the message of a failed one, else None."""
+  def _failed(self, error: OSError) -> UserError | RetryableError:
+    """Returns the exception to raise for an error of the store: as at a start, or for a run that has started."""
+    refused = refusal(error, str(self.directory)) if self._started else None
+    return failed(error, writes=True) if refused is None else self._refused(f"{refused.filename}: {refused.strerror}")
+
+  def _refused(self, what: str) -> RefusedCredentialsError:
+    fix = f"{renewal(str(self.directory))}, and run the same command again"
+    return RefusedCredentialsError(f"{what}; {self._what_is_kept()}\n  fix: {fix}")
+
+  def _what_is_kept(self) -> str:
+    kept = self._kept()
+    return "there is no earlier step" if kept is None else f"step {kept} is kept"
+
+  def _settle(self) -> RetryableError | None:
+    """Records the outcome of a finished save. Returns the error of a failed one, else None."""
     pending, self._pending = self._pending, None
     if pending is None:
       return None
@@ -341,22 +358,21 @@ class CheckpointManager:
     self._retry_at = time.monotonic() + delay
     free = free_bytes(self.directory)  # measured before the partial step is removed
     self._writer.discard(pending.step)
+    path = self._steps.path(pending.step)
+    if isinstance(pending.error, RefusedCredentialsError):
+      self._retry_at = None
+      return self._refused(f"{path}: the checkpoint cannot be saved: the store refused the credentials: {pending.error}")
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} free"
     last = self._consecutive_failures >= self._attempts
-    kept = self._kept()
-    message = (
-      f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): "
-      f"{self._steps.path(pending.step)}: "
-      f"needs {megabytes(pending.needed_bytes)}{room}: "
-      f"{reason(pending.error)}; "
-      + ("there is no earlier step" if kept is None else f"step {kept} is kept")
+    return RetryableError(
+      f"checkpoint of step {pending.step} failed ({self._consecutive_failures} of {self._attempts}): {path}: "
+      f"needs {megabytes(pending.needed_bytes)}{room}: {reason(pending.error)}; {self._what_is_kept()}"
       + ("" if last else f"; retrying in {delay:.0f} s")
     )
-    return message
 
-  def _tell(self, message: str | None) -> None:
-    if message is not None:
-      _log.error("%s", message)
+  def _tell(self, error: RetryableError | None) -> None:
+    if error is not None:
+      _log.error("%s", error)
 
   def _join(self, timeout: float | None = None) -> None:
     if self._pending is not None and self._pending.thread.ident is not None:
@@ -392,7 +408,10 @@ class CheckpointManager:
       RetryableError: the save failed ``attempts`` times.
     """
     self._join()
-    self._tell(self._settle())
+    error = self._settle()
+    if isinstance(error, RefusedCredentialsError):
+      raise error
+    self._tell(error)
     self._consecutive_failures = 0
     while True:
       if not bool(finite):
@@ -409,10 +428,10 @@ class CheckpointManager:
       RetryableError: the last save failed, so the newest requested step is missing.
     """
     self._join()
-    message = self._settle()
+    error = self._settle()
     self._shut()
-    if message is not None:
-      raise RetryableError(message)
+    if error is not None:
+      raise error
 
   def _shut(self) -> None:
     atexit.unregister(self._at_exit)
@@ -423,9 +442,9 @@ class CheckpointManager:
   def _at_exit(self) -> None:
     """Catches a program that never closed its manager: it must not exit with 0 although its last step is missing."""
     self._join()
-    message = self._settle()
-    if message is not None:
-      self._tell(message)
+    error = self._settle()
+    if error is not None:
+      self._tell(error)
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(RetryableError.exit_code)
@@ -461,14 +480,19 @@ class CheckpointManager:
       path = readable_step(self._steps.path(number))
       stored = manifest.read(path)
     except OSError as error:
-      raise failed(error) from error
-    return stored_state.Restored(number, stored_state.read(path, stored, like), stored.extra, stored.config, path)
+      raise self._failed(error) from error
+    try:
+      state = stored_state.read(path, stored, like)
+    except PermissionError as error:
+      raise self._failed(error) from error
+    self._started = True
+    return stored_state.Restored(number, state, stored.extra, stored.config, path)
 
   def abandon_after(self, step: int) -> None:
     """Discards the steps after ``step``, to which the run has gone back, here and in the mirror. No save may be in progress.
 
     Raises:
-      RetryableError: the steps cannot be renamed.
+      RetryableError: the steps cannot be renamed. A RefusedCredentialsError if the store refused the credentials.
     """
     processes.from_primary(lambda: self._abandon_after(step), self._peers_seconds)
 
@@ -476,7 +500,10 @@ class CheckpointManager:
     try:
       later = self._steps.abandon_after(step)
     except OSError as error:
-      raise RetryableError(f"{error.filename or self.directory}: {error.strerror}") from error
+      what = f"{error.filename or self.directory}: {error.strerror}"
+      if isinstance(self.directory, Place) and refusal(error, str(self.directory)) is not None:
+        raise self._refused(what) from error
+      raise RetryableError(what) from error
     self._newest_known = step
     if later and self._mirror is not None:
       self._mirror.forget(step, self._run)
@@ -486,7 +513,7 @@ class CheckpointManager:
     try:
       if self._mirror is None or not isinstance(self._steps, StepDirectories) or not self._mirror.fetch(step, self._steps):
         return False
-    except RetryableError as error:
+    except (RetryableError, UserError) as error:
       _log.warning("%s", error)
       return False
     _log.error("step %d is corrupt: %s; it was restored from %s", step, damage, self._mirror)

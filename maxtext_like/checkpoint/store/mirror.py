@@ -26,7 +26,7 @@ from maxtext_like.checkpoint.store.best_steps import parse, record_best, to_text
 from maxtext_like.checkpoint.store.steps import StepDirectories, is_step_name
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.masking import masked
-from maxtext_like.storage import as_oserror, failed, require_usable
+from maxtext_like.storage import as_oserror, failed, is_remote, refusal, renewal, require_usable, set_up_client
 
 _log = logging.getLogger(__name__)
 _MARKER = "COPYING"
@@ -54,10 +54,13 @@ class Mirror:
     require_usable("checkpoint_mirror", place)
     if "://" not in place:
       place = os.path.abspath(os.path.expanduser(place))
+    protocol = place.partition("://")[0].lower() if is_remote(place) else ""
+    set_up_client(protocol)
     self._files, root = fsspec.core.url_to_fs(place)
     self._root = f"{root.rstrip('/')}/{run_name}/checkpoints"
     self._name = f"checkpoint_mirror {masked(place)}"
     self._local = isinstance(self._files, LocalFileSystem)
+    self._url = self._root if self._local else f"{protocol}://{self._root.lstrip('/')}"
     self._own, self._keep = own, keep
     if self._local and os.path.realpath(self._root) == os.path.realpath(own):
       raise UserError(f"checkpoint_mirror = {place} is the run's own directory\n  fix: choose a place on another disk")
@@ -135,6 +138,8 @@ class Mirror:
         _log.error("%s: step %s is not copied: %s", self._name, step and step.name, error)
       except Exception as error:  # fsspec raises many types; a failing mirror must not end the run
         reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if (refused := refusal(error, self._url)) is not None:
+          reason = f"{refused.strerror}; {renewal(self._url)}"
         with self._condition:
           if forgotten is None and self._copying is None:
             continue  # the step was abandoned in the meantime
@@ -292,7 +297,7 @@ class Mirror:
       if mine:
         _log.warning("%s: cannot be read: %s", self._name, error)
         return None
-      what = failed(as_oserror(error, self._root))
+      what = failed(as_oserror(error, self._url), writes=True)
       raise type(what)(f"{self._name}: cannot be read, and the run directory has no checkpoint: {what}") from error
     if not theirs:
       return None
@@ -334,7 +339,7 @@ class Mirror:
     try:
       best = self._best()
     except Exception as error:  # fsspec raises many types
-      raise RetryableError(f"{self._name}: {BEST_FILE} cannot be read: {error}") from error
+      raise self._cannot(f"{self._name}: {BEST_FILE} cannot be read", error) from error
     return best if best is not None and best[0] in theirs else None
 
   def fetch(self, number: int, own: StepDirectories) -> bool:
@@ -342,6 +347,7 @@ class Mirror:
 
     Raises:
       RetryableError: the step cannot be read from the mirror or written here.
+      UserError: the mirror refused the credentials.
     """
     target = own.saving(number)
     try:
@@ -360,9 +366,15 @@ class Mirror:
       atomic.sync_directory(own.directory)
       return True
     except Exception as error:
-      raise RetryableError(f"{self._name}: step {number} cannot be copied to {own.directory}: {error}") from error
+      raise self._cannot(f"{self._name}: step {number} cannot be copied to {own.directory}", error) from error
     finally:
       shutil.rmtree(target, ignore_errors=True)
+
+  def _cannot(self, what: str, error: Exception) -> UserError | RetryableError:
+    refused = refusal(error, self._url)
+    if refused is None:
+      return RetryableError(f"{what}: {error}")
+    return UserError(f"{what}: {refused.strerror}", fix=f"{renewal(self._url)}, or use ones that may read and write this place")
 
   def _numbered(self) -> list[int]:
     self._files.invalidate_cache()

@@ -22,10 +22,12 @@ from maxtext_like.checkpoint.store.mirror import Mirror
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.checkpoint.store.stored_state import free_bytes
-from maxtext_like.errors import RetryableError
+from maxtext_like.errors import RefusedCredentialsError, RetryableError
 from maxtext_like.sharding import processes
+from maxtext_like.storage import Place, is_first_report, refusal
 
 _log = logging.getLogger(__name__)
+_REFUSED = "refused: "  # marks refused credentials among the reasons that processes exchange
 _REPORTED = 1.0  # GB; the speed of a smaller save is not reported
 
 Watch = Callable[[str, str], AbstractContextManager[None]]
@@ -140,8 +142,9 @@ class StepWriter:
         if processes.primary():
           self._with_others(pending, lambda: self._publish(pending.step, record), alone=True)
         said = processes.everyone("", self._peers_seconds, turn)
-        if wrong := [f"{processes.name_of(i)}: {why}" for i, why in enumerate(said) if why]:
-          raise RetryableError("; ".join(wrong))
+        if any(said):
+          self._raise_refused(said)
+          raise RetryableError("; ".join(f"{processes.name_of(i)}: {why}" for i, why in enumerate(said) if why))
         pending.write_seconds, pending.hash_seconds = written - begin, time.monotonic() - written
         if (size := pending.needed_bytes / 1e9) >= _REPORTED:
           _log.info(
@@ -159,7 +162,8 @@ class StepWriter:
       with self._watch("save", "the removal of old checkpoints"):
         self._clean_up(pending)
     except OSError as error:  # the new step is complete; leftovers of an old one are removed at the next start
-      _log.warning("%s: cannot remove old checkpoints: %s", self._steps.directory, error)
+      if is_first_report(error):
+        _log.warning("%s: cannot remove old checkpoints: %s", self._steps.directory, reason(error))
 
   def _publish(self, step: int, record: manifest.Manifest) -> None:
     """Completes a step whose arrays are written: adds the tokenizer, hashes and manifest, and renames it."""
@@ -191,10 +195,30 @@ class StepWriter:
     try:
       do() if alone else processes.together(do, f"failed-save-{self._saves}")
     except Exception as error:
-      if processes.count() > 1:
-        _log.error("checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), reason(error))
-      processes.everyone(reason(error), self._peers_seconds, f"save-{self._saves}")
+      why = self._why(error)
+      if processes.count() > 1 and not why.startswith(_REFUSED):
+        _log.error("checkpoint of step %d failed in %s: %s", pending.step, processes.name_of(processes.index()), why)
+      self._raise_refused(processes.everyone(why, self._peers_seconds, f"save-{self._saves}"))
       raise
+
+  def _why(self, error: Exception) -> str:
+    """Returns an error in one line. It begins with ``_REFUSED`` if the store refused the credentials."""
+    refused = refusal(error, str(self._steps.directory)) if isinstance(self._steps.directory, Place) else None
+    return f"{_REFUSED}{refused.strerror}" if refused is not None else reason(error)
+
+  def _raise_refused(self, said: list[str]) -> None:
+    """Raises if the credentials of any process were refused: every process must come to the same decision.
+
+    Args:
+      said: the result of ``_why`` in every process, "" for success.
+
+    Raises:
+      RefusedCredentialsError: names the processes if there are several.
+    """
+    refused = {i: why.removeprefix(_REFUSED) for i, why in enumerate(said) if why.startswith(_REFUSED)}
+    if refused:
+      alone = len(said) == 1
+      raise RefusedCredentialsError("; ".join(why if alone else f"{processes.name_of(i)}: {why}" for i, why in refused.items()))
 
   def discard(self, step: int) -> None:
     """Removes the files of a failed save, and abandons its threads."""
@@ -212,4 +236,6 @@ def reason(error: Exception) -> str:
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   said = re.search(r"os_error_code='(\d+)'", str(error))
-  return os.strerror(int(said[1])) if said else " ".join(str(error).split())[:300] or type(error).__name__
+  if said:
+    return os.strerror(int(said[1]))
+  return re.sub(r" \[\w+='.*", "", " ".join(str(error).split()))[:300] or type(error).__name__

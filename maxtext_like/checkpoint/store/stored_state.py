@@ -25,7 +25,7 @@ from maxtext_like.checkpoint.store import manifest, zarr_arrays
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.errors import UserError
-from maxtext_like.storage import Place, failed
+from maxtext_like.storage import Place, failed, naming_refusals, set_up_client
 
 _log = logging.getLogger(__name__)
 _REPORTED = 1.0  # GB; the speed of reading less is not reported
@@ -242,6 +242,7 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
 
   Raises:
     UserError: a value does not fit the dtype to which it is cast.
+    PermissionError: the store refused the credentials.
   """
   import jax
   import jax.numpy as jnp
@@ -262,7 +263,8 @@ def read(step_directory: Path | Place, stored: manifest.Manifest, like: Any) -> 
   }
   state, begin = manifest.home(step_directory, stored) / manifest.STATE_NAME, time.monotonic()
   whole = len(wanted) == len(stored.leaves)
-  flat = zarr_arrays.read(state, template) if zarr_arrays.holds_zarr(stored) else _read_orbax(state, template, whole)
+  with naming_refusals(state):
+    flat = zarr_arrays.read(state, template) if zarr_arrays.holds_zarr(stored) else _read_orbax(state, template, whole)
   size, seconds = sum(x.nbytes for x in jax.block_until_ready(flat).values()) / 1e9, time.monotonic() - begin
   if size >= _REPORTED:
     _log.info("checkpoint of step %d: %.1f GB read in %.1f s, %.2f GB/s", stored.step, size, seconds, size / seconds)
@@ -306,6 +308,7 @@ def for_orbax(path: Path | Place) -> Any:
   if isinstance(path, Place):
     from etils import epath
 
+    set_up_client(path.protocol)  # etils has clients of its own
     return epath.Path(str(path))
   return path.absolute()  # orbax refuses relative paths
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from maxtext_like import local_copies
-from maxtext_like.errors import UserError
-from maxtext_like.storage import Place, failed
+from maxtext_like.errors import RefusedCredentialsError, UserError
+from maxtext_like.storage import Place, accepted, failed, is_first_report, refusal
 from maxtext_like.training.run.run_directory import LOCK_NAME, SHARED_SECONDS, RunDirectory, holder_name, is_running_here
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class RemoteRunDirectory(RunDirectory):
     # State of the copying thread.
     self._copied: dict[str, tuple[int, int]] = {}  # {name: (time, size) when it was copied}
     self._wake = threading.Condition()
-    self._asked = self._ending = False
+    self._asked = self._ending = self._refused = False
     self._copier: threading.Thread | None = None
     self._failure: str | None = None
 
@@ -83,7 +83,7 @@ class RemoteRunDirectory(RunDirectory):
       self._fetch()
     except OSError as error:
       self.__exit__(None, None, None)
-      raise failed(error) from error
+      raise failed(error, writes=True) from error
     except BaseException:
       self.__exit__(None, None, None)
       raise
@@ -95,6 +95,7 @@ class RemoteRunDirectory(RunDirectory):
   def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
     with self._wake:
       self._ending = True
+      self._refused = isinstance(error, RefusedCredentialsError)
       self._wake.notify_all()
     # Release the remote lock on a thread, because the store may not respond.
     if self._remote is not None:
@@ -116,7 +117,8 @@ class RemoteRunDirectory(RunDirectory):
     try:
       lock.release()
     except OSError as error:
-      _log.warning("%s cannot be removed: %s", error.filename, error.strerror)
+      if is_first_report(error) and not (self._refused and refusal(error, self.url)):
+        _log.warning("%s cannot be removed: %s", error.filename, error.strerror)
 
   def require_shared(self, holder: str) -> None:
     # A shared file system may show a new file to other hosts only after a while.
@@ -201,13 +203,15 @@ class RemoteRunDirectory(RunDirectory):
         (self.place / name).remove()
         del self._copied[name]
     except OSError as error:
-      # Report a failure once, and at the end.
-      if self._failure is None or last:
+      # Report a failure once, and at the end, unless the error that ends the run says it.
+      said = (self._refused and refusal(error, self.url)) or not (is_first_report(error) or last)
+      if (self._failure is None or last) and not said:
         end = "files it lacks are lost with this machine" if last else "the copy is retried"
         _log.warning("%s: files of the run cannot be copied: %s; %s", self.place, error.strerror, end)
       self._failure = error.strerror or str(error)
       return False
     if self._failure is not None:
+      accepted(self.url)
       _log.warning("%s: files of the run can be copied again", self.place)
     self._failure = None
     return True
@@ -341,9 +345,9 @@ class RemoteLock:
         self._lost(why)
         return
       except OSError as error:
-        if not failing:
+        if not failing and is_first_report(error):
           _log.warning("%s: heartbeat failed: %s; retrying", self._place, error.strerror)
-        failing = True
+          failing = True
         continue
       # Report the recovery once.
       if failing:
