@@ -381,7 +381,7 @@ def as_oserror(error: BaseException, url: str) -> OSError:
   outage = "TransportError" in found or any(getattr(cause, "retryable", False) for cause in causes)
   if not outage and not re.search("rate ?limit", said, re.IGNORECASE):
     for what, kinds in _REFUSALS.items():
-      if found & kinds or (kinds is _DENIED and said.startswith("Forbidden")):
+      if found & kinds:
         return PermissionError(errno.EACCES, f"{what}: {said}", url)
   if isinstance(error, TimeoutError):
     said = f"no answer in time ({said})"
@@ -397,8 +397,11 @@ def _kinds(error: BaseException) -> set[str]:
   if isinstance(response := getattr(error, "response", None), dict):  # botocore
     code, status = _code(response), response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     kinds |= {code, str(status), *(["400 without a code"] if code == "400" else [])}
+  if str(error).startswith("Forbidden: "):  # gcsfs
+    kinds.add("403")
   if isinstance(error, ValueError) and (parts := _TENSORSTORE.fullmatch(" ".join(str(error).split()))):
     kinds |= {part for part in (parts["status"], parts["code"]) if part}
+    kinds |= set(re.findall(r" \[http_response_code='(\d+)'\]", str(error)))
   return kinds
 
 
@@ -423,6 +426,8 @@ def _answer(error: BaseException) -> str:
     return text if code.isdigit() or code in text else f"{code}: {text}"
   if isinstance(error, ValueError) and (parts := _TENSORSTORE.fullmatch(" ".join(str(error).split()))):
     return parts["text"][:300]
+  if str(error).startswith("Forbidden: "):  # gcsfs: this word and the address of the request, then the text
+    return " ".join(str(error).partition("\n")[2].split())[:300]
   return ""
 
 

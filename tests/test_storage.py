@@ -1,12 +1,17 @@
 """Tests maxtext_like/storage.py and local_copies.py on an emulated gs:// and s3://, and on memory://."""
 
 import asyncio
+import errno
 import itertools
 import os
+import re
 import types
 
+import botocore.exceptions
 import fsspec
+import google.auth.exceptions
 import pytest
+from s3fs.errors import translate_boto_error
 
 from maxtext_like import local_copies, storage
 from maxtext_like.errors import RetryableError, UserError
@@ -77,7 +82,8 @@ def test_names_that_no_directory_has(url):
   ("wrong", "kind", "told"),
   [
     ("503", RetryableError, "storage failed: .*(the test says so|Service Unavailable)"),
-    ("403", UserError, "permission denied"),
+    ("403", UserError, "permission denied: .*\n  fix: renew the credentials .*that may read this place"),
+    ((401, "Unauthorized", "said"), UserError, "credentials refused or expired: (said|Unauthorized)"),
     ("404", UserError, "no such object"),
   ],
 )
@@ -90,7 +96,7 @@ def test_an_error_names_the_url_and_whether_a_retry_mends_it(impatient, protocol
   assert raised.value.filename == str(place)
   error = storage.failed(raised.value)
   assert isinstance(error, kind)
-  with pytest.raises(kind, match=f"^{place}: {told}"):
+  with pytest.raises(kind, match=f"(?s)^{place}: {told}"):
     raise error
 
 
@@ -218,12 +224,86 @@ def test_of_two_who_write_on_a_condition_one_does(protocol):
   assert place.read_bytes() == b"new"
 
 
-@pytest.mark.parametrize(("status", "kind"), [(401, UserError), (403, UserError), (500, RetryableError), (503, RetryableError)])
-def test_s3_says_with_a_status_alone_whether_a_retry_can_help(status, kind):
-  """s3fs wraps errors that it does not know in an OSError, with botocore's error as the cause."""
-  cause = Exception("An error occurred (401) when calling the ListObjectsV2 operation: Unauthorized")
-  cause.response = {"Error": {"Code": str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}  # pyright: ignore
-  error = OSError(5, str(cause))
+@pytest.mark.parametrize("answer", [(401, "Unauthorized", "Invalid Credentials"), (400, "InvalidToken", "It is malformed.")])
+@pytest.mark.parametrize("protocol", ["gs", "s3"])
+def test_refused_credentials_are_not_tried_again(copies, caplog, protocol, answer):
+  """Without ``impatient``, gcsfs would take minutes."""
+  store, place, asked = store_of(protocol), Place(f"{protocol}://{BUCKET}/refused-{answer[0]}.txt"), []
+  if answer[1] == "InvalidToken" and protocol == "gs":
+    answer = (401, "", "Anonymous caller does not have storage.objects.get access")
+  place.write_bytes(b"x")
+  entry = place.entry()
+  assert entry is not None
+  with store.failing(lambda *_: asked.append(1) or answer), pytest.raises(UserError) as raised:
+    local_copies.copy([entry])
+  assert len(asked) <= 2  # gcsfs asks for the size first
+  assert not caplog.records
+  how = {"gs": "gcloud auth application-default login", "s3": "AWS_SESSION_TOKEN"}[protocol]
+  what, fix = str(raised.value).split("\n")
+  assert re.fullmatch(f"{place}: credentials refused or expired: .*{answer[2]}.*", what)
+  assert re.fullmatch(rf"  fix: renew the credentials \(.*{how}.*, or use credentials that may read this place", fix)
+
+
+def client_error(code, status, operation="GetObject"):
+  answer = {"Error": {"Code": code, "Message": "said"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+  return botocore.exceptions.ClientError(answer, operation)
+
+
+def caused(error, cause):
   error.__cause__ = cause
-  assert type(storage.failed(storage.as_oserror(error, "s3://bucket/run"))) is kind
-  assert type(storage.failed(storage.as_oserror(cause, "s3://bucket/run"))) is kind
+  return error
+
+
+TENSORSTORE = (
+  """Error opening "zarr3" driver: Error reading "a b/zarr.json": {} [tensorstore_spec='x'] [http_response_code='400']"""
+)
+REFUSED, DENIED, WRONG, OUTAGE = "credentials refused or expired", "permission denied", "not configured", "storage failed"
+
+
+@pytest.mark.parametrize(
+  ("error", "said"),
+  [
+    *(
+      (client_error(code, 400), f"{REFUSED}: {code}: said") for code in ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+    ),
+    *((client_error(code, 403), f"{REFUSED}: {code}: said") for code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")),
+    *((client_error(code, 403), f"{REFUSED}: {code}: said") for code in ("InvalidClientTokenId", "RequestExpired")),
+    (client_error("AccessDenied", 403), f"{DENIED}: AccessDenied: said"),
+    (client_error("401", 401), f"{REFUSED}: said"),
+    (client_error("403", 403, "HeadObject"), f"{DENIED}: said"),
+    (client_error("400", 400, "HeadObject"), f"{REFUSED}: said .the store gives no reason"),
+    (client_error("RequestTimeTooSkewed", 403), WRONG),
+    (client_error("AuthorizationHeaderMalformed", 400), WRONG),
+    (client_error("InvalidRequest", 400), f"{OUTAGE}: InvalidRequest: said"),
+    (client_error("SlowDown", 503), OUTAGE),
+    (client_error("500", 500), OUTAGE),
+    (botocore.exceptions.NoCredentialsError(), "no valid credentials: Unable to locate"),
+    (botocore.exceptions.UnauthorizedSSOTokenError(), f"{REFUSED}: The SSO session"),
+    (google.auth.exceptions.DefaultCredentialsError("x"), "no valid credentials: x"),
+    (google.auth.exceptions.RefreshError("invalid_grant: expired"), f"{REFUSED}: invalid_grant"),
+    (caused(google.auth.exceptions.RefreshError("x"), google.auth.exceptions.TransportError("x")), OUTAGE),
+    (OSError("Forbidden: http://x\nno access"), f"{DENIED}: no access$"),
+    (OSError("Forbidden: http://x\nUser Rate Limit Exceeded"), OUTAGE),
+    (ValueError(TENSORSTORE.format("InvalidToken: said")), f"{REFUSED}: InvalidToken: said$"),
+    (ValueError("PERMISSION_DENIED: " + TENSORSTORE.format("said")), f"{DENIED}: said$"),
+    (caused(RuntimeError("x"), ValueError("PERMISSION_DENIED: " + TENSORSTORE.format("said"))), f"{DENIED}: said$"),
+    (ValueError(TENSORSTORE.format("NoSuchUpload: said")), f"{OUTAGE}: NoSuchUpload: said$"),
+  ],
+)
+def test_the_errors_of_clients_have_one_meaning(error, said):
+  """s3fs raises errors of its own with botocore's error as the cause."""
+  errors = [error]
+  if isinstance(error, botocore.exceptions.ClientError):
+    errors += [translate_boto_error(error), caused(OSError(5, str(error)), error)]
+  kind = {OUTAGE: RetryableError}.get(said.partition(":")[0], UserError)
+  for found in (storage.as_oserror(each, "s3://bucket/run") for each in errors):
+    assert re.search(f"{said}", found.strerror or "")
+    assert type(storage.failed(found)) is kind
+    assert (storage.refusal(found, "") is not None) == (found.errno == errno.EACCES)
+
+
+def test_an_error_of_the_local_disk_is_not_one_of_the_store():
+  error = PermissionError(errno.EACCES, "Permission denied", "/copies/x")
+  assert storage.as_oserror(error, "s3://bucket/x") is error
+  assert storage.refusal(error, "s3://bucket/x") is None
+  assert "credentials" not in str(storage.failed(error))

@@ -123,6 +123,31 @@ def test_a_store_that_fails_while_it_trains_costs_no_step(train, whole, store):
   assert [n for n in store.names("faults/storm/checkpoints/40/") if n.endswith("COMPLETE.json")]
 
 
+@pytest.mark.parametrize("protocol", ["s3"], indirect=True)  # other answers and gs://: tests/checkpoint/store
+def test_expired_credentials_end_a_run_with_42_and_its_next_start_with_2(train, protocol, store):
+  expired = []
+
+  def refuse(method, path, query):
+    if "checkpoints/10/COMPLETE.json" in query.get("name", ""):
+      expired.append(path)
+      return None
+    return (400, "ExpiredToken", "The provided token has expired.") if expired else None
+
+  with store.failing(refuse):
+    lines = ends(train("expired", steps=40), 42).splitlines()
+    again = ends(train("expired", steps=40), 2)
+  said = [line for line in lines if "ExpiredToken" in line]
+  assert len([line for line in said if line.startswith("error: ")]) == 1
+  assert len(said) <= 2, said  # a warning of the first request that was refused, before the error
+  assert re.fullmatch(
+    r"error: s3://bucket/faults/expired/checkpoints/\d+: the checkpoint cannot be saved: .*; step 10 is kept", said[-1]
+  )
+  assert lines[-1].startswith("  fix: renew the credentials (aws sso login, ")
+  assert not [line for line in lines if "tensorstore" in line or "cannot be removed" in line]
+  assert "credentials refused or expired: ExpiredToken" in again
+  assert "that may read and write this place" in again
+
+
 # One of two processes runs this: its save of step 10 fails.
 ONE_SAVE_FAILS = """
 from maxtext_like.checkpoint.store.zarr_arrays import Writer

@@ -361,7 +361,8 @@ class CheckpointManager:
     path = self._steps.path(pending.step)
     if isinstance(pending.error, RefusedCredentialsError):
       self._retry_at = None
-      return self._refused(f"{path}: the checkpoint cannot be saved: the store refused the credentials: {pending.error}")
+      why = str(pending.error) if "credentials" in str(pending.error) else f"credentials refused: {pending.error}"
+      return self._refused(f"{path}: the checkpoint cannot be saved: {why}")
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} free"
     last = self._consecutive_failures >= self._attempts
     return RetryableError(

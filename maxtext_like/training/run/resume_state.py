@@ -157,7 +157,7 @@ def read(run: Path, checkpoints: Path | Place) -> ResumeState:
     evidence = () if newest is not None or damaged else tuple(_evidence(run, checkpoints))
   except OSError as error:
     if isinstance(checkpoints, Place):
-      raise failed(error) from error
+      raise failed(error, writes=True) from error
     kind = UserError if error.errno in _OF_THE_PATH else RetryableError
     raise kind(f"{error.filename or run}: {error.strerror}") from error
   return ResumeState(run, checkpoints, newest, damaged, evidence)

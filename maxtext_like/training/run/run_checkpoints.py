@@ -95,7 +95,7 @@ def newest_resume_point(directory: RunDirectory, settings: CheckpointConfig) -> 
   except manifest.DamageError:  # the restore reports it and uses an older step
     return None
   except OSError as error:
-    raise failed(error) from error
+    raise failed(error, writes=True) from error
   return None if position is None else {"step": newest, "data": position}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import re
 import types
 
 import jax
@@ -14,8 +15,9 @@ from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.store.manager import CheckpointManager
 from maxtext_like.checkpoint.store.remote_steps import RemoteSteps
 from maxtext_like.checkpoint.weight_sources import find_step, local_directory, readable_step
-from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.errors import RefusedCredentialsError, RetryableError, UserError
 from maxtext_like.local_copies import FOLDER_VARIABLE
+from maxtext_like.sharding import processes
 from maxtext_like.storage import Place
 from tests.gcs_emulator import BUCKET
 from tests.s3_emulator import store_of
@@ -172,6 +174,57 @@ def test_a_manifest_that_cannot_be_written_makes_no_step(steps, caplog):
   with store_of(steps).failing(lambda m, path, q: next(answers, None) if q.get("name", "").endswith("COMPLETE.json") else None):
     save(steps, 20, attempts=2)
   assert restored(steps) == 20
+
+
+@pytest.mark.parametrize(
+  ("steps", "answer", "told"),
+  [
+    ("gs", (401, "", "Invalid Credentials"), "credentials refused or expired: Invalid Credentials"),
+    ("gs", (403, "", "may not write"), "credentials refused: permission denied: may not write"),
+    ("s3", (400, "ExpiredToken", "It has expired."), "credentials refused or expired: ExpiredToken: It has expired"),
+    ("s3", (403, "AccessDenied", "Access Denied"), "credentials refused: permission denied: AccessDenied: Access Denied"),
+  ],
+  indirect=["steps"],
+)
+@pytest.mark.parametrize("part", [ARRAYS, "20/COMPLETE.json"], ids=["arrays", "manifest"])
+def test_refused_credentials_end_the_run_at_once(steps, answer, told, part, caplog):
+  """A new process reads the credentials again, so the run ends with 42; a start that is refused ends with 2."""
+  store, part, refused = store_of(steps), part if isinstance(part, str) else "/20/", []
+
+  def refuse(method, path, query):
+    if part in f"{path} {query.get('name', '')}" and method in ("PUT", "POST"):
+      refused.append(path)
+      return answer
+    return None
+
+  save(steps, 10)
+  with store.failing(refuse), pytest.raises(RefusedCredentialsError) as ended:
+    save(steps, 20)
+  assert ended.value.exit_code == 42
+  expected = (
+    rf"{steps}/20: the checkpoint cannot be saved: {told}[^\n]*; step 10 is kept\n  fix: renew the credentials \([^\n]*\n?"
+  )
+  assert re.fullmatch(expected, str(ended.value))
+  assert not [word for word in ("zarr", "http", "[", "MB") if word in str(ended.value)]
+  assert not caplog.records
+  assert len(refused) <= 4  # the arrays are written at the same time
+  with (
+    store.failing(lambda *_: answer),
+    pytest.raises(UserError, match=r"fix: renew the credentials .*that may read and write"),
+  ):
+    restored(steps)
+  only_arrays = lambda method, path, query: answer if method == "GET" and any(a in path for a in ("/c/", "/d/")) else None
+  with store.failing(only_arrays), pytest.raises(UserError, match=f"{steps}/10/.*: (permission denied|credentials refused)"):
+    restored(steps)
+  assert restored(steps) == 10
+
+
+def test_all_processes_end_if_the_credentials_of_one_are_refused(steps, monkeypatch):
+  said = "refused: credentials refused or expired: ExpiredToken"
+  monkeypatch.setattr(processes, "everyone", lambda value, *_: [value, said])
+  monkeypatch.setattr(processes, "name_of", lambda number: f"process {number}")
+  with pytest.raises(RefusedCredentialsError, match="cannot be saved: process 1: credentials refused or expired: ExpiredToken"):
+    save(steps, 10)
 
 
 def test_an_outage_is_no_damage(steps):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from maxtext_like.errors import RetryableError, UserError
+from maxtext_like.errors import RefusedCredentialsError, RetryableError, UserError
 from maxtext_like.local_copies import FOLDER_VARIABLE
 from maxtext_like.storage import Place
 from maxtext_like.training.run import remote_run_directory, run_directory
@@ -121,12 +121,30 @@ def test_a_directory_that_is_not_shared(place, monkeypatch):
 
 def test_a_store_that_fails_is_told_once_and_has_all_in_the_end(place, caplog):
   with RemoteRunDirectory(str(place), "run") as directory:
-    with store_of(place).failing(lambda *_: "403"):
+    with store_of(place).failing(lambda *_: (400, "Unknown", "the test says so")):
       (directory.path / "metrics.jsonl").write_bytes(b"1\n")
       wait_for(lambda: "files of the run cannot be copied" in caplog.text and "heartbeat failed" in caplog.text)
     wait_for(lambda: "files of the run can be copied again" in caplog.text and "heartbeat succeeded again" in caplog.text)
   assert caplog.text.count("files of the run cannot be copied") == 1
   assert content(place / "run" / "metrics.jsonl") == b"1\n"
+
+
+def test_refused_credentials_are_reported_once_and_not_again_by_the_error_that_ends_the_run(place, caplog):
+  store, expired = store_of(place), lambda *_: (401, "Unauthorized", "Invalid Credentials")
+  directory = RemoteRunDirectory(str(place), "run").__enter__()
+  with store.failing(expired):
+    (directory.path / "metrics.jsonl").write_bytes(b"1\n")
+    wait_for(lambda: "credentials refused or expired" in caplog.text)
+    before = len(store.requests)
+    wait_for(lambda: len(store.requests) > before + 4)  # the copies and the heartbeat are tried again
+  wait_for(lambda: "files of the run can be copied again" in caplog.text)
+  with store.failing(expired):
+    (directory.path / "metrics.jsonl").write_bytes(b"2\n")
+    wait_for(lambda: caplog.text.count("credentials refused or expired") == 2)
+    directory.__exit__(RefusedCredentialsError, RefusedCredentialsError("credentials refused"), None)
+  assert caplog.text.count("credentials refused or expired") == 2
+  assert "does not respond" not in caplog.text
+  assert not [record for record in caplog.records if not record.name.startswith("maxtext_like")]
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(place, monkeypatch, caplog):
@@ -149,7 +167,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(place, monkeypatch, caplog
 def test_where_the_store_cannot_be_used_the_start_ends(place):
   with (
     store_of(place).failing(lambda *_: "403"),
-    pytest.raises(UserError, match="permission denied"),
+    pytest.raises(UserError, match=r"permission denied: (?s:.*)fix: renew the credentials.*that may read and write"),
     RemoteRunDirectory(str(place), "a"),
   ):
     pass
