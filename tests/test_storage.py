@@ -236,7 +236,7 @@ def test_refused_credentials_are_not_tried_again(copies, caplog, protocol, answe
   assert entry is not None
   with store.failing(lambda *_: asked.append(1) or answer), pytest.raises(UserError) as raised:
     local_copies.copy([entry])
-  assert len(asked) <= 2  # gcsfs asks for the size first
+  assert len(asked) < 5  # gcsfs looks for an object and for a folder; with its retries it sent 36 requests
   assert not caplog.records
   how = {"gs": "gcloud auth application-default login", "s3": "AWS_SESSION_TOKEN"}[protocol]
   what, fix = str(raised.value).split("\n")
