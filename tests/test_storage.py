@@ -237,7 +237,7 @@ def test_refused_credentials_are_not_tried_again(copies, caplog, protocol, answe
   with store.failing(lambda *_: asked.append(1) or answer), pytest.raises(UserError) as raised:
     local_copies.copy([entry])
   assert len(asked) < 5  # gcsfs looks for an object and for a folder; with its retries it sent 36 requests
-  assert not caplog.records
+  assert not [r for r in caplog.records if not r.name.startswith("google.auth")]  # this machine has no metadata server
   how = {"gs": "gcloud auth application-default login", "s3": "AWS_SESSION_TOKEN"}[protocol]
   what, fix = str(raised.value).split("\n")
   assert re.fullmatch(f"{place}: credentials refused or expired: .*{answer[2]}.*", what)
