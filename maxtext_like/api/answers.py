@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
   from jax.sharding import Mesh
 
-  from maxtext_like.api.pretrained import Pretrained
   from maxtext_like.config.schema import Config
   from maxtext_like.data.tokenization.tokenizer import Tokenizer
   from maxtext_like.generation.prompts import Prompt
@@ -36,6 +35,10 @@ class LoadedModel(Protocol):
   def files(self) -> "Path | None": ...
   @property
   def mesh(self) -> "Mesh": ...
+  @property
+  def directory(self) -> "Path": ...
+  @property
+  def decoding_params(self) -> Any: ...
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -61,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
   logprobs: bool
   slots: int
   int8_cache: bool
-  draft: "Pretrained | None"
+  draft: LoadedModel | None
   draft_tokens: int
 
 
@@ -300,10 +303,9 @@ def draft_params_of(options: Mapping[str, Any]) -> Any:
 
 def _require_draft(of: Callable[..., Any], model: LoadedModel, draft: Any, tokens: int, *, images: bool) -> None:
   """Raise UserError if a draft model cannot propose tokens to a model."""
-  from maxtext_like.api.pretrained import Pretrained
   from maxtext_like.generation.speculative import MOST_PROPOSED
 
-  if not isinstance(draft, Pretrained):
+  if not isinstance(draft, type(model)):
     raise UserError(f"{of.__name__}: draft={draft!r:.60}: not a loaded model", fix="pass draft=maxtext_like.load(DIR)")
   if not 1 <= tokens <= MOST_PROPOSED:
     raise UserError(f"{of.__name__}: draft_tokens={tokens}: not from 1 to {MOST_PROPOSED}", fix="choose a few, such as 4")
