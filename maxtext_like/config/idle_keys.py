@@ -2,7 +2,8 @@
 
 The sections and ``rules.py`` refuse wrong combinations. A key of this table is harmless, but its author expects an effect, so
 the run prints a note with the reason why there is none. ``tests/training/test_turned_keys.py`` changes every key of
-``training:`` and fails if a key changes no program, is not an error and is not reported.
+``training:`` and fails if a key changes no program, is not an error and is not reported. Losses whose effect depends on the
+parameters that are trained are in ``training/step/idle_losses.py``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +84,11 @@ def _losses(config: Config) -> str:
   return "" if _experts(config) else "no layer has experts"
 
 
+def _vocabulary(config: Config) -> str:
+  part = config.model.trained_part
+  return f"{part[1]}, which the logits of the vocabulary do not affect" if part else ""
+
+
 def _definition(config: Config) -> str:
   return _losses(config) or ("" if getattr(config.model, "load_balance_loss_weight", 0) else "load_balance_loss_weight is 0")
 
@@ -141,6 +147,7 @@ IDLE: Mapping[str, Idle] = {
   "load_balance_loss": Idle(_definition),
   "load_balance_loss_weight": Idle(_losses),
   "router_z_loss_weight": Idle(_losses),
+  "z_loss_multiplier": Idle(_vocabulary),
   "indexer_loss_scaling_factor": Idle(_indexer),
   "indexer_sparse_training": Idle(_indexer),
   "eval_steps": Idle(_unless("data", "eval_interval")),
@@ -162,7 +169,7 @@ IDLE: Mapping[str, Idle] = {
 """Keys that may have no effect because of other values."""
 
 _OFF = {"adafactor_momentum_rank": 0, "routed_bias_update_rate": 0.0, "load_balance_loss_weight": 0.0}
-_OFF |= {"router_z_loss_weight": 0.0, "clip": "exact"}
+_OFF |= {"router_z_loss_weight": 0.0, "z_loss_multiplier": 0.0, "clip": "exact"}
 """Values that switch a key off; they are never reported."""
 
 

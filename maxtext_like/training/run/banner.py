@@ -18,6 +18,7 @@ from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.sharding.mesh import in_words
 from maxtext_like.training.optimizers.optimizer import make_schedule
+from maxtext_like.training.step.idle_losses import idle_losses
 from maxtext_like.training.step.program import TrainProgram
 
 
@@ -50,7 +51,9 @@ def banner(program: TrainProgram, run: str, need: memory.MemoryEstimate, limit: 
   if t.lr_schedule_steps is not None and t.lr_schedule_steps < t.last_step:
     rate = float(make_schedule(t)(jnp.asarray(t.lr_schedule_steps)))
     lines.append(f"note    the schedule ends after step {t.lr_schedule_steps}; after it the learning rate stays {rate:.3g}")
-  if balanced := load_balance(program):
+  idle = idle_losses(program)
+  lines += [f"note    {key} = {getattr(program.config.model, key):g} has no effect: {why}" for key, why in idle.items()]
+  if balanced := load_balance(program, idle="load_balance_loss_weight" in idle):
     lines.append(f"note    {balanced}")
   if (copied := program.model.copied_heads) is not None:
     lines.append(f"note    {copied}")
@@ -77,8 +80,13 @@ def banner(program: TrainProgram, run: str, need: memory.MemoryEstimate, limit: 
   return "\n".join(lines)
 
 
-def load_balance(program: TrainProgram) -> str | None:
-  """Describe the load-balancing loss of the routers and its cost; None if they have none."""
+def load_balance(program: TrainProgram, *, idle: bool = False) -> str | None:
+  """Describe the load-balancing loss of the routers and its cost; None if they have none.
+
+  Args:
+    program: program of the run.
+    idle: the loss has no effect, so only its cost is described, if there is one.
+  """
   losses, _ = program.model.decoder.router_losses
   if not losses.weight:
     return None
@@ -88,8 +96,10 @@ def load_balance(program: TrainProgram) -> str | None:
     f"; each step needs one more forward pass over its {parts} microbatches to compute the load of the complete batch "
     "(load_balance_loss=maxtext and deepseek_sequence need none)"
   )
-  said = f"load_balance_loss={losses.definition} with load_balance_loss_weight={losses.weight:g}"
-  return said + (passes if parts > 1 and losses.needs_batch_load else "")
+  passes = passes if parts > 1 and losses.needs_batch_load else ""
+  if idle:
+    return f"load_balance_loss={losses.definition} has a cost without an effect{passes}" if passes else None
+  return f"load_balance_loss={losses.definition} with load_balance_loss_weight={losses.weight:g}{passes}"
 
 
 def passes(program: TrainProgram, data: DataSource, begun: int) -> str:
