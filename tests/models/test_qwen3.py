@@ -30,6 +30,12 @@ SMALL = ["num_decoder_layers=2", "emb_dim=32", "mlp_dim=48", "head_dim=12", "max
 SMALL += ["dataset_documents_max=40", "enable_tensorboard=false", "lr_schedule_type=constant", "warmup_steps_fraction=0"]
 
 
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"])
+def test_an_answer_ends_at_the_end_of_a_turn_or_of_the_text(name):
+  """The eos_token_id of the released generation_config.json: <|im_end|> and <|endoftext|>, where base models end."""
+  assert load_config(name).config.model.eos_token_ids == (151645, 151643)
+
+
 def test_the_family_is_one_small_folder():
   """A family consists of its folder, the bounds of its layers, its name in choices.py, configurations, and tests."""
   files = sorted((ROOT / "maxtext_like" / "models" / "qwen3").glob("*.py"))

@@ -18,6 +18,6 @@ MAXTEXT = MaxText(
     "routed_score_func": ("",),
     "normalize_embedding_logits": (False,),
   },
-  defaults={"head_dim": 128, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 151645},
+  defaults={"head_dim": 128, "pad_token_id": None, "bos_token_id": None, "eos_token_id": (151645, 151643)},
   complete=_complete,
 )

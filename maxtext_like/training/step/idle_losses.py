@@ -1,4 +1,4 @@
-"""Auxiliary losses that change no trained parameter. Open this file to see which parameters a router's loss has gradients for."""
+"""Auxiliary losses that change no trained parameter. Open this file to see which parameters a router's loss reaches."""
 
 from collections.abc import Iterator
 
