@@ -168,7 +168,7 @@ NAMES: tuple[tuple[str, str], ...] = (
   ),
   (
     _VERB,
-    "do_train do_predict do_sample stage eval_only skip_train",
+    "do_train do_predict do_sample eval_only skip_train",
   ),
   (
     _CACHE,
@@ -202,8 +202,7 @@ NAMES: tuple[tuple[str, str], ...] = (
   ),
   (
     _ROUTING,
-    "scoring_func score_func topk_method moe_router_score_function output_router_logits moe_router_load_balancing_type "
-    "moe_router_pre_softmax moe_router_dtype moe_input_jitter_eps router_jitter_noise router_temperature "
+    "scoring_func score_func topk_method moe_router_score_function moe_input_jitter_eps router_jitter_noise router_temperature "
     "moe_router_topk_limited_devices moe_router_force_load_balancing num_expert_group score_before_experts",
   ),
   (

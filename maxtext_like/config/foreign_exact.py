@@ -123,12 +123,17 @@ RENAMED: dict[str, str] = {
 }
 """Our key to other names of it."""
 
-DEFINED: dict[str, tuple[str, str]] = {
-  "router_aux_loss_coef": ("load_balance_loss=huggingface", "load_balance_loss_weight"),
-  "aux_loss_alpha": ("load_balance_loss=deepseek_sequence", "load_balance_loss_weight"),
-  "moe_aux_loss_coeff": ("load_balance_loss=switch", "load_balance_loss_weight"),
-}
-"""Names that are our key under one value of another key: that value, and the key."""
+DEFINED: dict[str, tuple[str, str, str]] = {
+  "router_aux_loss_coef": ("load_balance_loss=huggingface", "load_balance_loss_weight", ""),
+  "aux_loss_alpha": (
+    "load_balance_loss=deepseek_sequence", "load_balance_loss_weight", " (with seq_aux=false, load_balance_loss=switch)",
+  ),
+  "moe_aux_loss_coeff": (
+    "load_balance_loss=switch", "load_balance_loss_weight",
+    " (with moe_router_load_balancing_type=seq_aux_loss, load_balance_loss=deepseek_sequence)",
+  ),
+}  # fmt: skip
+"""Names that are our key under one value of another key: that value, the key, and a remark on other values in parentheses."""
 
 LISTS = frozenset(("lora_modules", "modules_to_save"))
 """Keys that take a list where other trainers take words between commas."""
@@ -180,7 +185,58 @@ _BFLOAT16 = "dtype=bfloat16 weight_dtype=float32"
 _FLOAT16 = "dtype=float16 weight_dtype=float32"
 _FLOAT32 = "dtype=float32 weight_dtype=float32"
 
+_SEQUENCE, _SWITCH = "load_balance_loss=deepseek_sequence", "load_balance_loss=switch"
+_BALANCE = "load_balance_loss is the definition of the routers' loss, and load_balance_loss_weight its weight"
+_TRAIN_ON = "train_on says which part of a conversation is learned: assistant, last or all"
+_ANSWERS, _ALL = "data_format=chat train_on=assistant", "data_format=chat train_on=all"
+
 BY_VALUE: tuple[ByValue, ...] = (
+  ByValue("seq_aux", _BALANCE, _flag(_SEQUENCE, _SWITCH), "choose load_balance_loss=deepseek_sequence or switch"),
+  # Megatron's aux_loss takes its means over a microbatch, global_aux_loss over the complete batch, as switch does.
+  ByValue(
+    "moe_router_load_balancing_type", _BALANCE,
+    {
+      "aux_loss": _SWITCH, "global_aux_loss": _SWITCH, "seq_aux_loss": _SEQUENCE,
+      "none": "load_balance_loss_weight=0", "null": "load_balance_loss_weight=0",
+    },
+    "choose load_balance_loss=switch or deepseek_sequence, one of them; there is no other balancing (no Sinkhorn)",
+  ),
+  ByValue(
+    "output_router_logits", "transformers adds router_aux_loss_coef to the loss only with it; here the weight decides",
+    _flag("load_balance_loss=huggingface load_balance_loss_weight=WEIGHT", "load_balance_loss_weight=0"),
+    "write load_balance_loss=huggingface load_balance_loss_weight=WEIGHT",
+  ),
+  ByValue(
+    "moe_router_pre_softmax",
+    "norm_topk_prob divides the weights of the chosen experts by their sum, as a softmax after the choice does",
+    _flag("norm_topk_prob=false", "norm_topk_prob=true"), "write norm_topk_prob=true or false",
+  ),
+  ByValue(
+    "moe_router_dtype", "float32_gate_logits and float32_weight_sum are the dtypes of the router and of the weighted sum",
+    {
+      "fp32": "float32_gate_logits=true float32_weight_sum=true",
+      **dict.fromkeys(("none", "null"), "float32_gate_logits=false float32_weight_sum=false"),
+    },
+    "choose float32_gate_logits and float32_weight_sum: true or false; there is no float64",
+  ),
+  ByValue(
+    "finetuning_type",
+    "lora_rank trains an adapter, trainable_parameters_mask a part of the parameters, and neither of them all",
+    {"lora": "lora_rank=RANK", "full": "", "freeze": "trainable_parameters_mask=[PATTERN, ...]"},
+    "choose lora_rank=RANK or trainable_parameters_mask=[PATTERN, ...], or leave it out to train all; there is no other method",
+  ),
+  ByValue(
+    "stage", "the verb of the command chooses it: maxtext-like train for pt, maxtext-like sft for sft", {"pt": "", "sft": ""},
+    "choose one of these verbs; this project has no preference or reinforcement learning (DPO, KTO, PPO, reward models)",
+  ),
+  ByValue(
+    "stochastic_round sr use_stochastic_rounding", "stochastic_rounding rounds updates of 16-bit weights up or down at random",
+    _flag("stochastic_rounding=true", "stochastic_rounding=false"), "write stochastic_rounding=true or false",
+  ),
+  ByValue(
+    "grad_reduce_in_bf16", "reduction_dtype is the dtype of sums that devices share: float32, or that of the activations",
+    _flag("reduction_dtype=dtype", "reduction_dtype=float32"), "choose reduction_dtype=float32 or dtype",
+  ),
   ByValue(
     "lr_scheduler_type lr_scheduler lr_decay_style",
     _SCHEDULES,
@@ -242,16 +298,15 @@ BY_VALUE: tuple[ByValue, ...] = (
     _flag("remat_policy=none", ""), "choose remat_policy=none, minimal, save_outputs or full",
   ),
   ByValue(
-    "assistant_only_loss", "train_on says which part of a conversation is learned: assistant, last or all",
-    _flag("data_format=chat train_on=assistant", "data_format=chat train_on=all"), "choose train_on=assistant, last or all",
+    "assistant_only_loss completion_only_loss completion_only train_on_responses_only train_on_completions_only "
+    "answer_only_loss mask_prompt", _TRAIN_ON, _flag(_ANSWERS, _ALL), "choose train_on=assistant, last or all",
   ),
   ByValue(
-    "train_on_inputs train_on_prompt train_on_input",
-    "train_on says which part of a conversation is learned: assistant, last or all",
-    _flag("data_format=chat train_on=all", "data_format=chat train_on=assistant"), "choose train_on=assistant, last or all",
+    "train_on_inputs train_on_prompt train_on_input", _TRAIN_ON, _flag(_ALL, _ANSWERS),
+    "choose train_on=assistant, last or all",
   ),
   ByValue(
-    "mask_history", "train_on says which part of a conversation is learned: assistant, last or all",
+    "mask_history", _TRAIN_ON,
     _flag("data_format=chat train_on=last", ""), "choose train_on=assistant, last or all",
   ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from maxtext_like.config.foreign_absent import FAMILIES
 from maxtext_like.config.foreign_absent import NAMES as ABSENT
 from maxtext_like.config.foreign_exact import BY_VALUE, DEFINED, LIST_WORDS, LISTS, RENAMED, UNSET
 from maxtext_like.config.foreign_similar import NAMES as SIMILAR
+from maxtext_like.config.foreign_similar import OFF
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import parse_value
 from maxtext_like.errors import UserError
@@ -99,12 +100,13 @@ def _table() -> dict[str, Foreign]:
   for ours, names in RENAMED.items():
     for name in names.split():
       add(name, Foreign(f"it is called {ours} here", key=ours, listed=ours in LISTS, values=UNSET.get(name)))
-  for name, (also, ours) in DEFINED.items():
-    add(name, Foreign(f"it is called {ours} here, with {also}", key=ours, also=f"{also} "))
+  for name, (also, ours, unless) in DEFINED.items():
+    add(name, Foreign(f"it is called {ours} here, with {also}{unless}", key=ours, also=f"{also} "))
   for row in BY_VALUE:
     add(row.names, Foreign(row.says, row.otherwise, values=row.values))
   for row in SIMILAR:
-    add(row.names, Foreign(f"similar to a key here, but not the same: {row.says}", row.write))
+    off = None if row.off is None else dict.fromkeys(OFF, row.off)
+    add(row.names, Foreign(f"similar to a key here, but not the same: {row.says}", row.write, values=off))
   for says, names in ABSENT:
     add(names, Foreign(says))
   return table

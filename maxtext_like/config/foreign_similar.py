@@ -15,11 +15,18 @@ class Similar:
     names: other trainers' names.
     says: the difference.
     write: words to type, without the other trainer's value.
+    off: words to type if the other trainer's value switches the setting off (``OFF``); empty: leave the key out. None if
+      ``write`` fits such a value too.
   """
 
   names: str
   says: str
   write: str
+  off: str | None = None
+
+
+OFF = ("false", "no", "none", "null", "off", "0", "disabled")
+"""Values that switch a setting off, in lower case."""
 
 
 _ROWS = "write per_device_batch_size=ROWS"
@@ -92,7 +99,8 @@ NAMES: tuple[Similar, ...] = (
           "write lr_schedule_type=wsd wsd_decay_steps_fraction=SHARE"),
   Similar("wsd use_wsd cooldown cooldown_fraction cooldown_frac",
           "lr_schedule_type=wsd keeps the peak rate until the last wsd_decay_steps_fraction of the schedule",
-          "write lr_schedule_type=wsd wsd_decay_steps_fraction=SHARE"),
+          "write lr_schedule_type=wsd wsd_decay_steps_fraction=SHARE",
+          off=""),
   Similar("decay_ratio",
           "it divides by the steps of the run; wsd_decay_steps_fraction is a share of the schedule, which is the same "
           "unless lr_schedule_steps is set",
@@ -107,9 +115,6 @@ NAMES: tuple[Similar, ...] = (
   Similar("adam adamw adafactor lion sgd",
           "opt_type is the optimizer: adamw, adafactor, lion or sgd",
           "write opt_type=NAME"),
-  Similar("stochastic_round sr use_stochastic_rounding",
-          "stochastic_rounding rounds the update of parameters in bfloat16 up or down at random",
-          "write stochastic_rounding=true"),
   Similar("betas",
           "each of the two decay rates has a key",
           "write adam_b1=FIRST adam_b2=SECOND"),
@@ -133,17 +138,20 @@ NAMES: tuple[Similar, ...] = (
   Similar("offload_optimizer optimizer_cpu_offload optimizer_offload_fraction",
           "optimizer_memory_host_offload keeps the moments of layers in the host's memory, and needs "
           "optimizer_in_backward",
-          "write optimizer_in_backward=true optimizer_memory_host_offload=true"),
+          "write optimizer_in_backward=true optimizer_memory_host_offload=true",
+          off=""),
   Similar("ignore_data_skip",
           "a run resumes at its place in the data",
           "leave it out"),
   Similar("early_stopping_steps early_stopping target_eval_loss",
           "early_stopping_patience counts evaluations without a lower eval_loss",
-          "write eval_interval=STEPS early_stopping_patience=EVALUATIONS"),
+          "write eval_interval=STEPS early_stopping_patience=EVALUATIONS",
+          off=""),
   Similar("load_best_model_at_end metric_for_best_model greater_is_better",
           "keep_best also keeps the step with the lowest eval_loss; the run still ends with its last "
           "weights",
-          "write eval_interval=STEPS keep_best=true"),
+          "write eval_interval=STEPS keep_best=true",
+          off=""),
   # Numbers.
   Similar("torch_dtype param_dtype params_dtype mixed_precision_param",
           _STORED,
@@ -154,21 +162,23 @@ NAMES: tuple[Similar, ...] = (
   Similar("main_grads_dtype grad_accum_dtype accumulate_allreduce_grads_in_fp32",
           "grad_dtype is the dtype of the gradients that the optimizer reads; float32 is the default",
           "write grad_dtype=DTYPE"),
-  Similar("grad_reduce_in_bf16 mixed_precision_reduce communication_data_type",
-          "reduction_dtype is the dtype of sums that devices share: float32 or dtype",
-          "write reduction_dtype=float32"),
+  Similar("mixed_precision_reduce communication_data_type",
+          "reduction_dtype is the dtype of sums that devices share: float32, or that of the activations (dtype)",
+          "choose reduction_dtype=float32 or dtype"),
   Similar("attention_softmax_in_fp32",
           "float32_logits computes mask and softmax of attention in float32; it is on by default",
           "write float32_logits=true or false"),
   Similar("offload_activations activation_offloading activation_offload enable_activation_offloading layer_offloading "
           "cpu_offloading fine_grained_activation_offloading",
           "remat_offload says which activations are kept in host memory for the backward pass: layer_inputs, kept or all",
-          "write remat_policy=full remat_offload=layer_inputs"),
+          "write remat_policy=full remat_offload=layer_inputs",
+          off=""),
   Similar("use_gradient_checkpointing recompute_granularity recompute_method recompute_num_layers recompute_modules "
           "activations_checkpoint_granularity activations_checkpoint_method activations_checkpoint_num_layers "
           "selective_checkpointing checkpoint_activations recompute_activations",
           "remat_policy says what the backward pass computes again, in every layer",
-          "choose remat_policy=none, minimal, save_mlp, save_outputs, save_attention or full"),
+          "choose remat_policy=none, minimal, save_mlp, save_outputs, save_attention or full",
+          off="remat_policy=none"),
   Similar("flash_attn attn_impl use_flash_attention use_flash_attn use_flash_attention_2 flash_attention attn_implementation "
           "attention_kernel sdpa attention_backend eager_attention flex_attention sdp_attention xformers_attention "
           "sage_attention s2_attention",
@@ -209,12 +219,13 @@ NAMES: tuple[Similar, ...] = (
   Similar("template chat_template_path chat_template_name use_chat_template apply_chat_template default_system "
           "system_prompt chat_template_jinja",
           "chat_template is auto (the model's own), the name of a template or a jinja file",
-          "write data_format=chat chat_template=FILE.jinja"),
-  Similar("use_sft sft completion_only_loss completion_only train_on_responses_only train_on_completions_only "
-          "train_on_turn train_on_eos roles_to_train answer_only_loss mask_prompt",
+          "write data_format=chat chat_template=FILE.jinja",
+          off=""),
+  Similar("use_sft sft train_on_turn train_on_eos roles_to_train",
           "train_on says which part of a conversation is learned: assistant (every answer), last (those after the last "
           "user message) or all",
-          "write data_format=chat train_on=assistant"),
+          "write data_format=chat train_on=assistant",
+          off=""),
   Similar("shuffle_documents shuffle_dataset shuffle_data disable_shuffling shuffle_merged_datasets",
           "shuffle puts the documents in random order, another one in each epoch",
           "write shuffle=true or false"),
@@ -230,9 +241,14 @@ NAMES: tuple[Similar, ...] = (
           "init_from takes the weights of a run, an export or a Hugging Face directory, and starts a new run at step 0",
           "write init_from=DIRECTORY"),
   Similar("resume_from_checkpoint resume_from load_full_state_path restore_from auto_resume resume_from_checkpoints "
-          "load_step resume_ckpt warm_start overwrite_output_dir",
+          "load_step resume_ckpt warm_start",
           "the same command with the same run_name resumes from its newest checkpoint",
-          "write run_name=NAME"),
+          "write run_name=NAME",
+          off=""),
+  Similar("overwrite_output_dir",
+          "nothing is overwritten: the same run_name resumes a run, and another one starts a new run",
+          "write run_name=NAME with a new name",
+          off=""),
   Similar("out_dir save_dir work_dir default_root_dir save dump_folder exp_dir checkpoint.folder",
           _RUN_DIRECTORY,
           "write output_dir=DIRECTORY run_name=NAME"),
@@ -245,10 +261,12 @@ NAMES: tuple[Similar, ...] = (
   Similar("wandb wandb_entity wandb_log use_wandb enable_wandb wandb_mode wandb_log_model wandb_run_id wandb_watch "
           "wandb_save_dir",
           "wandb_project turns Weights & Biases on",
-          "write wandb_project=NAME"),
+          "write wandb_project=NAME",
+          off=""),
   Similar("mlflow use_mlflow mlflow_experiment_name mlflow_tracking_uri",
           "mlflow_experiment turns MLflow on",
-          "write mlflow_experiment=NAME"),
+          "write mlflow_experiment=NAME",
+          off=""),
   Similar("project project_name",
           "wandb_project turns Weights & Biases on",
           "write wandb_project=NAME"),
@@ -257,14 +275,20 @@ NAMES: tuple[Similar, ...] = (
           "write enable_tensorboard=true or false"),
   Similar("report_to logger metric_logger log_with",
           "metrics go to metrics.jsonl and report.html, and to TensorBoard, W&B or MLflow if a key asks for it",
-          "choose enable_tensorboard=true, wandb_project=NAME or mlflow_experiment=NAME"),
+          "choose enable_tensorboard=true, wandb_project=NAME or mlflow_experiment=NAME",
+          off="enable_tensorboard=false"),
   Similar("eval_strategy evaluation_strategy do_eval val_check_interval test_interval evals_per_epoch "
           "check_val_every_n_epoch",
           "eval_interval is the number of steps between evaluations; 0 turns them off",
-          "write eval_interval=STEPS"),
-  Similar("save_strategy save_only_model saves_per_epoch checkpointing_steps",
+          "write eval_interval=STEPS",
+          off="eval_interval=0"),
+  Similar("save_strategy saves_per_epoch checkpointing_steps",
           "checkpoint_interval is the number of steps between checkpoints of the complete training state",
-          "write checkpoint_interval=STEPS"),
+          "write checkpoint_interval=STEPS",
+          off="enable_checkpointing=false"),
+  Similar("save_only_model",
+          "a checkpoint always has the complete training state; maxtext-like export writes the weights alone",
+          "leave it out"),
   Similar("keep_last save_top_k save_total",
           "max_to_keep is the number of newest checkpoints; keep_best keeps the best one as well",
           "write max_to_keep=N"),
@@ -277,7 +301,8 @@ NAMES: tuple[Similar, ...] = (
   Similar("profile profile_step_start profile_step_end profile_freq enable_profiling save_traces_folder nsys_profile "
           "use_pytorch_profiler",
           "profile_steps is the range of steps that JAX's profiler traces",
-          "write profile_steps=10-12"),
+          "write profile_steps=10-12",
+          off=""),
   # Model.
   Similar("hidden_dim",
           "some models use this name for the width of the residual stream (emb_dim), others for the width of the MLP (mlp_dim)",
@@ -330,9 +355,10 @@ NAMES: tuple[Similar, ...] = (
   Similar("router_z_loss_coef router_z_loss_coeff router_z_loss_multiplier router_z_loss",
           "router_z_loss_weight multiplies the sum over layers, where transformers takes the mean over layers",
           "write router_z_loss_weight=WEIGHT, which is router_z_loss_coef divided by the number of layers with experts"),
-  Similar("seq_aux sequence_aux_loss_coef seq_aux_loss_weight seq_aux_loss_coef",
+  Similar("sequence_aux_loss_coef seq_aux_loss_weight seq_aux_loss_coef",
           "load_balance_loss=deepseek_sequence is the loss of each sequence",
-          "write load_balance_loss=deepseek_sequence load_balance_loss_weight=WEIGHT"),
+          "write load_balance_loss=deepseek_sequence load_balance_loss_weight=WEIGHT",
+          off=""),
   Similar("bias_update_speed expert_bias_update_rate bias_update_rate router_bias_update_rate",
           "routed_bias_update_rate is the step of the router's bias, in the direction of the sign",
           "write routed_bias_update_rate=STEP"),
@@ -356,9 +382,10 @@ NAMES: tuple[Similar, ...] = (
           "num_experts is the number of experts; 0 is a dense model",
           "write num_experts=N"),
   # Adapters and training of a part.
-  Similar("lora adapter adapter_type peft use_peft finetuning_type peft_scheme",
+  Similar("lora adapter adapter_type peft use_peft peft_scheme",
           "an adapter is switched on by its rank: LoRA, with lora_rslora and lora_dora for rsLoRA and DoRA",
-          "write lora_rank=RANK"),
+          "write lora_rank=RANK",
+          off=""),
   Similar("alpha adapter_dim",
           "lora_rank is the rank of the additions; they are multiplied by lora_alpha / lora_rank",
           "write lora_rank=RANK lora_alpha=ALPHA"),
@@ -367,7 +394,8 @@ NAMES: tuple[Similar, ...] = (
           "write lora_rank_pattern={mlp.down: 4}"),
   Similar("adapter_dropout",
           "lora_dropout is the share of an adapter's inputs that are zero in training",
-          "write lora_dropout=SHARE"),
+          "write lora_dropout=SHARE",
+          off=""),
   Similar("layers_to_transform layers_pattern exclude_modules peft_layers_to_transform peft_layers_pattern "
           "lora_target_linear lora_target_parameters target_parameters peft_exclude_modules",
           "lora_modules is a list of names or regular expressions of the weights that get an addition",
@@ -375,7 +403,8 @@ NAMES: tuple[Similar, ...] = (
   Similar("load_in_8bit load_in_4bit int8 quantization_bit quantization_method quantize_base double_quantization "
           "bnb_4bit_quant_type nf4 use_nf4 quant_type bits",
           _QUANTIZED,
-          "write base_weights=nf4 (or int8, fp8_block), and in training lora_rank=RANK"),
+          "write base_weights=nf4 (or int8, fp8_block), and in training lora_rank=RANK",
+          off=""),
   Similar("freeze_vision_tower freeze_vision_encoder_params freeze_multi_modal_projector freeze_vit freeze_aligner "
           "freeze_vision_model finetune_vision_layers unfreeze_vision_tower tune_mm_mlp_adapter train_vision",
           _VISION,
@@ -392,13 +421,15 @@ NAMES: tuple[Similar, ...] = (
   Similar("fsdp fsdp_config deepspeed zero_stage zero_optimization fsdp_version",
           "the fsdp axis of the mesh shards parameters, gradients and moments; -1, the default, takes all remaining "
           "devices",
-          "write ici_fsdp_parallelism=-1"),
+          "write ici_fsdp_parallelism=-1",
+          off=""),
   Similar("sequence_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
           "the context axis of the mesh shares the positions of a row among devices",
           "write ici_context_parallelism=N"),
   Similar("vocab_tiling loss_chunk_size chunked_loss",
           "num_vocab_tiling is the number of parts of the vocabulary for which logits are in memory at a time",
-          "write num_vocab_tiling=PARTS"),
+          "write num_vocab_tiling=PARTS",
+          off=""),
   Similar("objective_function training_objective loss_type loss_fn",
           "objective is language_modeling, the cross-entropy of the next token",
           "write objective=language_modeling"),

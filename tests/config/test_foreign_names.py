@@ -93,6 +93,34 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
     ("train_on_inputs=false", "write data_format=chat train_on=assistant"),
     ("max_steps=-1", "leave it out"),
     ("max_grad_norm=none", "write gradient_clipping_threshold=0"),
+    # Values that select one of our choices.
+    ("seq_aux=true", "write load_balance_loss=deepseek_sequence"),
+    ("seq_aux=false", "write load_balance_loss=switch"),
+    ("moe_router_load_balancing_type=aux_loss", "write load_balance_loss=switch"),
+    ("moe_router_load_balancing_type=global_aux_loss", "write load_balance_loss=switch"),
+    ("moe_router_load_balancing_type=seq_aux_loss", "write load_balance_loss=deepseek_sequence"),
+    ("moe_router_load_balancing_type=none", "write load_balance_loss_weight=0"),
+    ("output_router_logits=true", "write load_balance_loss=huggingface load_balance_loss_weight=WEIGHT"),
+    ("output_router_logits=false", "write load_balance_loss_weight=0"),
+    ("moe_router_pre_softmax=true", "write norm_topk_prob=false"),
+    ("moe_router_dtype=fp32", "write float32_gate_logits=true float32_weight_sum=true"),
+    ("finetuning_type=lora", "write lora_rank=RANK"),
+    ("finetuning_type=full", "leave it out"),
+    ("stage=sft", "leave it out"),
+    ("sr=false", "write stochastic_rounding=false"),
+    ("grad_reduce_in_bf16=true", "write reduction_dtype=dtype"),
+    ("grad_reduce_in_bf16=false", "write reduction_dtype=float32"),
+    ("completion_only_loss=false", "write data_format=chat train_on=all"),
+    # Values that switch a setting off.
+    ("eval_strategy=no", "write eval_interval=0"),
+    ("eval_strategy=steps", "write eval_interval=STEPS"),
+    ("save_strategy=no", "write enable_checkpointing=false"),
+    ("report_to=none", "write enable_tensorboard=false"),
+    ("use_gradient_checkpointing=False", "write remat_policy=none"),
+    ("load_best_model_at_end=false", "leave it out"),
+    ("load_in_4bit=false", "leave it out"),
+    ("use_peft=false", "leave it out"),
+    ("use_wsd=false", "leave it out"),
     # Values that the key does not accept.
     ("rslora=true", "write lora_rslora=true"),
     ("save_steps=0.1", "write checkpoint_interval=INT"),
@@ -104,7 +132,15 @@ def test_exact_translations(word, fix):
 
 
 @pytest.mark.parametrize(
-  "word", ["hidden_act=gelu", "optim=muon", "optimizer=muon", "optim=adamw_8bit", "lr_scheduler_type=polynomial"]
+  "word",
+  [
+    "hidden_act=gelu",
+    "optim=muon",
+    "optimizer=muon",
+    "optim=adamw_8bit",
+    "lr_scheduler_type=polynomial",
+    "moe_router_load_balancing_type=sinkhorn",
+  ],
 )
 def test_a_value_without_a_counterpart_is_answered_with_the_choices(word):
   _, fix = answer(word)
@@ -247,6 +283,14 @@ def test_a_list_that_is_to_be_written_is_taken():
       load_config("gemma4-tiny", ["lora_rank=2", word])
     assert re.search(r"write (?:lora_modules=)?(\[.*\])$", str(refused.value))[1] == ours  # pyright: ignore[reportOptionalSubscript]
     assert load_config("gemma4-tiny", ["lora_rank=2", f"lora_modules={ours}"]).config.adapter.lora_modules
+
+
+def test_a_weight_names_the_definition_that_another_key_of_its_trainer_selects():
+  for word, other in [
+    ("moe_aux_loss_coeff=0.1", "with moe_router_load_balancing_type=seq_aux_loss, load_balance_loss=deepseek_sequence"),
+    ("aux_loss_alpha=0.1", "with seq_aux=false, load_balance_loss=switch"),
+  ]:
+    assert other in answer(word)[0]
 
 
 def test_unknown_keys_are_listed_all_at_once(tmp_path):
