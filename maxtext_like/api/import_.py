@@ -128,7 +128,7 @@ def _import_adapter(place: Path, target: Path, given: list[str]) -> Imported:
   lines = {"lora_from": str(target.resolve())} | {
     key: getattr(settings, key) for key in ("lora_rank", "lora_alpha", "lora_rslora", "lora_dora", "lora_modules")
   }
-  rarer = "modules_to_save", "lora_rank_pattern", "lora_alpha_pattern"
+  rarer = "lora_dropout", "modules_to_save", "lora_rank_pattern", "lora_alpha_pattern"
   lines |= {key: value for key in rarer if (value := getattr(settings, key))}
   with new_directory(target, "adapter.yml") as new:
     part = new.path

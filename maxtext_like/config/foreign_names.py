@@ -105,7 +105,7 @@ def _table() -> dict[str, Foreign]:
   for row in BY_VALUE:
     add(row.names, Foreign(row.says, row.otherwise, values=row.values))
   for row in SIMILAR:
-    off = None if row.off is None else dict.fromkeys(OFF, row.off)
+    off: dict[str, str] | None = None if row.off is None else dict.fromkeys(OFF, row.off)
     add(row.names, Foreign(f"similar to a key here, but not the same: {row.says}", row.write, values=off))
   for says, names in ABSENT:
     add(names, Foreign(says))

@@ -25,7 +25,7 @@ class Similar:
   off: str | None = None
 
 
-OFF = ("false", "no", "none", "null", "off", "0", "disabled")
+OFF: tuple[str, ...] = ("false", "no", "none", "null", "off", "0", "disabled")
 """Values that switch a setting off, in lower case."""
 
 

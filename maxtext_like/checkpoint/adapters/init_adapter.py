@@ -1,6 +1,7 @@
 """The adapter that a run starts from (``lora_from``), of peft or of another run: its settings and its arrays."""
 
 import dataclasses
+import functools
 import logging
 import re
 from collections import Counter
@@ -30,6 +31,11 @@ from maxtext_like.strict_json import printable
 _log = logging.getLogger(__name__)
 
 
+@functools.cache
+def _warn_once(message: str) -> None:
+  _log.warning("%s", message)  # a program may be built several times
+
+
 def with_init_adapter(model: Model) -> Model:
   """Returns the model with the settings of the adapter in ``lora_from``, unless ``lora_rank`` is set.
 
@@ -42,6 +48,11 @@ def with_init_adapter(model: Model) -> Model:
   if settings.lora_from is None:
     return model
   found, tower = _settings(settings.lora_from, model)
+  if found.lora_dropout != settings.lora_dropout:
+    _warn_once(
+      f"lora_from: {settings.lora_from} was trained with lora_dropout={found.lora_dropout:g}, this run has "
+      f"lora_dropout={settings.lora_dropout:g}; the adapter's value is not used unless you type it"
+    )
   model = _with_tower(model, tower)
   if settings.lora_rank:
     _require_same(settings, found, model)
@@ -200,6 +211,7 @@ def peft_settings(directory: Path, model: Model) -> AdapterConfig:
   (rank, rank_pattern), (alpha, alpha_pattern) = (_pattern(values, model) for values in (ranks, alphas))
   return dataclasses.replace(
     model.config.adapter, lora_rank=rank, lora_alpha=alpha, lora_rslora=rslora, lora_dora=bool(config.get("use_dora")),
+    lora_dropout=float(config.get("lora_dropout") or 0),
     lora_modules=_entries(frozenset(maps), model), lora_from=None, lora_rank_pattern=rank_pattern,
     lora_alpha_pattern=alpha_pattern, modules_to_save=given.modules_to_save,
   )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from maxtext_like.checkpoint.huggingface import peft_experts
+from maxtext_like.checkpoint.huggingface import peft_experts, peft_settings
 from maxtext_like.checkpoint.huggingface.export import write_json
 from maxtext_like.checkpoint.huggingface.peft_targets import LINEAR, find_targets, name_in_transformers
 from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
@@ -37,21 +37,7 @@ from maxtext_like.strict_json import parse_file, printable
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MERGE = "set use_multimodal=true if it belongs to a vision tower; else merge the adapter with peft and import the result"
-_UNSUPPORTED = (
-  *("lora_bias", "trainable_token_indices", "fan_in_fan_out", "alora_invocation_tokens", "arrow_config"),
-  *("kasa_config", "layer_replication", "monteclora_config", "use_bdlora", "use_qalora"),
-)
-"""Settings of peft with which an adapter is more than a low-rank update of weights."""
-_KNOWN = {*_UNSUPPORTED} | set(
-  "alpha_pattern auto_mapping base_model_name_or_path bias corda_config ensure_weight_tying eva_config exclude_modules "
-  "inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config "
-  "megatron_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision "
-  "runtime_config target_modules target_parameters task_type use_dora use_rslora velora_config".split()
-)
-"""All settings of peft 0.21, read or without effect on a saved adapter."""
 _log = logging.getLogger(__name__)
-_OF_THE_MODEL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""Values of ``init_lora_weights`` that leave the base weights unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change them."""
 _EMBEDDING, _HEAD = TABLES
 _TENSOR = re.compile(
   r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|magnitude_vector(?:\.default)?(?:\.weight)?)"
@@ -285,6 +271,7 @@ def read_settings(directory: Path) -> dict[str, Any]:
     raise UserError(
       f"{printable(directory / CONFIG)}: not a LoRA adapter (peft_type {kind})", fix="name the directory of a LoRA adapter"
     )
+  peft_settings.require_valid(config, printable(directory / CONFIG))
   return config
 
 
@@ -300,18 +287,9 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
     UserError: as ``read_settings``; the adapter belongs to another model, or adapts something other than linear maps.
   """
   where, config = printable(directory / CONFIG), read_settings(directory)
-  for key in _UNSUPPORTED:
-    if config.get(key):
-      raise UserError(f"{where}: {key} = {printable(config[key])} is not supported\n  fix: use a LoRA, rsLoRA or DoRA adapter")
-  if unread := [printable(key) for key in config if key not in _KNOWN and config[key] not in (None, False, [], {})]:
+  peft_settings.require_supported(config, where)
+  if unread := peft_settings.unread(config):
     _warn_once(f"{where}: not read: {', '.join(unread)}; if these settings change the adapter, the results will differ")
-  begun = config.get("init_lora_weights")
-  if begun not in _OF_THE_MODEL:
-    raise UserError(
-      f"{where}: init_lora_weights = {printable(begun)} is not supported\n"
-      "  why: this initialization changes the base weights, and the adapter only fits the changed weights\n"
-      "  fix: convert the adapter with peft: save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL_ADAPTER)"
-    )
   # The model's tensors that an adapter may refer to, by their names without prefix.
   file = SafetensorsFile(directory / WEIGHTS)
   family = FAMILIES[decoder_block].huggingface
@@ -379,13 +357,15 @@ def read_adapter(directory: Path, decoder: Decoder, decoder_block: str) -> PeftA
       a, b = peft_experts.apart(a, b, each)
     if any(f".{name}.weight".endswith(f".{target}") for target in targets):
       name += ".weight"  # peft matches its patterns against this name
-    if (rank := _rank(config, name, where)) != a.shape[-2]:
+    elif module not in of_experts:
+      peft_settings.require_target(config, module, where)
+    if (rank := peft_settings.rank(config, name, where)) != a.shape[-2]:
       raise UserError(
         f"{where}: '{printable(module)}' has rank {rank} by r and rank_pattern, but its tensors have rank {a.shape[-2]}\n"
         "  why: the update is scaled by lora_alpha / r, so its scale is unknown\n"
         f"  fix: if the file was edited, write the rank of the tensors, r = {a.shape[-2]}; otherwise save the adapter again"
       )
-    maps.append(AdaptedMap(tensor, a, b, _scale(config, name, a.shape[-2], where), magnitude))
+    maps.append(AdaptedMap(tensor, a, b, peft_settings.scale(config, name, a.shape[-2], where), magnitude))
   if not maps:
     raise UserError(
       f"{printable(file.path)}: contains no tensors of an adapter",
@@ -460,41 +440,3 @@ def _bare(module: str) -> str:
   """Returns the name of a module or tensor without the prefix before the layers, which differs between classes and files."""
   name = module.removesuffix(".weight")
   return re.sub(r"^(?:(?:model|language_model)\.)+", "", name)
-
-
-def _setting(config: dict[str, Any], patterns: str, key: str, target: str, where: str) -> Any:
-  """Returns ``key`` for a target: the first entry of ``patterns`` that matches its end, else the common value, as in peft."""
-  by_pattern = config.get(patterns) or {}
-  if not isinstance(by_pattern, dict):
-    raise UserError(
-      f"{where}: {patterns} = {printable(by_pattern)} is not a JSON object",
-      fix=f"write {patterns} as an object, {{}} for no exceptions",
-    )
-  for pattern, value in by_pattern.items():
-    try:
-      if re.match(rf"(?:.*\.)?({pattern})$", target):
-        return value
-    except re.error as error:
-      raise UserError(
-        f"{where}: {patterns} '{printable(pattern)}': {error}", fix=f"correct this regular expression in {patterns}"
-      ) from None
-  return config.get(key, 8)  # 8 is peft's default of both r and lora_alpha
-
-
-def _rank(config: dict[str, Any], target: str, where: str) -> int:
-  """Returns the rank that the settings give to a target."""
-  rank = _setting(config, "rank_pattern", "r", target, where)
-  if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank < 2**31:
-    raise UserError(f"{where}: r = {printable(rank)} is not a rank\n  fix: write the first dimension of every lora_A")
-  return rank
-
-
-def _scale(config: dict[str, Any], target: str, rank: int, where: str) -> float:
-  """Returns the factor of B A."""
-  alpha = _setting(config, "alpha_pattern", "lora_alpha", target, where)
-  if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-    raise UserError(
-      f"{where}: lora_alpha = {printable(alpha)} is not a finite number",
-      fix="write lora_alpha as in the LoraConfig of the training",
-    )
-  return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -18,6 +18,7 @@ from maxtext_like.checkpoint.store.fingerprint import of_files
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import UserError
+from maxtext_like.training.step.program import make_program
 from tests.tiers import nightly, slow
 from tests.training.adapters.runs import LORA, WORDS, losses, train
 
@@ -77,6 +78,9 @@ def test_an_export_has_the_adapter_added(workplace, tmp_path):
     ({"rank_pattern": [3]}, "rank_pattern = \\[3\\] is not a JSON object"),
     ({"init_lora_weights": "pissa_niter_4"}, "this initialization changes the base weights"),
     ({"use_qalora": True}, "use_qalora = True is not supported"),
+    ({"use_rslora": "false"}, "use_rslora = 'false' is not true or false"),
+    ({"target_modules": []}, "target_modules = \\[\\] leaves out"),
+    ({"layers_to_transform": [0]}, "layers_to_transform = \\[0\\] leaves out 'model.layers.1"),
   ],
 )
 def test_what_peft_writes_and_is_not_here_is_refused(workplace, tmp_path, change, said):
@@ -256,6 +260,20 @@ def test_an_imported_adapter_is_the_run_s(workplace, tmp_path, kind, capsys):
     assert train(workplace, f"{kind}-{name}", *words, "steps=1") == 0
     found += losses(workplace, f"{kind}-{name}")
   assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_the_dropout_of_an_adapter_is_imported_or_reported(workplace, for_peft, tmp_path, caplog):
+  shutil.copytree(for_peft, tmp_path / "peft")
+  path = tmp_path / "peft" / peft.CONFIG
+  path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": 0.125}))
+  maxtext_like.import_checkpoint(tmp_path / "peft", tmp_path / "imported")
+  assert "lora_dropout: 0.125" in (tmp_path / "imported/adapter.yml").read_text()
+  words = [*WORDS, f"dataset_path={workplace}/text.txt", f"init_from={workplace}/base", f"lora_from={tmp_path}/peft"]
+  for own, said in (("0.125", False), ("0", True)):
+    program = make_program(load_config("gemma3-tiny", [*words, f"lora_dropout={own}"]).config)
+    assert program.adapter is not None
+    assert program.adapter.dropout == float(own)
+    assert ("was trained with lora_dropout=0.125, this run has lora_dropout=0" in caplog.text) == said
 
 
 def test_an_adapter_whose_weights_are_not_here_is_not_imported(workplace, for_peft, tmp_path):
