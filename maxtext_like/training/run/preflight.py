@@ -24,7 +24,7 @@ from maxtext_like.training.loop.divergence import failed_run, reasons_of
 from maxtext_like.training.run import resume_state
 from maxtext_like.training.run.remote_run_directory import RemoteRunDirectory
 from maxtext_like.training.run.run_directory import RunDirectory
-from maxtext_like.training.sinks import trackers
+from maxtext_like.training.sinks import metrics, trackers
 
 
 def run_directory(config: Config) -> RunDirectory:
@@ -63,6 +63,7 @@ def preflight(loaded: Loaded) -> str | None:
     early, steps = stopped_early(stored, config.training), config.training.steps  # steps of epochs are not counted yet
     over = early is not None or (steps is not None and state.newest >= steps)
     if over and not mirrored and compatibility.arrays_unaffected(stored.config, current):
+      metrics.warn_of_finished(directory.home, stored.step)
       return finished_line(directory.shown, stored, early, config)
   # A directory that cannot be written.
   if not remote and (reason := _unusable(directory.path)) is not None:

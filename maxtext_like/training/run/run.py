@@ -52,7 +52,7 @@ from maxtext_like.training.run.restarts import Restarts
 from maxtext_like.training.run.run_checkpoints import finished, newest_resume_point, open_manager, open_mirror
 from maxtext_like.training.run.run_directory import RunDirectory
 from maxtext_like.training.run.start import Start, prepare
-from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, by_step, read
+from maxtext_like.training.sinks.metrics import METRICS, SAMPLES, by_step, read, warn_of_finished
 from maxtext_like.training.sinks.run_files import NoFiles, RunFiles
 from maxtext_like.training.sinks.trackers import Tracked, trackers
 from maxtext_like.training.step.program import Stepper, TrainProgram, make_program
@@ -242,6 +242,7 @@ class _Run:
       return None
     # A finished run needs no training.
     if (done := finished(opened.program, manager)) is not None:
+      warn_of_finished(self._directory.home, done[0].step)
       return finished_line(self._directory.shown, *done, self._config)
     # The tokens of the checkpoint and of this run must mean the same.
     if (newest := manager.latest_complete()) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from maxtext_like import strict_json
 from maxtext_like.atomic import Fence, write_text
+from maxtext_like.storage import Place
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 Row = dict[str, Any]
@@ -30,7 +31,7 @@ def line(row: Row) -> bytes:
   return (json.dumps(row) + "\n").encode()
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path | Place) -> list[Row]:
   """Return the rows of a file, [] if it is missing. Damaged lines are left out and reported in one warning.
 
   Raises:
@@ -51,7 +52,7 @@ def by_step(rows: list[Row]) -> list[Row]:
   return list(merged.values())
 
 
-def warn_of_missing(path: Path, rows: list[Row], step: int) -> None:
+def warn_of_missing(path: Path | Place, rows: list[Row], step: int) -> None:
   """Warn if a file with one row per step lacks rows of the finished steps 1 to ``step``."""
   missing = sorted(set(range(1, step + 1)) - {row["step"] for row in rows})
   if not missing:
@@ -59,6 +60,22 @@ def warn_of_missing(path: Path, rows: list[Row], step: int) -> None:
   first, last = missing[0], missing[-1]
   which = f"step {first}" if len(missing) == 1 else f"{len(missing)} of the {step} finished steps (from {first} to {last})"
   _log.warning("%s: the rows of %s are missing, so report.html and its curves do not show them", path, which)
+
+
+def warn_of_finished(directory: Path | Place, step: int) -> None:
+  """Warn if metrics.jsonl of a finished run is damaged or lacks rows of its steps 1 to ``step``. The file is not changed.
+
+  Args:
+    directory: the run directory, local or in a store.
+    step: the last step.
+  """
+  path = directory / METRICS
+  try:
+    rows = read(path)
+  except OSError as error:
+    _log.warning("%s cannot be read: %s", path, error.strerror)
+    return
+  warn_of_missing(path, rows, step)
 
 
 def keep_until(path: Path, step: int, fence: Fence = contextlib.nullcontext, *, every_step: bool = False) -> list[Row]:
@@ -109,7 +126,7 @@ def _lines(count: int) -> str:
   return "1 damaged line" if count == 1 else f"{count} damaged lines"
 
 
-def _scan(path: Path) -> tuple[list[Row], list[bytes]]:
+def _scan(path: Path | Place) -> tuple[list[Row], list[bytes]]:
   """Return the rows of a file, and the lines that are not valid rows: truncated by a kill, or damaged by a bad disk."""
   rows, damaged = [], []
   try:

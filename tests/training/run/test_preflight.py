@@ -46,6 +46,20 @@ def test_a_finished_run_is_known(tmp_path, words, known):
   assert said == (f"{tmp_path}/gemma4-tiny: already at step 100 of {steps}; raise steps to continue" if known else None)
 
 
+@pytest.mark.parametrize(
+  ("rows", "said"), [(100, ""), (99, "the rows of step 100 are missing"), (0, "100 of the 100 finished")]
+)
+def test_rows_that_a_finished_run_lacks_are_reported(tmp_path, caplog, rows, said):
+  finished(tmp_path)
+  path = tmp_path / "gemma4-tiny/metrics.jsonl"
+  path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, rows + 1)))
+  assert "already at step 100" in (preflight(load_config("gemma4-tiny", [f"output_dir={tmp_path}"])) or "")
+  missing = [record.getMessage() for record in caplog.records if "missing" in record.getMessage()]
+  assert len(missing) == bool(said)
+  assert all(line.startswith(f"{path}: the rows of") and said in line for line in missing)
+  assert path.read_text().count("\n") == rows
+
+
 def test_another_model_is_refused(tmp_path):
   finished(tmp_path)
   with pytest.raises(UserError, match=r"model.sliding_window_size: checkpoint 32, this run 7"):
