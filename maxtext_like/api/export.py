@@ -10,6 +10,8 @@ from maxtext_like.api.import_ import HUGGING_FACE
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
+  from collections.abc import Mapping
+
   from maxtext_like.checkpoint.huggingface.export import Origin
   from maxtext_like.checkpoint.store.manifest import Manifest
   from maxtext_like.models.model import Model
@@ -106,7 +108,7 @@ class ExportedAdapter(Saved):
     base: weights that the adapter was trained on; None if they were random.
     seed: seed of random weights; meaningless with ``base``.
     base_weights: format that the weights were quantized to; None if they were not.
-    notes: settings that peft cannot represent.
+    notes: settings that peft cannot represent, and rows that the base model has to be extended with.
   """
 
   directory: "Path | Place"
@@ -135,8 +137,10 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     UserError: there is no adapter, transformers lacks the model, peft lacks a setting, or ``out`` cannot be written.
   """
   from maxtext_like.checkpoint.adapters.adapter_step import EXTRA, Base, holds_adapter_alone, read_adapter
+  from maxtext_like.checkpoint.added_rows import fewer_rows
   from maxtext_like.checkpoint.huggingface.config import require_counterpart
   from maxtext_like.checkpoint.huggingface.peft import write_adapter
+  from maxtext_like.checkpoint.store.sidecar_files import OF_THE_MODEL
   from maxtext_like.checkpoint.store.stored_config import section
   from maxtext_like.checkpoint.weight_sources import located
 
@@ -148,8 +152,12 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
   model = _on_one_device(step, stored)
   adapter, factors = read_adapter(step, stored, model)
   base = Base.from_json(stored.extra[EXTRA])
-  nested = model.decoder.cfg.vision is not None or _origin(step, stored).nested
+  origin = _origin(step, stored)
+  nested = model.decoder.cfg.vision is not None or origin.nested
   settings = section("adapter", stored.config)
+  # Tokens that the base model lacks are unusable without the tokenizer that has them.
+  rows = {} if base.source is None else fewer_rows(located(base.source), model.config.model)
+  tokenizer = [file for file in origin.files if file.name not in OF_THE_MODEL] if rows else []
   written = write_adapter(
     target,
     adapter,
@@ -159,8 +167,35 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
     base=base.source,
     nested=nested,
     settings=settings,
+    files=tokenizer,
   )
-  return ExportedAdapter(target, written.maps, settings.lora_rank, base.source, base.seed, settings.base_weights, written.notes)
+  notes = (*written.notes, *_row_notes(base.source, rows, settings.modules_to_save))
+  return ExportedAdapter(target, written.maps, settings.lora_rank, base.source, base.seed, settings.base_weights, notes)
+
+
+def _row_notes(base: str | None, rows: "Mapping[str, tuple[int, int]]", saved: tuple[str, ...]) -> list[str]:
+  """Return a note for each kind of table that has more rows in the run than in the weights below its adapter.
+
+  Args:
+    base: the weights.
+    rows: rows of the weights and of the run, by key.
+    saved: names of the tables that the adapter contains.
+  """
+  notes = []
+  _, now = rows.get("vocab_size", (0, 0))
+  if now:
+    from_file = f"the rows of {' and '.join(saved)} are in the adapter" if saved else "new rows are the mean of the others"
+    notes.append(
+      f"the run added rows to the vocabulary of {base} ({rows['vocab_size'][0]} -> {now}): "
+      f"call model.resize_token_embeddings({now}) before PeftModel.from_pretrained; {from_file}"
+    )
+  per_layer = rows.get("vocab_size_per_layer_input", (0, now))
+  if per_layer[1] != now:
+    notes.append(
+      f"the run added rows to embed_tokens_per_layer ({per_layer[0]} -> {per_layer[1]}), but resize_token_embeddings gives it "
+      "as many rows as the vocabulary; export --merge writes a complete model"
+    )
+  return notes
 
 
 def _warn_if_failed(step: Path, stored: "Manifest") -> None:

@@ -19,6 +19,7 @@ from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, local_hugging_face
 from maxtext_like.config.load import unchecked_section
+from maxtext_like.config.model import ModelConfig
 from maxtext_like.models.model import Model, make_model
 from maxtext_like.sharding.mesh import use_mesh
 from maxtext_like.storage import Place
@@ -39,18 +40,37 @@ def with_stored_vocabulary(directory: Path | Place, model: Model) -> Model | Non
   Raises:
     UserError: as ``read_config``; the smaller vocabulary cannot be split over the mesh.
   """
-  stored, own = _stored_model(directory), model.config.model
-  if stored.get("decoder_block") != own.decoder_block:
-    return None  # reading the weights refuses another family
-  there = unchecked_section("model", stored)
-  # A null key means the value of another key, and a key without effect is None.
-  sizes = {key: (there.effective(key), own.effective(key)) for key in _SIZES if hasattr(own, key)}
-  if not any(was and now and was < now for was, now in sizes.values()):
+  own = model.config.model
+  sizes = _sizes(directory, own)
+  if not any(was < now for was, now in sizes.values()):
     return None
-  fewer = {key: min(was, now) for key, (was, now) in sizes.items() if was and now}
+  fewer = {key: min(was, now) for key, (was, now) in sizes.items()}
   config = dataclasses.replace(model.config, model=dataclasses.replace(own, **fewer))
   made = make_model(config, mesh=model.mesh, platform=model.platform, runs_attention=False)
   return stored_as(made, config.adapter) if model.base is not None else made
+
+
+def fewer_rows(directory: Path | Place, model: ModelConfig) -> dict[str, tuple[int, int]]:
+  """Returns the numbers of rows of a checkpoint and of a model, by key, where the checkpoint has fewer.
+
+  Empty if the checkpoint cannot be read.
+
+  Args:
+    directory: as for ``with_stored_vocabulary``.
+    model: the ``model:`` section that is compared.
+  """
+  return {key: (was, now) for key, (was, now) in _sizes(directory, model).items() if was < now}
+
+
+def _sizes(directory: Path | Place, own: ModelConfig) -> dict[str, tuple[int, int]]:
+  """Returns the numbers of rows of a checkpoint and of a model of its family, by key, for tables that both have."""
+  stored = _stored_model(directory)
+  if stored.get("decoder_block") != own.decoder_block:
+    return {}  # reading the weights refuses another family
+  there = unchecked_section("model", stored)
+  # A null key means the value of another key, and a key without effect is None.
+  sizes = {key: (there.effective(key), own.effective(key)) for key in _SIZES if hasattr(own, key)}
+  return {key: (was, now) for key, (was, now) in sizes.items() if was and now}
 
 
 def _stored_model(directory: Path | Place) -> dict[str, Any]:

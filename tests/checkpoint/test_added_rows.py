@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maxtext_like.api.config import load_config
+from maxtext_like.checkpoint.added_rows import fewer_rows
 from maxtext_like.checkpoint.read_weights import read_weights
 from maxtext_like.errors import UserError
 from maxtext_like.models.model import make_model
@@ -45,6 +46,19 @@ def test_new_rows_are_the_mean_of_the_others(name, tied, caplog):
   for key in before:
     if key not in ("embedding", "head"):
       jax.tree.map(np.testing.assert_array_equal, after[key], before[key])
+
+
+def test_rows_that_a_checkpoint_lacks_are_counted(tmp_path):
+  directory = GOLDEN / "gemma4_e2b" / "checkpoint"
+  model: Any = model_of("gemma4_e2b").config.model
+  rows, per_layer = model.vocab_size, model.vocab_size_per_layer_input
+  larger: Any = model_of("gemma4_e2b", vocab_size=rows + 5, vocab_size_per_layer_input=per_layer + 6).config.model
+  assert fewer_rows(directory, model) == {}
+  assert fewer_rows(directory, larger) == {
+    "vocab_size": (rows, rows + 5), "vocab_size_per_layer_input": (per_layer, per_layer + 6),
+  }  # fmt: skip
+  assert fewer_rows(directory, model_of("qwen3").config.model) == {}
+  assert fewer_rows(tmp_path / "gone", larger) == {}
 
 
 def test_the_rows_that_every_layer_reads_grow_by_their_own_key():

@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from maxtext_like.checkpoint.huggingface.tensor_file import SafetensorsFile
 from maxtext_like.checkpoint.huggingface.tensors import Piece, Tensor, tensor_table
 from maxtext_like.checkpoint.huggingface.tied import EMBEDDING, HEAD
 from maxtext_like.checkpoint.huggingface.writer import Source, new_directory, write
+from maxtext_like.checkpoint.store import sidecar_files
 from maxtext_like.config.adapter_keys import TABLES, AdapterConfig
 from maxtext_like.errors import UserError
 from maxtext_like.layers.decoder import Decoder
@@ -66,6 +67,7 @@ def write_adapter(
   base: str | None,
   nested: bool,
   settings: AdapterConfig,
+  files: Sequence[Path] = (),
 ) -> Written:
   """Writes an adapter as a directory that ``peft.PeftModel.from_pretrained`` loads.
 
@@ -77,6 +79,7 @@ def write_adapter(
     base: name of the base weights for the file; None if unknown.
     nested: True if transformers nests the text model inside another model.
     settings: settings of the adapter.
+    files: files to copy, such as the tokenizer.
 
   Raises:
     UserError: peft cannot represent one of the adapted weights, or ``out`` cannot be written.
@@ -146,6 +149,7 @@ def write_adapter(
     config["ensure_weight_tying"] = True
   with new_directory(out, CONFIG) as new:
     write(new.path, sources, shard_size=2**62, single=WEIGHTS)
+    sidecar_files.copy(files, new.path)
     write_json(new.path / CONFIG, config)
   lost = f"lora_dropout = {adapter.dropout:g} is written as 0, because peft does not support it with target_parameters"
   return Written(len(found.maps) + len(found.experts), (lost,) if parameters and adapter.dropout else ())

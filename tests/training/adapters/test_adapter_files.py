@@ -36,6 +36,21 @@ def test_peft_s_files_come_back_as_the_same_model(workplace, tmp_path):
   np.testing.assert_allclose(loaded, merged, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_an_adapter_of_a_run_that_added_rows_is_exported_with_a_note_and_the_tokenizer(workplace, tmp_path, capsys):
+  tokenizer = tmp_path / "tokenizer.json"
+  vocabulary = {letter: i for i, letter in enumerate(["?", *sorted(set("The fox runs. The hen sits. "))])}
+  each = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+  model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"}
+  tokenizer.write_text(json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": each, "model": model}))
+  size = load_config("gemma3-tiny").config.model.vocab_size
+  words = (f"init_from={workplace}/base", *LORA, "steps=1", f"vocab_size={size + 5}", f"tokenizer={tokenizer}")
+  assert train(workplace, "more-rows", *words) == 0
+  assert main(["export", str(workplace / "more-rows"), "--adapter", "--out", str(tmp_path / "peft")]) == 0
+  assert f"({size} -> {size + 5}): call model.resize_token_embeddings({size + 5})" in capsys.readouterr().out
+  assert sorted(path.name for path in (tmp_path / "peft").iterdir()) == [peft.CONFIG, peft.WEIGHTS, "tokenizer.json"]
+
+
 def test_what_has_no_adapter_is_not_merged(workplace, tmp_path, capsys):
   words = ["--out", str(tmp_path / "hf"), "--merge"]
   assert main(["export", str(workplace / "base"), *words]) == 2
