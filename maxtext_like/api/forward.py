@@ -122,6 +122,7 @@ class StepWeights:
     from maxtext_like.checkpoint.adapters.inference_weights import read_stored
     from maxtext_like.checkpoint.read_weights import read_merged, read_weights
     from maxtext_like.checkpoint.store import manifest
+    from maxtext_like.checkpoint.store.stored_config import section
 
     if self.model.base is not None:
       return read_stored(self.step, self.model)
@@ -130,7 +131,9 @@ class StepWeights:
     if not (self.exact and stored_in != "float32" and holds_adapter_alone(stored)):
       return read_weights(self.step, self.model)
     params, _ = read_merged(self.step, stored, self.model, "float32")
-    self.notes += (f"the adapter is merged in float32 into {stored_in} weights; weight_dtype={stored_in} would round the sums",)
+    form = section("adapter", stored.config).base_weights
+    below = f"{form} weights (those that are not quantized are {stored_in})" if form else f"{stored_in} weights"
+    self.notes += (f"the adapter is merged in float32 into {below}; weight_dtype={stored_in} would round the sums",)
     return params
 
   def in_transformers(self, tree: dict) -> "Iterator[tuple[str, np.ndarray]]":

@@ -127,7 +127,8 @@ def test_weights_that_were_cast_are_cast_again(workplace, tmp_path, caplog):
   assert re.search(r"bfloat16; rounding changes 0\.\d+ .*weight_dtype=float32", warning)
   inputs = {"input_ids": [[5, 6, 7]]}
   forward = maxtext_like.forward(workplace / "cast", inputs, **merge)
-  assert "merged in float32 into bfloat16 weights" in "".join(forward.notes)
+  below = "nf4 weights (those that are not quantized are bfloat16)"
+  assert forward.notes == (f"the adapter is merged in float32 into {below}; weight_dtype=bfloat16 would round the sums",)
   rounded = maxtext_like.forward(workplace / "cast", inputs, **merge, weight_dtype="bfloat16")
   assert "merged in float32" not in "".join(rounded.notes)
   np.testing.assert_allclose(rounded.arrays["logits"], merged, atol=1e-6)
