@@ -61,7 +61,7 @@ def export_checkpoint(
     RetryableError: a store does not answer.
   """
   from maxtext_like.checkpoint.adapters.adapter_step import holds_adapter_alone
-  from maxtext_like.checkpoint.huggingface.config import require_counterpart
+  from maxtext_like.checkpoint.huggingface.config import lost_losses, require_counterpart
   from maxtext_like.checkpoint.huggingface.export import EXPORT_DTYPES, export_hugging_face
   from maxtext_like.checkpoint.huggingface.writer import parse_size
   from maxtext_like.checkpoint.read_weights import read_merged
@@ -90,6 +90,7 @@ def export_checkpoint(
     raise UserError(f"{step}: is a complete model without an adapter to merge\n  fix: export it without merge")
   else:
     model, vision, decoder, params = _own(step, stored)
+  notes += () if (lost := lost_losses(model)) is None else (lost,)
   tensors = export_hugging_face(target, params, decoder, model, vision=vision, dtype=dtype, shard_size=size, origin=origin)
   files = tuple(map(name_of, origin.files))
   if not any("tokenizer" in name for name in files):

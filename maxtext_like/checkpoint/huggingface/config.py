@@ -6,7 +6,8 @@ Two formats are read: the Hub's, which omits values that equal the defaults, and
 """
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def interpret(values: Any, where: str) -> HuggingFaceConfig:
     float8_block=_float8_block(top),
     dtype=top.text("dtype", "", null="") or top.text("torch_dtype", "", null="") or None,
   )
-  return dataclasses.replace(found, notes=unread_notes(top))
+  return dataclasses.replace(found, notes=(*unread_notes(top), *_absent_tokens(model, where)))
 
 
 def compared_with_file(config: HuggingFaceConfig, model: ModelConfig, vision: VisionConfig | None = None) -> Comparison:
@@ -214,3 +215,41 @@ def export_config(model: ModelConfig, dtype: str, vision: VisionConfig | None = 
   if vision is not None and vision.use_multimodal and family.tower:
     config = family.tower.write(config, model, vision)
   return config | {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}
+
+
+_LOSSES = ("load_balance_loss", "load_balance_loss_weight", "router_z_loss_weight")
+
+
+def lost_losses(model: ModelConfig) -> str | None:
+  """Returns a note if an import of an exported config.json would train with other losses of the routers; else None.
+
+  Args:
+    model: the ``model:`` section that is exported.
+  """
+  own = {key: getattr(model, key, 0) for key in _LOSSES} if model.has("experts") else {}
+  if not own.get("load_balance_loss_weight"):
+    own.pop("load_balance_loss", None)  # a definition without a weight has no effect
+  written = json.loads(json.dumps(export_config(model, "bfloat16")))  # lists instead of tuples, as in the file
+  read = interpret(written, "config.json").model
+  lost = {key: value for key, value in own.items() if value and value != read.get(key)}
+  if "load_balance_loss" in lost:  # the weight of another definition would be another loss
+    lost["load_balance_loss_weight"] = own["load_balance_loss_weight"]
+  if not lost:
+    return None
+  words = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in lost.items())
+  return (
+    f"config.json of {model.decoder_block} has no field for {words}; a training that starts from this export needs these keys"
+  )
+
+
+_TOKENS = ("bos_token_id", "eos_token_id")
+
+
+def _absent_tokens(model: Mapping[str, Any], where: str) -> Iterator[str]:
+  """Yields a note for each special token that the vocabulary of a file does not have."""
+  rows = model["vocab_size"]
+  for key in _TOKENS:
+    ids = model.get(key)
+    for token in ids if isinstance(ids, tuple) else () if ids is None else (ids,):
+      if token >= rows:
+        yield f"{where}: {key} {token} never occurs: the vocabulary has the ids 0 to {rows - 1}"

@@ -109,12 +109,12 @@ class Fields:
 
     return self._read(key, default, null, check)
 
-  def number(self, key: str, default: float, *, above: float = 0.0, null: Any = REFUSED) -> float:
-    """Returns a finite number above ``above``."""
+  def number(self, key: str, default: float, *, zero: bool = False, null: Any = REFUSED) -> float:
+    """Returns a finite number above 0, or also 0 with ``zero``."""
 
     def check(value: Any) -> float:
-      if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < 1e38:
-        raise self._wrong(key, f"a number above {above:g}")
+      if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e38 or (value == 0 and not zero):
+        raise self._wrong(key, "a number that is 0 or above" if zero else "a number above 0")
       return float(value)
 
     return self._read(key, default, null, check)

@@ -227,9 +227,13 @@ def load_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
     path = find_tokenizer(name)
     tokenizer = SentencePieceTokenizer(path) if path.suffix == ".model" else HuggingFaceTokenizer(path)
   if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+    # A checkpoint with fewer ids than bytes was trained with another tokenizer, so added rows would not help.
+    size = f"vocab_size={tokenizer.vocab_size}"
+    advice = f"the model's own tokenizer, or {size}, which adds rows to the embedding of the checkpoint"
+    if isinstance(tokenizer, BytesTokenizer):
+      advice = f"tokenizer=DIRECTORY with the model's own tokenizer; for a model without a checkpoint, {size}"
     raise UserError(
-      f"data.tokenizer '{name}' has {tokenizer.vocab_size} token ids, more than model.vocab_size={vocab_size}\n"
-      f"  fix: the model's own tokenizer, or vocab_size={tokenizer.vocab_size}, which adds rows to the embedding of init_from"
+      f"data.tokenizer '{name}' has {tokenizer.vocab_size} token ids, more than model.vocab_size={vocab_size}", fix=advice
     )
   return tokenizer
 

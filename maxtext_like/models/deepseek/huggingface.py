@@ -56,7 +56,7 @@ def _read(top: Fields) -> dict[str, Any]:
     "routed_bias": True,
     # Released files have both keys, for DeepSeek's own code. transformers reads neither, so a missing key means no loss.
     "load_balance_loss": "deepseek_sequence" if top.boolean("seq_aux", True, null=True) else "switch",
-    "load_balance_loss_weight": top.number("aux_loss_alpha", 0.0, above=-1e-30, null=0.0),
+    "load_balance_loss_weight": top.number("aux_loss_alpha", 0.0, zero=True, null=0.0),
     "n_routing_groups": top.integer("n_group", 8),
     "topk_routing_group": top.integer("topk_group", 4),
     "q_lora_rank": q_rank or 0,
@@ -110,8 +110,8 @@ def _rope(top: Fields, position_default: int) -> dict[str, Any]:
     "rope_factor": rope.number("factor", 1.0),
     "beta_fast": rope.number("beta_fast", 32.0, null=32.0),
     "beta_slow": rope.number("beta_slow", 1.0, null=1.0),
-    "mscale": rope.number("mscale", 0.0, above=-1e-30, null=0.0),
-    "mscale_all_dim": rope.number("mscale_all_dim", 0.0, above=-1e-30, null=0.0),
+    "mscale": rope.number("mscale", 0.0, zero=True, null=0.0),
+    "mscale_all_dim": rope.number("mscale_all_dim", 0.0, zero=True, null=0.0),
     "original_max_position_embeddings": original,
   }
 

@@ -62,7 +62,7 @@ def _experts(top: Fields, layers: int) -> dict[str, Any]:
     "moe_mlp_dim": top.integer("moe_intermediate_size", 768),
     "norm_topk_prob": top.boolean("norm_topk_prob", False),
     "load_balance_loss": "huggingface",
-    "load_balance_loss_weight": top.number("router_aux_loss_coef", 0.001, above=-1e-30),
+    "load_balance_loss_weight": top.number("router_aux_loss_coef", 0.001, zero=True),
   }
 
 

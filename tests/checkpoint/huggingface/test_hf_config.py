@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from maxtext_like.checkpoint.huggingface.config import export_config, interpret, read_config, require_same_model
+from maxtext_like.checkpoint.huggingface.config import (
+  export_config,
+  interpret,
+  lost_losses,
+  read_config,
+  require_same_model,
+)
 from maxtext_like.config.load import load_config, make_section
 from maxtext_like.config.model import ModelConfig
 from maxtext_like.errors import UserError
@@ -186,6 +192,9 @@ def test_deepseek_defaults_differ_between_v3_and_v32():
     ("gemma3_text", {"hidden_size": True}, "hidden_size: True is not"),
     ("gemma3_text", {"hidden_size": 2**40}, "hidden_size"),
     ("gemma3_text", {"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a number above 0"),
+    ("qwen3_moe", {"router_aux_loss_coef": -0.1}, "router_aux_loss_coef: -0.1 is not a number that is 0 or above"),
+    ("qwen3_moe", {"router_aux_loss_coef": True}, "router_aux_loss_coef: True is not a number"),
+    ("deepseek3", {"aux_loss_alpha": -1}, "aux_loss_alpha: -1 is not a number that is 0 or above"),
     ("gemma3_text", {"rope_scaling": {"rope_type": "yarn", "factor": 8}}, "'yarn' is not supported for Gemma 3"),
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear"}}, "factor: is missing"),
     ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8}}, "type: transformers 5 .*rope_type"),
@@ -377,3 +386,35 @@ def test_deepseek_s_coefficient_of_the_load_balancing_loss_is_kept(change, defin
   again = interpret(export_config(model, "bfloat16"), "config.json").model
   assert again["load_balance_loss_weight"] == weight
   assert not weight or again["load_balance_loss"] == definition
+
+
+def test_tokens_beyond_the_vocabulary_are_reported():
+  values = json.loads((GOLDEN / "gemma3_text" / "checkpoint" / "config.json").read_text())
+  assert values["vocab_size"] == 160
+  never = "file: eos_token_id 999 never occurs: the vocabulary has the ids 0 to 159"
+  assert interpret(values | {"eos_token_id": [1, 999]}, "file").notes == (never,)
+  assert interpret(values | {"eos_token_id": 160, "bos_token_id": 2000}, "file").notes == (
+    "file: bos_token_id 2000 never occurs: the vocabulary has the ids 0 to 159",
+    never.replace("999", "160"),
+  )
+  assert interpret(values | {"eos_token_id": [1, 159], "bos_token_id": None}, "file").notes == ()
+
+
+@pytest.mark.parametrize(
+  ("model", "words", "lost"),
+  [
+    ("qwen3-moe-tiny", "load_balance_loss=huggingface load_balance_loss_weight=0.3", False),
+    ("qwen3-moe-tiny", "load_balance_loss=switch load_balance_loss_weight=0.3", True),
+    ("qwen3-moe-tiny", "load_balance_loss=switch load_balance_loss_weight=0", False),
+    ("qwen3-tiny", "load_balance_loss=switch load_balance_loss_weight=0.3", False),
+    ("deepseek3-tiny", "load_balance_loss=switch load_balance_loss_weight=0.3", False),
+    ("deepseek3-tiny", "load_balance_loss=deepseek_sequence load_balance_loss_weight=0.3", False),
+    ("deepseek3-tiny", "load_balance_loss=maxtext load_balance_loss_weight=2", True),
+    ("deepseek3-tiny", "router_z_loss_weight=0.01", True),
+    ("gemma4-26b", "load_balance_loss=maxtext load_balance_loss_weight=0.001", True),
+  ],
+)
+def test_losses_of_routers_that_config_json_cannot_express_are_reported(model, words, lost):
+  note = lost_losses(load_config(model, words.split()).config.model)
+  assert (note is not None) == lost
+  assert note is None or f" has no field for {words}; a training that starts from this export needs these keys" in note
