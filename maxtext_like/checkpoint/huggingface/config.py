@@ -229,6 +229,8 @@ def lost_losses(model: ModelConfig) -> str | None:
   own = {key: getattr(model, key, 0) for key in _LOSSES} if model.has("experts") else {}
   if not own.get("load_balance_loss_weight"):
     own.pop("load_balance_loss", None)  # a definition without a weight has no effect
+  if not any(own.values()):
+    return None
   written = json.loads(json.dumps(export_config(model, "bfloat16")))  # lists instead of tuples, as in the file
   read = interpret(written, "config.json").model
   lost = {key: value for key, value in own.items() if value and value != read.get(key)}
