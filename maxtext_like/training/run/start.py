@@ -1,10 +1,12 @@
 """Prepares the first step of this process: compiled programs, and a state that is restored, read from weights, or random."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from maxtext_like.errors import RetryableError
 from maxtext_like.masking import masked
 from maxtext_like.models.initial_values import saturation
 from maxtext_like.sharding import processes
+from maxtext_like.storage import Place
 from maxtext_like.training.loop.best import EXTRA as BEST
 from maxtext_like.training.loop.best import Best
 from maxtext_like.training.loop.divergence import Divergence, failed_notes
@@ -35,6 +38,7 @@ from maxtext_like.training.step.initial_state import base_weights, with_given_ad
 from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import State
 
+_log = logging.getLogger(__name__)
 RANDOM_WEIGHTS_RATE = 1e-4
 """The lowest rate that gets a note if all loaded weights are trained. Fine-tuning with AdamW usually has 1e-6 to 5e-5."""
 
@@ -94,6 +98,9 @@ def prepare(
       divergence.restart(restored.extra, data.identity)
       if reasons := divergence.history.reasons(restored.step):
         progress.say(f"note    the run failed before step {restored.step} and is resumed anyway: {'; '.join(reasons)}")
+    say(f"weights {weights_source(program.config, None if restored is None else restored.directory)}")
+    if restored is None and processes.primary() and (risk := random_weights_warning(program.config)):
+      _log.warning("%s", risk)
     # 2. Read weights. This comes before compilation, so that an error appears early.
     source = c.init_from if restored is None else None
     below, base, params = None, None, None
@@ -138,6 +145,33 @@ def prepare(
     progress.say(f"note    {note}")
   progress.say(f"start   {what}, compiled in {duration(time.monotonic() - begin)}")
   return Start(train_step, check, step, state, base)
+
+
+def weights_source(config: Config, resumed: Path | Place | None) -> str:
+  """Describe where the weights of a start come from.
+
+  Args:
+    config: configuration of the run.
+    resumed: step that the run resumes from; None if it starts at step 0.
+  """
+  source, training, adapter = config.checkpoint.init_from, config.training, config.adapter
+  given = f"random, init_scheme={training.init_scheme}, seed={training.seed}" if source is None else f"from {source} (init_from)"
+  if resumed is not None:
+    # A step of an adapter run holds only the adapter.
+    return f"{given}; adapter resumed from {resumed}" if adapter.trained else f"resumed from {resumed}"
+  return given + (f"; adapter from {adapter.lora_from} (lora_from)" if adapter.lora_from else "")
+
+
+def random_weights_warning(config: Config) -> str | None:
+  """Return a warning if a run that usually begins with trained weights begins with random ones; else None."""
+  kind = "an adapter" if config.adapter.trained else "conversations" if config.data.data_format == "chat" else ""
+  if config.checkpoint.init_from is not None or not kind:
+    return None
+  what = "is trained on top of random weights" if config.adapter.trained else "are learned from random weights"
+  return (
+    f"{kind} {what}: the name of a model selects only its sizes, and init_from is not set\n"
+    "  fix: init_from=DIR, a run or a Hugging Face directory (nothing to change if random weights are intended)"
+  )
 
 
 def high_rate_note(config: Config) -> str | None:
