@@ -144,7 +144,7 @@ def parse_words(
   try:
     options, rest = parser.parse_known_args(argv)
   except argparse.ArgumentError as error:
-    raise UserError(f"{parser.prog}: {error}{fix}") from None
+    raise UserError(f"{parser.prog}: {error}{'' if '  fix: ' in str(error) else fix}") from None
   for name, shown in needed.items():
     value = getattr(options, name)
     if value is None or (not shown.startswith("-") and "=" in value):

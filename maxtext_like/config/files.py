@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 
 from maxtext_like import local_copies
+from maxtext_like.config import hub
 from maxtext_like.config.paths import require_local
 from maxtext_like.config.problems import nearest
 from maxtext_like.errors import UserError
@@ -71,6 +72,12 @@ def find_config(name: str) -> Path:
     raise UserError(f"{name}: is a directory, not a configuration file{_hint(path.name)}")
   if path.exists():
     raise UserError(f"{name}: is not a regular file", fix="name a regular .yml file")
+  if path.suffix not in SUFFIXES and ("/" in name or name.startswith("~")):
+    # A directory of a checkpoint was meant. The name of a model would start with random weights instead.
+    raise UserError(
+      f"{name}: no such directory{hub.advice(name)}",
+      fix=hub.fix(name, "write the path of a checkpoint (a directory with config.json), of a run or of a .yml file"),
+    )
   stem = path.stem if path.suffix in SUFFIXES else path.name
   raise UserError(f"{name}: no such model or configuration file{_hint(stem)}")
 

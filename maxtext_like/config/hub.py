@@ -55,7 +55,9 @@ def advice(text: str) -> str:
 
 def fix(text: str, otherwise: str = "name a run, one of its checkpoints/N, or a directory with config.json") -> str:
   """Return what to type if ``find`` did not find a model: how to download it if it may be a Hub name, or ``otherwise``."""
-  return f"hf download {text} (package huggingface_hub), or {otherwise}" if _may_be_name(text) else otherwise
+  if not _may_be_name(text):
+    return otherwise
+  return f"hf download {text} --local-dir DIR (package huggingface_hub), then use DIR; or {otherwise}"
 
 
 def _may_be_name(text: str) -> bool:

@@ -47,6 +47,15 @@ def test_every_model_of_the_project_is_listed():
     ("configs/models/gemma4-32b.yml", "did you mean .*gemma4-31b"),
     ("/nowhere/gemma3-4b.yml", "/nowhere/gemma3-4b.yml: no such model.*\n.*did you mean gemma3-4b"),
     ("llama", "fix: .*deepseek3-671b, "),
+    (
+      "google/gemma-3-4b-it",
+      "and it is not in the Hugging Face cache .*\n  fix: hf download google/gemma-3-4b-it --local-dir DIR .*use DIR",
+    ),
+    ("Qwen/Qwen3-0.6B", "Hugging Face cache .*\n  fix: hf download Qwen/Qwen3-0.6B --local-dir DIR"),
+    ("/models/gemma-3-4b-it", "^/models/gemma-3-4b-it: no such directory\n  fix: write the path of a checkpoint"),
+    ("./gemma3-4b", "^./gemma3-4b: no such directory\n  fix: write"),
+    ("~/gemma-3-4b-it", "no such directory\n  fix: write"),
+    ("configs/gemma3-4b/", "no such directory\n  fix: write"),
     ("configs/models", "is a directory"),
     ("/dev/null", "is not a regular file"),
     ("", "name of the configuration is empty"),
@@ -56,6 +65,14 @@ def test_what_is_not_there(name, reason, monkeypatch):
   monkeypatch.chdir(ROOT)
   with pytest.raises(UserError, match=reason):
     find_config(name)
+
+
+def test_a_missing_directory_suggests_no_model():
+  """A model of a similar name would train random weights, although the directory of trained ones was meant."""
+  for name in ("google/gemma-3-4b-it", "/models/gemma-3-4b-it", "../gemma3-tiny", "~/qwen3-8b"):
+    with pytest.raises(UserError) as caught:
+      find_config(name)
+    assert "did you mean" not in str(caught.value)
 
 
 def test_labels_are_short(monkeypatch, tmp_path):
