@@ -155,7 +155,9 @@ def weights_source(config: Config, resumed: Path | Place | None) -> str:
     resumed: step that the run resumes from; None if it starts at step 0.
   """
   source, training, adapter = config.checkpoint.init_from, config.training, config.adapter
-  given = f"random, init_scheme={training.init_scheme}, seed={training.seed}" if source is None else f"from {source} (init_from)"
+  given = (
+    f"random, init_scheme={training.init_scheme}, seed={training.seed}" if source is None else f"from {source} (init_from)"
+  )
   if resumed is not None:
     # A step of an adapter run holds only the adapter.
     return f"{given}; adapter resumed from {resumed}" if adapter.trained else f"resumed from {resumed}"
