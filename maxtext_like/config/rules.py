@@ -82,14 +82,14 @@ def cross_problems(
     )  # fmt: skip
   yield from _epoch_problems(config)
   yield from _in_backward_problems(config)
-  for key, value in {
-    "early_stopping_patience": config.training.early_stopping_patience,
-    "keep_best": config.checkpoint.keep_best,
-  }.items():
+  for key, value, off in (
+    ("early_stopping_patience", config.training.early_stopping_patience, "0"),
+    ("keep_best", config.checkpoint.keep_best, "false"),
+  ):
     if value and not config.data.eval_interval:
       yield Problem(
         f"{key} = {_shown(value)} needs evaluations, but eval_interval = 0", (key, "eval_interval"),
-        "set the steps between evaluations, as in eval_interval=100",
+        f"set the steps between evaluations, as in eval_interval=100, or {key}={off}",
       )  # fmt: skip
   if config.checkpoint.keep_best and not config.checkpoint.enable_checkpointing:
     yield Problem(

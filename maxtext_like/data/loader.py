@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext_like.config.problems import alternatives
 from maxtext_like.config.vision import VisionConfig
 from maxtext_like.data import resume
 from maxtext_like.data.documents import BadRecordError, Documents
@@ -70,6 +71,7 @@ def make_data(
   epochs: int | None = None,
   alive: Callable[[], None] = lambda: None,
   waiting: Callable[[], None] = lambda: None,
+  smaller_batch: Callable[[int], tuple[str, str]] | None = None,
 ) -> "DataSource":
   """Builds the batches of one split: ``global_batch`` rows of ``length`` tokens.
 
@@ -97,6 +99,8 @@ def make_data(
     alive: called regularly while records are validated, which may take long.
     waiting: called while ``DataSource`` waits for a batch. An exception that it raises ends the wait and leaves the position
       unchanged.
+    smaller_batch: (rows) -> how the size of a batch is computed, and settings with which it has at most so many rows; for the
+      error about data that do not fill one batch.
 
   Raises:
     UserError: the data do not exist, cannot be read, are empty or give less than one global batch; a record among the first
@@ -203,13 +207,20 @@ def make_data(
   if split == "train" and not by_epoch and (once := packer.first_epoch) is not None and once["rows"] < global_batch:
     opened.close()
     what = f"{once['tokens']} tokens fill {once['rows']} rows" if data.packing else f"they fill {once['rows']} rows"
+    why, settings = smaller_batch(once["rows"]) if smaller_batch else ("", "")
+    # Packed text is cut into rows, so shorter rows are more rows.
+    if not settings and data.packing and not chat and (shorter := once["tokens"] // global_batch):
+      settings = f"max_target_length={shorter}"
     raise UserError(
       f"the training split has less than one global batch: {once['documents']} documents ({once['empty']} empty, "
-      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} rows\n"
-      "  fix: add data, lower per_device_batch_size, gradient_accumulation_steps or max_target_length, or set epochs= instead "
-      "of steps="
+      f"{once['bad']} bad), {what} of max_target_length={length}, and a batch has {global_batch} rows{why}\n"
+      f"  fix: {alternatives([*([settings] if settings else []), 'epochs=1 instead of steps', 'add data'])}"
     )
   return opened
+
+
+_ROUND_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5)
+"""Values of eval_fraction that an error suggests."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +262,12 @@ def _open_part(
   used = available if own_files else min(available, data.dataset_documents_max or available)
   indices = Share(used) if own_files else Share(used, fraction, split)
   if not len(indices):
+    share = next((f for f in _ROUND_SHARES if fraction < f and len(Share(used, f, "eval")) and len(Share(used, f))), None)
+    words = [f"eval_fraction={share}"] if share else []
+    words += ["eval_interval=0 keep_best=false (no evaluation)"] if fraction else []
     raise UserError(
       f"the {split} split has none of the {used} documents{f' of {name}' * bool(name)} (eval_fraction={fraction})\n"
-      "  fix: add documents" + (" or raise eval_fraction" if split == "eval" and not own_files else "")
+      f"  fix: {alternatives([*words, 'add documents'])}"
     )
   bad_max = max_skipped(used)
   if split == "train" or own_files:  # this validates both splits of one data set

@@ -338,9 +338,30 @@ def test_less_than_one_batch(make, tmp_path):
   with pytest.raises(UserError, match="no tokens in any of the 2 documents: 2 are empty"):
     make(dataset_path=write(tmp_path / "b.jsonl", ["", " \n "]))
   with pytest.raises(
-    UserError, match=r"the eval split has none of the 3 documents \(eval_fraction=0\.1\)\n  fix: add documents or raise"
+    UserError,
+    match=r"the eval split has none of the 3 documents \(eval_fraction=0\.1\)\n  fix: eval_fraction=0\.5, ",
   ):
     make(dataset_path=small, eval_fraction=0.1, split="eval")
+  with pytest.raises(UserError, match=r"3 rows\n  fix: max_target_length=4, epochs=1 instead of steps or add data"):
+    make(dataset_path=small, length=8, global_batch=3)
+
+
+@pytest.mark.parametrize(
+  ("documents", "fix"),
+  [
+    (1, "eval_interval=0 keep_best=false"),
+    (2, "eval_fraction=0.5, "),
+    (40, "eval_fraction=0.05, "),
+    (10, "eval_fraction=0.1, "),
+  ],
+)
+def test_a_share_that_holds_out_a_document_is_suggested(make, tmp_path, documents, fix):
+  path = write(tmp_path / "a.jsonl", ["hello"] * documents)
+  with pytest.raises(UserError) as caught:
+    make(dataset_path=path, eval_fraction=0.02, split="eval")
+  assert f"\n  fix: {fix}" in str(caught.value)
+  if word := fix.rpartition("eval_fraction=")[2].rstrip(", ") if "fraction" in fix else "":
+    next(make(dataset_path=path, eval_fraction=float(word), split="eval"))
 
 
 def test_wrong_sources(make, path):

@@ -53,7 +53,22 @@ def open_data(
     epochs=config.training.epochs if split == "train" else None,
     alive=alive,
     waiting=waiting,
+    smaller_batch=lambda rows: smaller_batch(program, rows),
   )
+
+
+def smaller_batch(program: TrainProgram, rows: int) -> tuple[str, str]:
+  """Return how the number of rows of a global batch is computed, and settings with which it is at most ``rows`` ("" if there
+  are none)."""
+  t, devices = program.config.training, program.model.mesh.size
+  factors = f"per_device_batch_size={t.per_device_batch_size:g} x gradient_accumulation_steps={t.gradient_accumulation_steps}"
+  why = f" ({factors} x {devices} device{'s' * (devices > 1)})"
+  if parts := rows // program.microbatch:
+    return why, f"gradient_accumulation_steps={parts}"
+  # One microbatch is too large too. A row per device is the least that every mesh accepts.
+  if each := rows // devices:
+    return why, f"per_device_batch_size={each}" + " gradient_accumulation_steps=1" * (t.gradient_accumulation_steps > 1)
+  return why, ""
 
 
 @dataclass(frozen=True)
