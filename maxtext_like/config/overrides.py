@@ -4,10 +4,12 @@ from pathlib import Path
 
 from maxtext_like.config import foreign_names, maxtext
 from maxtext_like.config.files import SUFFIXES
-from maxtext_like.config.problems import Problem, misspelled
+from maxtext_like.config.problems import Problem, alternatives, candidates, misspelled, nearest
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import Entry, parse_value
 from maxtext_like.errors import UserError
+
+_SEARCH = "maxtext-like train --help-keys PATTERN (maxtext_like.list_keys in Python) searches names and descriptions"
 
 
 class TypedWord(str):
@@ -22,15 +24,19 @@ class UnknownKeyError(KeyError):
   Attributes:
     what: one sentence, with a similar name or the meaning of the name in other trainers.
     foreign: the answer for a key of another trainer.
+    near: the keys that may be meant.
   """
 
-  def __init__(self, what: str, foreign: foreign_names.Foreign | None = None):
+  def __init__(self, what: str, foreign: foreign_names.Foreign | None = None, near: tuple[str, ...] = ()):
     super().__init__(what)
-    self.what, self.foreign = what, foreign
+    self.what, self.foreign, self.near = what, foreign, near
 
   def problem(self, place: str, value: str) -> Problem:
     """Return the problem for the place where the key was set to ``value``."""
-    return Problem(f"{place}: {self.what}", fix=self.foreign.fix(value) if self.foreign else "")
+    if self.foreign is not None:
+      return Problem(f"{place}: {self.what}", fix=self.foreign.fix(value))
+    write = [f"{key}={value or 'VALUE'}" for key in self.near]
+    return Problem(f"{place}: {self.what}", fix=f"write {alternatives(write)}" if write else _SEARCH)
 
 
 def leaf_of(key: str) -> str:
@@ -46,7 +52,7 @@ def leaf_of(key: str) -> str:
     if leaf in LEAVES and LEAVES[leaf][0] == section:
       return leaf
     if leaf in LEAVES:
-      raise UnknownKeyError(f"unknown key {key!r}, did you mean {LEAVES[leaf][0] + '.' + leaf!r}?")
+      raise _misspelling(key, (f"{LEAVES[leaf][0]}.{leaf}",))
     if leaf in maxtext.KNOWN:
       return leaf
   raise _unknown(key, leaf)
@@ -58,7 +64,7 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
     return UnknownKeyError(f"unknown key {key!r}: it is a section; write a key of it, as in steps=5")
   foreign = foreign_names.find_whole(key)
   if foreign is None and (near := _misspelled(key, leaf)):
-    return UnknownKeyError(f"unknown key {key!r}, did you mean {near!r}?")
+    return _misspelling(key, near)
   if foreign is None and leaf == key and len(key) > 6 and (theirs := misspelled(key, foreign_names.NAMES)):
     foreign = foreign_names.NAMES[theirs]
     return UnknownKeyError(f"unknown key {key!r}, perhaps {theirs!r}: {foreign.says}", foreign)
@@ -66,21 +72,25 @@ def _unknown(key: str, leaf: str) -> UnknownKeyError:
     foreign = foreign_names.find(key)
   if foreign is not None:
     return UnknownKeyError(f"unknown key {key!r}: {foreign.says}", foreign)
-  return UnknownKeyError(
-    f"unknown key {key!r}: no key has this or a similar name; "
-    "maxtext-like train --help-keys PATTERN (maxtext_like.list_keys in Python) searches names and descriptions"
-  )
+  ours = leaf == key or key.removesuffix(f".{leaf}") in foreign_names.NEUTRAL_SECTIONS
+  if ours and (near := nearest(leaf, LEAVES, count=3)):
+    return UnknownKeyError(f"unknown key {key!r}; keys with a similar name: {', '.join(near)}")
+  return UnknownKeyError(f"unknown key {key!r}: no key has this or a similar name")
 
 
-def _misspelled(key: str, leaf: str) -> str | None:
-  """Return the key that ``key`` misspells, in its section or in its name, or None."""
+def _misspelling(key: str, near: tuple[str, ...]) -> UnknownKeyError:
+  return UnknownKeyError(f"unknown key {key!r}, did you mean {alternatives(map(repr, near))}?", near=near)
+
+
+def _misspelled(key: str, leaf: str) -> tuple[str, ...]:
+  """Return the keys that ``key`` may misspell, in its section or in its name."""
   if leaf == key:
-    return misspelled(key, LEAVES) or misspelled(key, maxtext.KNOWN)
+    return candidates(key, LEAVES) or candidates(key, maxtext.KNOWN)
   section = key.removesuffix(f".{leaf}")
-  name = leaf if leaf in LEAVES else misspelled(leaf, LEAVES)
-  if name is None or not (section in SECTIONS or misspelled(section, SECTIONS) or section in foreign_names.NEUTRAL_SECTIONS):
-    return None
-  return f"{LEAVES[name][0]}.{name}"
+  names = (leaf,) if leaf in LEAVES else candidates(leaf, LEAVES)
+  if not (section in SECTIONS or misspelled(section, SECTIONS) or section in foreign_names.NEUTRAL_SECTIONS):
+    return ()
+  return tuple(f"{LEAVES[name][0]}.{name}" for name in names)
 
 
 def is_key(word: str) -> bool:

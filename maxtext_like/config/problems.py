@@ -41,8 +41,8 @@ def did_you_misspell(name: str, known: Iterable[str]) -> str:
   A key that merely shares words with a known one (``embedding_learning_rate``, ``rope_local_base_freq``) usually means another
   quantity, so it is not offered.
   """
-  near = misspelled(name, known)
-  return f", did you mean {near!r}?" if near else ""
+  near = candidates(name, known)
+  return f", did you mean {alternatives(map(repr, near))}?" if near else ""
 
 
 def alternatives(names: Iterable[str]) -> str:
@@ -63,10 +63,14 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> list[str]:
 
 def misspelled(name: str, known: Iterable[str]) -> str | None:
   """Return the known name that ``name`` misspells, or None. With several candidates, the one with the fewest edits."""
+  return next(iter(candidates(name, known)), None)
+
+
+def candidates(name: str, known: Iterable[str]) -> tuple[str, ...]:
+  """Return the known names that ``name`` misspells with the fewest edits, sorted: ``oi_token_id`` may be two of them."""
   given = _spelling(name)
-  edits = ((_edits(given, _spelling(k)), k) for k in known)
-  best = min(((n, k) for n, k in edits if n is not None), default=None)
-  return best[1] if best else None
+  edits = {k: n for k in known if (n := _edits(given, _spelling(k))) is not None}
+  return tuple(sorted(k for k, n in edits.items() if n == min(edits.values())))
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,18 @@ def _edits(given: _Spelling, meant: _Spelling) -> int | None:
 
   Case, dashes, missing underscores and the order of words are ignored. Every word of four letters or more may have one
   mistake, a name two in total. First letters and digits must agree: ``patch_size`` is not ``batch_size``, and ``beta2`` is not
-  ``beta1``.
+  ``beta1``. A single slip of the keyboard may be anywhere, also in a short word.
   """
+  if _abbreviates(given.words, meant.words):
+    return 1
   if abs(len(given.joined) - len(meant.joined)) > 2:
     return None
   if given.ordered == meant.ordered or given.joined == meant.joined:
     return 0
   if len(given.words) != len(meant.words) or given.digits != meant.digits:
     return None
+  if _is_slip(given.joined, meant.joined):
+    return 1
   edits = 0
   for a, b in zip(given.words, meant.words, strict=True):
     if a != b:
@@ -119,6 +127,25 @@ def _one_edit(a: str, b: str) -> bool:
   rest_a, rest_b = a[i:], b[i:]
   exchanged = rest_a[:2] == rest_b[1::-1] and rest_a[2:] == rest_b[2:]
   return exchanged or rest_a[1:] == rest_b[1:] or rest_a[1:] == rest_b or rest_a == rest_b[1:]
+
+
+def _abbreviates(given: tuple[str, ...], meant: tuple[str, ...]) -> bool:
+  """Return True if one of several words is cut to its first three letters or more, as ``len`` for ``length``."""
+  if len(given) != len(meant):
+    return False
+  differ = [(a, b) for a, b in zip(given, meant, strict=True) if a != b]
+  return len(meant) > 1 == len(differ) and len(differ[0][0]) > 2 and differ[0][1].startswith(differ[0][0])
+
+
+def _is_slip(a: str, b: str) -> bool:
+  """Return True if a known name ``b`` was typed as ``a`` with one letter missing or added, or two neighboring letters swapped.
+
+  A wrong letter is no slip, because it makes another word of a short one (size, side). The first letter of a short name must
+  agree: ``type`` is not ``dtype``.
+  """
+  if len(b) < 4 or (len(b) < 7 and a[:1] != b[:1]):
+    return False
+  return (len(a) != len(b) or sorted(a) == sorted(b)) and _one_edit(a, b)
 
 
 _LETTERS, _WORDS = 0.7, 0.66  # minimum similarity, by letters and by words, for a suggestion

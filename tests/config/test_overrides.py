@@ -1,7 +1,9 @@
 """Overrides: every spelling of a value is understood or refused, and none is ignored (faults F52, F55)."""
 
 import contextlib
+import random
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -71,6 +73,49 @@ def test_understood(words):
 def test_refused(words, reason):
   with pytest.raises(UserError, match=reason.replace("?", "\\?").replace("(", "\\(")):
     load_config("gemma4-tiny", words)
+
+
+def slips(key: str) -> Iterator[str]:
+  """Yield a name with one letter added, dropped or doubled, or two neighboring letters swapped, at each place."""
+  for i, letter in enumerate(key):
+    yield f"{key[: i + 1]}s{key[i + 1 :]}"
+    if letter != "_":
+      yield key[:i] + key[i + 1 :]
+      yield key[:i] + letter + key[i:]
+      yield key[:i] + key[i + 1 : i + 2] + letter + key[i + 2 :]
+
+
+def test_a_key_with_one_slip_is_suggested():
+  """Each such name is answered with the key, alone or in a list. The answer has something to type."""
+  found, choice = 0, random.Random(0)
+  for key in LEAVES:
+    for name in choice.sample(sorted(set(slips(key))), 6):
+      if is_key(name) or name.startswith("_") or name.endswith("_"):
+        continue
+      (problem,) = parse_overrides([f"{name}=1"])[2]
+      assert re.search(rf"\b{key}\b", f"{problem.what} {problem.fix}"), (name, problem)
+      assert problem.fix, problem
+      found += 1
+  assert found > 5 * len(LEAVES)
+
+
+@pytest.mark.parametrize(
+  ("word", "fix"),
+  [
+    ("learning_rates=1", "write learning_rate=1"),
+    ("learning_ratee=1", "write learning_rate=1"),
+    ("max_target_len=1", "write max_target_length=1"),
+    ("dataset_paths=a", "write dataset_path=a"),
+    ("run_names=a", "write run_name=a"),
+    ("lora_ranks=8", "write lora_rank=8"),
+    ("oi_token_id=8", "write boi_token_id=8 or eoi_token_id=8"),
+    ("train.stepz=8", "write training.steps=8"),
+    ("xyzzy=8", "maxtext-like train --help-keys"),
+  ],
+)
+def test_what_to_type_instead_of_an_unknown_key(word, fix):
+  (problem,) = parse_overrides([word])[2]
+  assert problem.fix.startswith(fix), problem
 
 
 def test_negative_numbers_are_values():
