@@ -1,6 +1,7 @@
 """``maxtext-like xray``: measures every tensor of one training step, and finds the first cause of a NaN."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext_like import load_config
@@ -40,7 +41,11 @@ def run(argv: list[str]) -> int:
   loaded = load_config(model, *overrides)
   if count is not None:
     return local_processes.run(["xray", *argv], count, devices)
-  print_notes(loaded.notes)
+  notes = loaded.notes
+  if options.checkpoint is None and (Path(model) / "config.yml").is_file():
+    state = f"maxtext-like xray {Path(model) / 'config.yml'} --checkpoint {model}"
+    notes += (f"the optimizer state of {model} is not used; the next step of that run: {state}",)
+  print_notes(notes)
   from maxtext_like import xray_step
 
   return show(xray_step(loaded, checkpoint=options.checkpoint, everything=options.all), options.out)

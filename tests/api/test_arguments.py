@@ -113,6 +113,9 @@ def test_a_run_alone_is_the_model_and_the_first_weights_of_another_run(run):
     assert loaded.config.model == maxtext_like.load_config(run.directory / "config.yml").config.model
     assert (loaded.config.checkpoint.init_from, loaded.config.training.steps) == (str(directory), 7)
     assert loaded.config.logging.run_name == "a-tuned"
+    (note,) = [note for note in loaded.notes if "To resume" in note]
+    assert "the run a-tuned begins with the weights of step" in note
+    assert note.endswith(f"maxtext-like train {run.directory}/config.yml")
   assert maxtext_like.load_config(run.directory, run_name="b").config.logging.run_name == "b"
   assert maxtext_like.load_config(run.directory / "config.yml").config.model.model_name == "qwen3-tiny"
 

@@ -1,13 +1,14 @@
 """Builds a configuration from a checkpoint directory, so that naming the directory selects both model and weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from maxtext_like.checkpoint.huggingface.config import read_config
 from maxtext_like.checkpoint.store import manifest
 from maxtext_like.checkpoint.store.stored_config import load_stored
-from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, local_hugging_face
+from maxtext_like.checkpoint.weight_sources import find_step, is_hugging_face, is_there, local_hugging_face
 from maxtext_like.config import hub
 from maxtext_like.config.load import KindOfFiles, Loaded, base_values
 from maxtext_like.config.values import load_values
@@ -52,7 +53,16 @@ def load_directory(
   # The new run needs its own name. The default is the model's name, which may be the name of the run that has these weights.
   source = step.parent.parent if step.parent.name == "checkpoints" else step
   name = f"run_name={source.name}-tuned"
-  return load_stored(stored, str(step), [f"init_from={place}", name, *overrides], kind_of_files)
+  loaded = load_stored(stored, str(step), [f"init_from={place}", name, *overrides], kind_of_files)
+  own = loaded.config.logging.run_name
+  if own == source.name or not is_there(source / "config.yml"):
+    return loaded
+  # The directory of a run is often named to resume it.
+  told = (
+    f"{place}: the run {own} begins with the weights of step {step.name} of {source.name}. It has that run's model and precision, "
+    f"but not its data and training settings. To resume {source.name}: maxtext-like train {source}/config.yml"
+  )
+  return replace(loaded, notes=(*loaded.notes, told))
 
 
 def _require_family(place: Path | Place, block: str, family: str | None) -> None:
