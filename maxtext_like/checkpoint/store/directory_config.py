@@ -59,8 +59,8 @@ def load_directory(
     return loaded
   # The directory of a run is often named to resume it.
   told = (
-    f"{place}: the run {own} begins with the weights of step {step.name} of {source.name}. It has that run's model and precision, "
-    f"but not its data and training settings. To resume {source.name}: maxtext-like train {source}/config.yml"
+    f"{place}: the run {own} begins with the weights of step {step.name} of {source.name} and has its model and precision "
+    f"but not the data and training settings. To resume {source.name}: maxtext-like train {source}/config.yml"
   )
   return replace(loaded, notes=(*loaded.notes, told))
 
