@@ -25,11 +25,6 @@ if TYPE_CHECKING:
   from maxtext_like.layers.decoder import Decoder
   from maxtext_like.models.model import Model
 
-_NO_TOKENIZER = (
-  "has neither tokenizer.json nor tokenizer.model, so text cannot be tokenized\n"
-  "  fix: pass tokenizer= with the path of a tokenizer, or tokenizer=bytes"
-)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pretrained:
@@ -64,7 +59,9 @@ class Pretrained:
   def tokenizer(self) -> "Tokenizer":
     """Tokenizer of the model. Raises UserError if there is none, or if it cannot be loaded."""
     if self.own_tokenizer is None:
-      raise UserError(f"{self.directory}: {_NO_TOKENIZER}")
+      from maxtext_like.training.run.resolve_tokenizer import NONE
+
+      raise UserError(f"{self.directory} {NONE}")
     if isinstance(self.own_tokenizer, UserError):
       raise self.own_tokenizer
     return self.own_tokenizer

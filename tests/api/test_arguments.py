@@ -156,7 +156,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
   # model_type names only the family, so the directory's name is the model's name.
   assert maxtext_like.load(imported).config.model.model_name == "qwen-of-mine"
   assert maxtext_like.load_config(imported.directory / "model.yml").config.model.model_name == "qwen-of-mine"
-  with pytest.raises(UserError, match=r"has neither tokenizer.json .*\n  fix: pass tokenizer="):
+  with pytest.raises(UserError, match=r"has neither tokenizer.json .*\n  fix: tokenizer="):
     maxtext_like.generate(exported, "a")
   told = maxtext_like.generate(exported, "a", max_tokens=2, temperature=0, tokenizer="bytes", dtype="float32")
   assert len(told.answers[0].tokens) == 2

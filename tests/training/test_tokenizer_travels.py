@@ -14,6 +14,7 @@ from maxtext_like.checkpoint.store import manifest, sidecar_files
 from maxtext_like.cli.main import main
 from maxtext_like.config.load import load_config
 from maxtext_like.data.tokenization.tokenizer import load_tokenizer
+from maxtext_like.errors import UserError
 from maxtext_like.training.loop import samples
 from maxtext_like.training.loop.samples import Samples
 from maxtext_like.training.run.report import render
@@ -205,6 +206,17 @@ def test_a_damaged_tokenizer_in_the_newest_step_is_not_the_one_that_a_run_goes_o
   assert resolve(config.data, config.checkpoint, run / "checkpoints").tokenizer == str(run / "checkpoints/2/tokenizer")
   fresh = resolve(config.data, config.checkpoint, place / "runs/nowhere/checkpoints")
   assert fresh.tokenizer == "bytes"
+
+
+def test_weights_without_a_tokenizer_are_not_trained_on_bytes(tmp_path: Path):
+  """Only an explicit tokenizer=bytes does that, as in generate."""
+  (tmp_path / "config.json").write_text("{}")
+  words = [*WORDS, "dataset_path=a.txt", f"init_from={tmp_path}"]
+  config = load_config("gemma4-tiny", words).config
+  with pytest.raises(UserError, match=r"neither tokenizer.json nor tokenizer.model.*\n  fix: tokenizer=PATH.*tokenizer=bytes"):
+    resolve(config.data, config.checkpoint, tmp_path / "nowhere")
+  config = load_config("gemma4-tiny", [*words, "tokenizer=bytes"]).config
+  assert resolve(config.data, config.checkpoint, tmp_path / "nowhere").tokenizer == "bytes"
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Resolves tokenizer=auto: the tokenizer stored in a checkpoint is used unless the configuration names another."""
 
 import dataclasses
-import logging
 from pathlib import Path
 
 from maxtext_like.checkpoint.store import manifest, sidecar_files
@@ -10,11 +9,15 @@ from maxtext_like.config.choices import DATASETS
 from maxtext_like.config.data_keys import DataConfig
 from maxtext_like.config.schema import CheckpointConfig
 from maxtext_like.data.loader import DataSource
-from maxtext_like.data.tokenization.tokenizer import AUTO, BytesTokenizer
+from maxtext_like.data.tokenization.tokenizer import AUTO
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed, is_remote
 
-_log = logging.getLogger(__name__)
+NONE = (
+  "has neither tokenizer.json nor tokenizer.model, so text cannot be tokenized\n"
+  "  fix: tokenizer=PATH, the path of its tokenizer, or tokenizer=bytes if it was trained on bytes"
+)
+"""The end of the error for weights without a tokenizer."""
 
 
 def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place) -> DataConfig:
@@ -29,7 +32,7 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place)
     The ``data:`` section with the tokenizer set.
 
   Raises:
-    UserError: the checkpoint was made with a tokenizer that it does not contain.
+    UserError: the checkpoint was made with a tokenizer that it does not contain, or the weights of ``init_from`` have none.
   """
   if data.tokenizer != AUTO or not DATASETS[data.dataset].text:
     return data
@@ -43,14 +46,14 @@ def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place)
     raise failed(error) from error
   # The run's own step, then init_from, then bytes.
   if checkpoint.resume and whole:
-    return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))))
+    return dataclasses.replace(data, tokenizer=of_step(steps / str(max(whole))) or "bytes")
   if checkpoint.init_from is None:
     return dataclasses.replace(data, tokenizer="bytes")
   return dataclasses.replace(data, tokenizer=_of_directory(located(checkpoint.init_from)))
 
 
-def of_step(step: Path | Place) -> str:
-  """Return the tokenizer of one of our steps, as an argument for ``load_tokenizer``.
+def of_step(step: Path | Place) -> str | None:
+  """Return the tokenizer of one of our steps, as an argument for ``load_tokenizer``; None if it was imported without one.
 
   Raises:
     UserError: the step is damaged, or was made with a tokenizer that it does not contain.
@@ -67,7 +70,7 @@ def of_step(step: Path | Place) -> str:
   # Otherwise the stored configuration names it.
   named = stored.config.get("data", {}).get("tokenizer", "bytes")
   if named in ("bytes", AUTO):
-    return "bytes"
+    return None if named == AUTO and "hugging_face" in stored.extra else "bytes"
   if not is_remote(named) and not Path(named).expanduser().exists():
     raise UserError(
       f"{step}: made with the tokenizer '{named}', which no longer exists\n  fix: tokenizer=PATH, the path of a copy"
@@ -119,7 +122,7 @@ def _of_directory(directory: Path | Place) -> str:
   if is_hugging_face(directory):
     if _has_tokenizer(directory):
       return str(directory)
-  elif (step := find_step(directory)) is not None:
-    return of_step(step)
-  _log.warning("%s has no tokenizer, so text is encoded as %s; tokenizer= sets another", directory, BytesTokenizer.fingerprint)
-  return "bytes"
+  elif (step := find_step(directory)) is not None and (found := of_step(step)) is not None:
+    return found
+  # Weights of unknown origin were hardly trained on bytes, so the tokens would mean something else.
+  raise UserError(f"init_from: {directory} {NONE}")
