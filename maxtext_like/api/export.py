@@ -87,7 +87,7 @@ def export_checkpoint(
       f"the adapter is merged into {below} weights; rounding to {dtype} changes the weights by {rounding:.2g} of the addition",
     )
   elif merge:
-    raise UserError(f"{step}: is a complete model without an adapter to merge\n  fix: export it without merge")
+    raise UserError(f"{step}: is a complete model without an adapter to merge\n  fix: leave out --merge (merge=True in Python)")
   else:
     model, vision, decoder, params = _own(step, stored)
   notes += () if (lost := lost_losses(model)) is None else (lost,)
@@ -147,7 +147,7 @@ def export_adapter(source: str | Path | Saved, out: str | Path) -> ExportedAdapt
 
   target, (step, stored) = located(out), _step_of(source)
   if not holds_adapter_alone(stored):
-    raise UserError(f"{step}: is a complete model without an adapter\n  fix: export it as a model")
+    raise UserError(f"{step}: is a complete model without an adapter\n  fix: leave out --adapter (export_checkpoint in Python)")
   require_counterpart(section("model", stored.config))
   _warn_if_failed(step, stored)
   model = _on_one_device(step, stored)
@@ -210,12 +210,12 @@ def _warn_if_failed(step: Path, stored: "Manifest") -> None:
 def _step_of(source: str | Path | Saved) -> tuple[Path, "Manifest"]:
   """Return the newest complete step of a source, and its manifest."""
   from maxtext_like.checkpoint.store import manifest
-  from maxtext_like.checkpoint.weight_sources import find_step
+  from maxtext_like.checkpoint.weight_sources import find_step, unsaved_run
 
   place = place_of(source, "source")
   step = find_step(place)
   if step is None:
-    raise UserError(
+    raise unsaved_run(place) or UserError(
       f"{place}: no complete checkpoint\n  fix: name a run directory, one of its checkpoints/N, or an imported checkpoint"
     )
   try:

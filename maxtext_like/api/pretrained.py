@@ -254,7 +254,7 @@ def load(
   """
   from maxtext_like.checkpoint.adapters.inference_weights import with_storage
   from maxtext_like.checkpoint.store import manifest, sidecar_files
-  from maxtext_like.checkpoint.weight_sources import find_step
+  from maxtext_like.checkpoint.weight_sources import find_step, unsaved_run
   from maxtext_like.data.tokenization.tokenizer import AUTO, load_tokenizer
   from maxtext_like.models.model import make_model
   from maxtext_like.sharding.compilation_cache import use_compilation_cache
@@ -275,7 +275,7 @@ def load(
   else:
     step = find_step(place)
     if step is None:
-      raise UserError(
+      raise unsaved_run(place) or UserError(
         f"{place}: neither a run with a checkpoint nor a Hugging Face checkpoint (config.json)",
         fix="pass a run, one of its checkpoints/N, or a directory with config.json and safetensors",
       )

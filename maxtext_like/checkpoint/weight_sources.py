@@ -171,6 +171,21 @@ def require_source(source: Path | Place, named: str = "init_from") -> None:
     raise no_checkpoint(f"{named}: {source}", source)
 
 
+def unsaved_run(directory: Path | Place, what: str = "") -> UserError | None:
+  """Returns the error for a run that ended before its first checkpoint; None if the directory is something else.
+
+  Args:
+    directory: a directory without a complete checkpoint.
+    what: the key and the directory; default: the directory.
+  """
+  if not is_there(directory / "config.yml"):
+    return None
+  return UserError(
+    f"{what or directory}: no complete checkpoint: the run ended before its first one was saved",
+    fix=f"maxtext-like train {directory}/config.yml starts it again; a lower checkpoint_interval saves earlier",
+  )
+
+
 def no_checkpoint(what: str, directory: Path | Place) -> UserError:
   """Returns the error for a directory without weights. ``what`` gives the key and the directory."""
   known = isinstance(directory, Path) and directory.exists()
@@ -179,6 +194,8 @@ def no_checkpoint(what: str, directory: Path | Place) -> UserError:
       f"{what} is a peft adapter, not a model\n"
       "  fix: name the weights that it was trained on; pass the adapter as lora_from=DIR to train or --adapter DIR to generate"
     )
+  if (error := unsaved_run(directory, what)) is not None:
+    return error
   problem = "is not a checkpoint" if known or isinstance(directory, Place) else "does not exist"
   return UserError(
     f"{what} {problem}{hub.advice(str(directory))}",

@@ -8,13 +8,15 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TextIO
 
 from maxtext_like.config.hub import checkpoint_path
+from maxtext_like.config.overrides import is_key
 from maxtext_like.config.paths import existing_path
+from maxtext_like.config.problems import alternatives, nearest
 from maxtext_like.errors import UserError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -152,17 +154,35 @@ def parse_words(
   return options, rest
 
 
-def require_keys(verb: str, words: list[str]) -> list[str]:
-  """Return the words, each of which must be ``key=value``. Raises UserError for another one, as a misspelled option."""
+def require_keys(parser: argparse.ArgumentParser, words: list[str], known: Collection[str] = ()) -> list[str]:
+  """Return the words, each of which must be ``key=value``. Raises UserError for another one, as a misspelled option.
+
+  Args:
+    parser: the parser of the verb, which has left these words.
+    words: the words.
+    known: keys of the verb in addition to those of a configuration.
+  """
   if unknown := [word for word in words if word.startswith("-") or "=" not in word]:
-    raise UserError(f"{verb}: unknown word {unknown[0]!r}\n  fix: see maxtext-like {verb} --help")
+    raise _unknown_word(parser, unknown[0], known)
   return words
 
 
-def require_none(verb: str, words: list[str]) -> None:
+def require_none(parser: argparse.ArgumentParser, words: list[str]) -> None:
   """Raise UserError if a word is left that is not an option of the verb."""
   if words:
-    raise UserError(f"{verb}: unknown word {words[0]!r}\n  fix: see maxtext-like {verb} --help")
+    raise _unknown_word(parser, words[0])
+
+
+def _unknown_word(parser: argparse.ArgumentParser, word: str, known: Collection[str] = ()) -> UserError:
+  """Return the error for a word that a verb does not have, with the option or key that may be meant, or all options."""
+  name = word.partition("=")[0]
+  options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help()))
+  options.pop("--help", None)
+  meant = nearest(name, options) if name.startswith("-") else []
+  if (key := name.lstrip("-").replace("-", "_")) in known or is_key(key):
+    meant.append(f"{key}=VALUE")
+  write = f"write {alternatives(meant)}" if meant else f"the options are {', '.join(options)}"
+  return UserError(f"{parser.prog.split()[-1]}: unknown word {word!r}", fix=f"{write}; see {parser.prog} --help")
 
 
 def on_the_host() -> None:

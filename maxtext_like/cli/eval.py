@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
   """Run the verb; see ``DESCRIPTION``."""
   parser = _parser()
   options, rest = parse_words(parser, argv, {"model": "RUN_OR_HF_DIR", "tasks": "--tasks"})
-  overrides = require_keys("eval", rest)
+  overrides = require_keys(parser, rest)
   if options.log_samples and options.output is None:
     raise UserError("eval: --log-samples needs --output\n  fix: --output FILE.json; the samples are written next to it")
   from maxtext_like import evaluate

@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
   kinds.add_argument("--merge", action="store_true", help=what)
   kinds.add_argument("--adapter", action="store_true", help="only for a run with lora_rank: write the adapter for peft")
   options, rest = parse_words(parser, argv, {"source": "RUN_OR_DIR", "out": "--out"})
-  require_none("export", rest)
+  require_none(parser, rest)
   on_the_host()
   from maxtext_like import export_adapter, export_checkpoint
 

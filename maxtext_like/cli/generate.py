@@ -10,6 +10,7 @@ from maxtext_like.cli.arguments import add_adapters, parse_words, print_notes, r
 from maxtext_like.config.hub import checkpoint_path
 from maxtext_like.config.paths import existing_path
 from maxtext_like.errors import UserError
+from maxtext_like.generation.transformers_options import NAMES
 
 if TYPE_CHECKING:
   from maxtext_like.api.generate_file import JobProgress
@@ -216,4 +217,4 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
     raise UserError("generate: --output needs --batch\n  fix: --batch FILE.jsonl with the prompts, one on each line")
   if options.logprobs and options.output is None:
     raise UserError("generate: --logprobs needs --output\n  fix: --output FILE.jsonl, the file for the answers")
-  return options, require_keys("generate", rest), {name: parser.get_default(name) for name in _OPTIONS}
+  return options, require_keys(parser, rest, NAMES), {name: parser.get_default(name) for name in _OPTIONS}

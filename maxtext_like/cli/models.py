@@ -13,7 +13,7 @@ def run(argv: list[str]) -> int:
   parser = verb_parser("models", "[-h] [--exact]", DESCRIPTION)
   parser.add_argument("--exact", action="store_true", help="whole numbers instead of billions")
   options, rest = parse_words(parser, argv)
-  require_none("models", rest)
+  require_none(parser, rest)
   from maxtext_like import list_models
 
   number = (lambda n: f"{n:,}") if options.exact else _rounded

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
   files = [word for word in rest if "=" not in word and not word.startswith("-")]
   if not files:
     raise UserError("maxtext-like perplexity needs FILE\n  fix: see maxtext-like perplexity --help")
-  overrides = require_keys("perplexity", [word for word in rest if word is not files[0]])
+  overrides = require_keys(parser, [word for word in rest if word is not files[0]])
   from maxtext_like import perplexity
   from maxtext_like.cli.forward import print_clamped
 

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
   if argv and _names_configuration(argv[0]):
     return _initial(parser, argv)
   options, rest = parse_words(parser, _with_option(argv), {"checkpoint": "--checkpoint"})
-  overrides = require_keys("risk", rest)
+  overrides = require_keys(parser, rest)
   if options.tokens < 100 or options.rows < 0:
     raise UserError(
       f"risk: --tokens {options.tokens} --rows {options.rows}: too small\n  fix: --tokens 100 or more, --rows 0 or more"

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable
 
-from maxtext_like.config.problems import alternatives, did_you_misspell
+from maxtext_like.config.problems import alternatives, candidates
 from maxtext_like.config.yaml_file import Mapping, Node, Scalar, Sequence, is_null
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -108,8 +108,9 @@ def _literal(node: Node, choices: tuple) -> object:
       elif node.text == str(choice):
         return choice
   texts = [_literal_text(c) for c in choices]
-  near = did_you_misspell(node.text, texts) if isinstance(node, Scalar) else ""
-  raise CoercionError(f"{_shown(node)} is not one of {', '.join(texts)}{near}", fix=f"write {alternatives(texts)}")
+  near = candidates(node.text, texts) if isinstance(node, Scalar) else ()
+  asked = f", did you mean {alternatives(map(repr, near))}?" if near else ""
+  raise CoercionError(f"{_shown(node)} is not one of {', '.join(texts)}{asked}", fix=f"write {alternatives(near or texts)}")
 
 
 def _literal_text(choice: object) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from maxtext_like import local_copies
 from maxtext_like.config import hub
 from maxtext_like.config.paths import require_local
-from maxtext_like.config.problems import nearest
+from maxtext_like.config.problems import misspelled, nearest
 from maxtext_like.errors import UserError
 from maxtext_like.storage import is_remote
 
@@ -80,6 +80,17 @@ def find_config(name: str) -> Path:
     )
   stem = path.stem if path.suffix in SUFFIXES else path.name
   raise UserError(f"{name}: no such model or configuration file{_hint(stem)}")
+
+
+def recipe_name(word: str) -> str | None:
+  """Return the name of the overlay that is ``word`` without its suffix, as recipes/lora.yml for recipes/lora; None if there is
+  none."""
+  folder = configs_folder()
+  for name in (f"{word}{suffix}" for suffix in SUFFIXES):
+    if Path(name).is_file() or (name.startswith("recipes/") and (folder / name).is_file()):
+      return name
+  near = misspelled(Path(word).name, [path.stem for path in (folder / "recipes").glob("*.yml")])
+  return f"recipes/{near}.yml" if near and word.startswith("recipe") else None
 
 
 def named_file(name: str) -> Path:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from maxtext_like.config import foreign_names, maxtext
-from maxtext_like.config.files import SUFFIXES
+from maxtext_like.config.files import SUFFIXES, recipe_name
 from maxtext_like.config.problems import Problem, alternatives, candidates, misspelled, nearest
 from maxtext_like.config.schema import LEAVES, SECTIONS
 from maxtext_like.config.yaml_file import Entry, parse_value
@@ -167,6 +167,8 @@ def _spaces_hint(rest: list[str]) -> str:
 
 
 def _not_understood(place: str, word: str, bare: str, see: str) -> Problem:
+  if "/" in word and (name := recipe_name(word)) is not None:
+    return Problem(f"{place}: not a key=value, did you mean {name}?", fix=f"write {name}")
   if bare.endswith(":") and is_key(bare[:-1]):
     return Problem(f"{place}: not understood", fix=f"write {bare[:-1]}=VALUE")
   try:

@@ -104,6 +104,8 @@ def test_a_draft_model_takes_images_as_the_model_does(checkpoint: Path):
     (["--prompt", "a", "--logit-bias", "9999=1"], "logit_bias has the token 9999"),
     (["--prompt", "a", "--repetition-penalty", "0"], "repetition_penalty=0.0"),
     (["--prompt", "a", "--speed", "1"], "unknown word '--speed'"),
+    (["--prompt", "a", "--max-new-tokens", "5"], "write --max-tokens or max_new_tokens=VALUE"),
+    (["--prompt", "a", "--dtype", "float32"], "unknown word '--dtype'\n  fix: write dtype=VALUE"),
     (["--prompt", "a", "tokenizer=/nowhere/else"], "no such file or folder"),
     (["--prompt", "a", "--draft-tokens", "2"], "draft_tokens=2 has no effect without a draft model"),
     (["--prompt", "a", "--draft", ".", "--draft-tokens", "0"], "draft_tokens=0: not from 1 to 32"),

@@ -81,7 +81,7 @@ def test_module_and_script_are_the_same_program(words):
 def test_train_py_is_the_verb_train(tmp_path):
   done = program(str(ROOT / "train.py"), "gemma4-tiny", "stepz=5", cwd=tmp_path)
   assert done.returncode == 2
-  assert done.stderr == "error: command line \"stepz=5\": unknown key 'stepz', did you mean 'steps'?\n"
+  assert done.stderr == "error: command line \"stepz=5\": unknown key 'stepz', did you mean 'steps'?\n  fix: write steps=5\n"
   assert done.stdout == ""
   assert list(tmp_path.iterdir()) == []
 

@@ -179,6 +179,10 @@ def test_failures_of_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture):
     (["export", str(tmp_path), "--out", "gs:/x/y"], "gs:/x/y is a URL, not a path"),
     (["export", str(tmp_path), "--out", "x", "--shard-size", "5GiB"], "shard size '5GiB'"),
     (["export", str(tmp_path), "--out", "x", "steps=5"], "unknown word 'steps=5'"),
+    (
+      ["export", str(tmp_path), "--out", "x", "--format", "gguf"],
+      "options are --out, --dtype, --shard-size, --merge, --adapter",
+    ),
     (["import", "--out", str(tmp_path / "x")], "needs HF_DIR"),
     (["import", str(tmp_path), "--out", str(tmp_path / "x")], "has no config.json"),
     (["import", str(checkpoint("gemma3_text")), "--out", str(tmp_path / "x"), "weight_dtyp=float16"], "weight_dtype"),
@@ -186,6 +190,19 @@ def test_failures_of_the_verbs(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert main(words) == 2, words
     assert message in capsys.readouterr().err
   assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_checkpoint_is_named_as_one(tmp_path: Path, capsys: pytest.CaptureFixture):
+  (tmp_path / "config.yml").touch()
+  for words in (
+    ["export", str(tmp_path), "--out", str(tmp_path / "x")],
+    ["generate", "--checkpoint", str(tmp_path), "--prompt", "a"],
+    ["train", "gemma3-tiny", f"init_from={tmp_path}"],
+  ):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "the run ended before its first one was saved\n" in said
+    assert f"\n  fix: maxtext-like train {tmp_path}/config.yml" in said
 
 
 def test_import_refuses_numbers_that_are_not_finite_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture):
