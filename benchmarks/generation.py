@@ -102,7 +102,7 @@ def measure(case: Case, decode: str) -> dict[str, Any]:
   from maxtext_like.config.load import load_config
   from maxtext_like.generation import shapes
   from maxtext_like.generation.sampling import Sampling
-  from maxtext_like.generation.schedule import Request, Schedule
+  from maxtext_like.generation.scheduler import Request, Scheduler
   from maxtext_like.generation.slots import TOKENS_PER_CALL, Draft
   from maxtext_like.generation.weights import DecodingWeights
   from maxtext_like.models.model import make_model
@@ -135,10 +135,10 @@ def measure(case: Case, decode: str) -> dict[str, Any]:
   def run(requests: list[Request]) -> float:
     begin = time.perf_counter()
     turn = TOKENS_PER_CALL
-    schedule = Schedule(decoder, weights.for_decoding, requests, Sampling(), frozenset(), largest=slots, turn=turn, **how)
-    made = sum(len(piece.tokens) for pieces in schedule.run() for piece in pieces)
+    scheduler = Scheduler(decoder, weights.for_decoding, requests, Sampling(), frozenset(), largest=slots, turn=turn, **how)
+    made = sum(len(piece.tokens) for pieces in scheduler.run() for piece in pieces)
     assert made == sum(r.limit for r in requests)
-    passes.append(schedule.made / max(1, schedule.passes) if how else 1.0)
+    passes.append(scheduler.made / max(1, scheduler.passes) if how else 1.0)
     return time.perf_counter() - begin
 
   # Shorter answers that need the same capacity of the caches, a multiple of 128, use the same compiled programs.

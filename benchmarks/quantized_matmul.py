@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from maxtext_like.capacity.chips import find_chip
 from maxtext_like.layers.kernels.quantized_matmul import quantized_matmul
-from maxtext_like.layers.quantization.quantized import CODES, FORMS, Plan
+from maxtext_like.layers.quantization.quantized import CODES, FORMS, MatrixView
 
 SIZES = {"gate, up": (5376, 21504), "down": (21504, 5376), "q": (5376, 8192), "k, v": (5376, 4096), "o": (8192, 5376)}
 WEIGHTS = 8
@@ -27,8 +27,8 @@ REPEATS = 5
 
 def weights(form: str, K: int, M: int) -> list[dict[str, jax.Array]]:
   """Returns the stored arrays of several random weights."""
-  of, plan = FORMS[form], Plan((), (K,), (M,), (None, None))  # pyright: ignore[reportArgumentType]
-  make = jax.jit(lambda seed: of.quantize(plan, jax.random.normal(jax.random.key(seed), (K, M))))
+  of, view = FORMS[form], MatrixView((), (K,), (M,), (None, None))  # pyright: ignore[reportArgumentType]
+  make = jax.jit(lambda seed: of.quantize(view, jax.random.normal(jax.random.key(seed), (K, M))))
   return [make(seed) for seed in range(WEIGHTS)]
 
 
@@ -45,9 +45,9 @@ def by_kernel(form: str, x: jax.Array, stored: Any, M: int, *, interpret: bool) 
 
 def by_xla(form: str, x: jax.Array, stored: Any, M: int) -> jax.Array:
   """Computes the product with the dequantized weight."""
-  of, plan = FORMS[form], Plan((), (x.shape[1],), (M,), (None, None))  # pyright: ignore[reportArgumentType]
+  of, view = FORMS[form], MatrixView((), (x.shape[1],), (M,), (None, None))  # pyright: ignore[reportArgumentType]
   x, stored = jax.lax.optimization_barrier((x, stored))
-  return jnp.dot(x, of.values(plan, stored, "bfloat16"), preferred_element_type=jnp.float32)
+  return jnp.dot(x, of.values(view, stored, "bfloat16"), preferred_element_type=jnp.float32)
 
 
 def seconds(multiply: Any, form: str, x: jax.Array, stored: list[Any], M: int) -> float:

@@ -119,7 +119,7 @@ def _does_not_fit(program: TrainProgram, compiled: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LayerPlace:
   """Where in the model a tensor of an equation is.
 
   Attributes:
@@ -133,7 +133,7 @@ class Place:
   axis: int | None = None
 
 
-def place_of(decoder: Decoder, path: str) -> Place:
+def place_of(decoder: Decoder, path: str) -> LayerPlace:
   """Parse the scopes that ``Decoder`` leaves in a path: ``scan/stack_0/layer_2/mlp``, or ``row_1/stack_0/layer_2/mlp``."""
   parts = path.split("/")
   stacks = {s.name: s for s in decoder.stacks}
@@ -143,7 +143,7 @@ def place_of(decoder: Decoder, path: str) -> Place:
   known = lambda p: re.fullmatch(r"[A-Za-z_]\w*", p) and p not in (*_LOOPS, *stacks) and not p.startswith(("remat", "custom_"))
   scopes = tuple(p for p in after if known(p) and p not in ("checkpoint", "closed_call", "shard_map"))
   if where is None or inner is None:
-    return Place(scopes)
+    return LayerPlace(scopes)
   s, j = stacks[parts[where]], int(parts[inner].removeprefix("layer_"))
   rows = [(i, int(p.removeprefix("row_"))) for i, p in enumerate(parts[:where]) if re.fullmatch(r"row_\d+", p)]
   layer = lambda row: s.first + row * len(s.layers) + j
@@ -151,7 +151,7 @@ def place_of(decoder: Decoder, path: str) -> Place:
   if rows:
     at, first = rows[-1]
     if not any(p in _LOOPS for p in parts[at:where]):
-      return Place(scopes, (layer(first),))
+      return LayerPlace(scopes, (layer(first),))
     # Rows with the same precision have a separate scan.
     length, starts = 0, 0
     for length, _ in s.split(decoder.layers):
@@ -160,8 +160,8 @@ def place_of(decoder: Decoder, path: str) -> Place:
       starts += length
   axis = sum(p in _LOOPS for p in parts[:where]) - 1
   if axis < 0:  # jax computes values that are the same in every layer once, before the scan
-    return Place(scopes)
-  return Place(scopes, tuple(layer(first + row) for row in range(length)), axis)
+    return LayerPlace(scopes)
+  return LayerPlace(scopes, tuple(layer(first + row) for row in range(length)), axis)
 
 
 def line_of(frames: Sequence[str]) -> str:
@@ -177,13 +177,13 @@ def _parameter(tensor: Tensor, *, in_layer: bool) -> str:
   return ".".join(keys[2:] if in_layer else keys)
 
 
-def _call(t: Tensor, place: Place) -> tuple:
+def _call(t: Tensor, place: LayerPlace) -> tuple:
   """Return a key that is the same for all equations of one product."""
   asked = [f for f in t.frames if not f.rsplit(":", 1)[0].endswith(_HELPERS)]
   return place, tuple(asked[:2]) if t.op in _PRODUCTS else id(t)  # several products can have the same line in one method
 
 
-def _labels(tensors: Sequence[Tensor], places: Sequence[Place]) -> list[str]:
+def _labels(tensors: Sequence[Tensor], places: Sequence[LayerPlace]) -> list[str]:
   """Return readable names of tensors: the parameter that the equation reads, or the innermost named scopes.
 
   The equation of a product's cotangent for the parameter does not read the parameter; it is named like the product.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.errors import RetryableError, UserError
-from maxtext_like.generation.schedule import Request
+from maxtext_like.generation.scheduler import Request
 from maxtext_like.generation.texts import Options
 from maxtext_like.strict_json import NotJsonError, loads, printable
 

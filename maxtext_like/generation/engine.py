@@ -1,4 +1,4 @@
-"""Generates answers to a batch of prompts of any lengths. ``schedule`` has the loop, ``slots`` the programs on the device.
+"""Generates answers to a batch of prompts of any lengths. ``scheduler`` has the loop, ``slots`` the programs on the device.
 
 B rows, T prompt positions.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from maxtext_like.errors import UserError
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.schedule import Request, Schedule
+from maxtext_like.generation.scheduler import Request, Scheduler
 from maxtext_like.generation.slots import TOKENS_PER_CALL
 from maxtext_like.layers.decoder import Decoder
 
@@ -160,8 +160,8 @@ def generate(
   """
   check(prompts, decoder, max_tokens)
   requests = requests_of(prompts, max_tokens=max_tokens, seed=sampling.seed)
-  schedule = Schedule(decoder, params, requests, sampling, stop, largest=slots, turn=turn, on_clamped=on_clamped)
-  for pieces in schedule.run():
+  scheduler = Scheduler(decoder, params, requests, sampling, stop, largest=slots, turn=turn, on_clamped=on_clamped)
+  for pieces in scheduler.run():
     rows: list[list[int]] = [[] for _ in prompts.tokens]
     for piece in pieces:
       rows[piece.request] += piece.tokens

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.engine import SLOTS, Prompts, check, requests_of
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.schedule import Schedule
+from maxtext_like.generation.scheduler import Scheduler
 from maxtext_like.generation.slots import TOKENS_PER_CALL, Draft
 from maxtext_like.generation.speculative import MOST_PROPOSED
 from maxtext_like.layers.decoder import Decoder
@@ -179,7 +179,7 @@ class Texts:
     self.options = options
     self._decoder, self._mesh, self._on_clamped = decoder, mesh, on_clamped
     self._draft = None if draft is None else Draft(draft, options.draft_tokens)
-    self._schedule: Schedule | None = None
+    self._scheduler: Scheduler | None = None
     self.requests = requests_of(
       prompts,
       max_tokens=options.max_tokens,
@@ -196,9 +196,9 @@ class Texts:
   @property
   def tokens_per_pass(self) -> float | None:
     """Mean number of tokens that a pass of the model has made, if there is a draft model; None if there is none."""
-    if self._draft is None or self._schedule is None or not self._schedule.passes:
+    if self._draft is None or self._scheduler is None or not self._scheduler.passes:
       return None
-    return self._schedule.made / self._schedule.passes
+    return self._scheduler.made / self._scheduler.passes
 
   def run(self, params: Any, *, draft_params: Any = None, texts: bool = True) -> Iterator[list[TextPiece]]:
     """Generate. Yield new parts of answers until all have ended.
@@ -212,7 +212,7 @@ class Texts:
     texts = texts or bool(options.stop_strings)
     # The host finds stop strings, and an answer with one must not use its slot much longer.
     turn = min(options.turn, STREAMED_TURN) if options.stop_strings else options.turn
-    schedule = self._schedule = Schedule(
+    scheduler = self._scheduler = Scheduler(
       self._decoder,
       params,
       self.requests,
@@ -230,7 +230,7 @@ class Texts:
       draft=self._draft,
       draft_params=draft_params,
     )
-    for pieces in schedule.run():
+    for pieces in scheduler.run():
       found = []
       for piece in pieces:
         answer = self.answers[piece.request][piece.sample]
@@ -242,6 +242,6 @@ class Texts:
         answer.ended, answer.error = piece.ended, piece.error
         text = answer.new_text() if texts else ""
         if answer.ended and not piece.ended:
-          schedule.cancel(piece.request, piece.sample)
+          scheduler.cancel(piece.request, piece.sample)
         found.append(TextPiece(prompt=piece.request, sample=piece.sample, text=text, ended=answer.ended))
       yield found

@@ -46,7 +46,7 @@ class DecodingWeights:
 
   @property
   def for_decoding(self) -> Any:
-    """The parameters for ``Schedule``: rows apart and rounded, except on a CPU."""
+    """The parameters for ``Scheduler``: rows apart and rounded, except on a CPU."""
     if self._params is None:  # reading them again has failed
       self._params, self._changed = self._read(), False
     if self._splits:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from maxtext_like.numerics import jaxprs, tensor_statistics
-from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Plan, Site, propagates
+from maxtext_like.numerics.plan import SUBSET, Body, Frame, Node, Site, XrayPlan, propagates
 
 Signs = frozenset  # of "+", "-", "nan"
 _NONE: Signs = frozenset()
@@ -102,7 +102,7 @@ class Findings:
   sure: frozenset[int] = frozenset()  # orders of the faults that certainly reached an output
 
 
-def search(plan: Plan, data, n_outputs: int) -> Findings:
+def search(plan: XrayPlan, data, n_outputs: int) -> Findings:
   """Replay a program's data (host arrays); the rules are described at the top of the module. Returns at once if every number is
   finite."""
   if not _any_bad(data):

@@ -17,7 +17,7 @@ from jax import core, lax
 
 from maxtext_like.layers.partition import vary
 from maxtext_like.numerics import jaxprs, tensor_statistics
-from maxtext_like.numerics.plan import Body, Frame, Node, Plan
+from maxtext_like.numerics.plan import Body, Frame, Node, XrayPlan
 
 _NEVER = np.iinfo(np.int32).max
 _HISTORY_BYTES = 4 << 20
@@ -26,7 +26,7 @@ _HISTORY_BYTES = 4 << 20
 class Interpreter:
   """Runs a plan. `while_history` is the number of iterations of a while loop whose statistics are kept separately."""
 
-  def __init__(self, plan: Plan, while_history: int):
+  def __init__(self, plan: XrayPlan, while_history: int):
     self.plan, self.while_history = plan, while_history
 
   def program(self, args: Sequence[Any]) -> tuple[list[Any], Any]:

@@ -106,7 +106,7 @@ class Frame:
 
 
 @dataclasses.dataclass(eq=False)
-class Plan:
+class XrayPlan:
   """The complete program: the top frame, the sites of its inputs and constants, and the primitives that were not entered."""
 
   frame: Frame
@@ -115,7 +115,7 @@ class Plan:
   opaque: dict[str, int]
 
 
-def build(closed, input_names: Sequence[str], *, light: bool, only: str | None) -> Plan:
+def build(closed, input_names: Sequence[str], *, light: bool, only: str | None) -> XrayPlan:
   """Build the plan of a closed jaxpr. `only` is a regular expression for "path source op"; tensors that do not match are
   measured lightly."""
   return _Builder(light, re.compile(only) if only else None).program(closed, input_names)
@@ -129,14 +129,14 @@ class _Builder:
     self.backward_seen = False
     self.held: dict[Any, str] = {}  # variable -> the input whose value it has, see Site.reads
 
-  def program(self, closed, names) -> Plan:
+  def program(self, closed, names) -> XrayPlan:
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     frame = Frame()
     self.hold(jaxpr.invars, names)
     inputs = [self.input(frame, v, name) for v, name in zip(jaxpr.invars, names, strict=True)]
     const_sites = [self.input(frame, v, f"constant {v.aval.str_short()}") for v in jaxpr.constvars]
     frame.body = self.make_body(frame, jaxpr, consts, "", "")
-    return Plan(frame, inputs, const_sites, self.opaque)
+    return XrayPlan(frame, inputs, const_sites, self.opaque)
 
   def input(self, frame: Frame, var, name: str) -> Site | None:
     if not jaxprs.is_float(var.aval):
@@ -336,7 +336,7 @@ class MeasuredTensors:
     key: regular expression for more key tensors, searched in "path file:line op".
   """
 
-  def __init__(self, plan: Plan, detail: frozenset[int], key: str | None = None):
+  def __init__(self, plan: XrayPlan, detail: frozenset[int], key: str | None = None):
     self.plan, self._wanted = plan, re.compile(key) if key else None
     self._parents: dict[int, Sites] = {}
     self._propagated: set[Site] = set()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext_like.layers.quantization.quantized import CODES, FORMS, FormName, Plan
+from maxtext_like.layers.quantization.quantized import CODES, FORMS, FormName, MatrixView
 from maxtext_like.numerics.attention_selfcheck import CaseResult
 from maxtext_like.numerics.selfcheck_programs import compile_together, run_alone
 
@@ -44,18 +44,18 @@ def self_test(shape: QuantizedShape, multiply: Any = None) -> list[CaseResult]:
   form, rng = FORMS[shape.form], np.random.default_rng(0)
   abstract = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
-  def stored_and_exact(plan: Any, w: Any) -> tuple[Any, Any]:
+  def stored_and_exact(view: Any, w: Any) -> tuple[Any, Any]:
     """The arrays as the kernel reads them, and the dequantized weight."""
-    stored = form.quantize(plan, w)
-    return stored | {CODES: jnp.swapaxes(stored[CODES], 0, 1)}, form.values(plan, stored, "float32")
+    stored = form.quantize(view, w)
+    return stored | {CODES: jnp.swapaxes(stored[CODES], 0, 1)}, form.values(view, stored, "float32")
 
   # Compile everything at the same time.
   given, programs = {}, {}
   for R, K, M in _SIZES:
-    name, plan = f"{R} rows, {K} x {M}", Plan((), (K,), (M,), (None, None))
+    name, view = f"{R} rows, {K} x {M}", MatrixView((), (K,), (M,), (None, None))
     draw = lambda *size: rng.standard_normal(size, np.float32)
     x, w = draw(R, K).astype(jnp.dtype(shape.dtype)), draw(K, M) * draw(K, 1)
-    given[name], make = (x, w), functools.partial(stored_and_exact, plan)
+    given[name], make = (x, w), functools.partial(stored_and_exact, view)
     run = lambda x, stored, M=M: multiply(shape.form, x, stored, M, values=form.table)
     programs[name, "exact"] = jax.jit(make), abstract((w,))
     programs[name, "tried"] = jax.jit(run), (abstract(x), jax.eval_shape(make, w)[0])

@@ -17,7 +17,7 @@ import numpy as np
 from maxtext_like.numerics import cause as cause_search
 from maxtext_like.numerics.cause import over_shards
 from maxtext_like.numerics.explain import Cause, explain, number
-from maxtext_like.numerics.plan import Frame, Plan, Site
+from maxtext_like.numerics.plan import Frame, Site, XrayPlan
 from maxtext_like.numerics.tensor_statistics import FORMATS, Stats, decode
 
 
@@ -209,7 +209,7 @@ class Report:
     return page(title, self.summary(), self.faults, self.tensors)
 
 
-def build(plan: Plan, data, findings: cause_search.Findings, outputs: Any, output_names: Sequence[str]) -> Report:
+def build(plan: XrayPlan, data, findings: cause_search.Findings, outputs: Any, output_names: Sequence[str]) -> Report:
   """Build a report from a program's data (host arrays) and the findings of the cause search."""
   reached: dict[int, list[str]] = {}
   for index, orders in findings.reached:

@@ -12,7 +12,7 @@ import jax
 from maxtext_like.errors import UserError
 from maxtext_like.layers.param import Param
 from maxtext_like.layers.partition import Mesh, axes_of
-from maxtext_like.layers.quantization.quantized import CODES, Form, Plan
+from maxtext_like.layers.quantization.quantized import CODES, Form, MatrixView
 from maxtext_like.layers.sharding_rules import GATHERED, Rules
 
 Axes = tuple[str, ...]
@@ -79,13 +79,13 @@ def require_unsplit_blocks(weights: Mapping[tuple[str, ...], Param], form: Form,
   """
   faults: dict[tuple[str | None, int, Axes], str] = {}
   for path, p in weights.items():
-    plan, codes = Plan.of(p), form.params(Plan.of(p))[CODES]
+    view, codes = MatrixView.of(p), form.params(MatrixView.of(p))[CODES]
     split = [*rules.spec(codes.shape, codes.axes, mesh), *(None,) * len(codes.shape)]
-    for axis, size, block in ((plan.input, plan.K, form.input_block), (plan.input + 1, plan.M, form.output_block)):
+    for axis, size, block in ((view.input, view.K, form.input_block), (view.input + 1, view.M, form.output_block)):
       axes = axes_of(split[axis])
       ways = math.prod(mesh.shape[a] for a in axes)
       if codes.axes[axis] not in GATHERED and ways > 1 and size % (ways * block):
-        what = f"{'/'.join(path)}: {size} {'inputs' if axis == plan.input else 'outputs'} in blocks of {block}"
+        what = f"{'/'.join(path)}: {size} {'inputs' if axis == view.input else 'outputs'} in blocks of {block}"
         faults.setdefault((codes.axes[axis], size, axes), f"{what} over {ways} devices of the mesh axis {' x '.join(axes)}")
   if faults:
     listed = "\n  ".join(faults.values())

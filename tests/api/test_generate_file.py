@@ -17,7 +17,7 @@ from maxtext_like.cli.main import main
 from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.batch_file import job_key, prompt_key
 from maxtext_like.generation.prompts import read_prompts
-from maxtext_like.generation.schedule import Piece, Schedule, _Answer
+from maxtext_like.generation.scheduler import Piece, Scheduler, _Answer
 from maxtext_like.generation.slots import NOT_FINITE
 from tests.generation.letters import copy_golden, write_letters
 
@@ -193,7 +193,7 @@ def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, t
   model = load(folder, "dtype=float32")
   listed, capacities = read_prompts(prompts), []
 
-  def run(self: Schedule) -> Iterator[list[Piece]]:
+  def run(self: Scheduler) -> Iterator[list[Piece]]:
     """Answer "a" and "hello there", and fail for the other prompts."""
     capacities.append(self._longest)
     for i, request in enumerate(self._requests):
@@ -202,7 +202,7 @@ def test_failures_of_a_continued_job_name_the_line_of_the_prompt(folder: Path, t
       tokens = [11, 12, 13] if len(request.tokens) in (2, 12) else [11, NOT_FINITE]
       yield [self._piece(answer, np.array(tokens), np.zeros(len(tokens), bool))]
 
-  monkeypatch.setattr(Schedule, "run", run)
+  monkeypatch.setattr(Scheduler, "run", run)
   monkeypatch.setattr(Pretrained, "decoding_params", {"stack_0": (), "stack_1": (), "x": 1})
   lines = {f"with index {i}: {prompts}:{2 * i + 1}, token 1 of the answer" for i in (0, 3)}
   for _ in range(2):

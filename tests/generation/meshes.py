@@ -12,7 +12,7 @@ import numpy as np
 
 from maxtext_like.config.load import load_config
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.schedule import Request, Schedule
+from maxtext_like.generation.scheduler import Request, Scheduler
 from maxtext_like.generation.slots import Draft
 from maxtext_like.models.model import make_model
 from maxtext_like.sharding.mesh import make_mesh
@@ -32,13 +32,13 @@ def answers(name: str, words: list[str], devices: int, *, draft: bool) -> tuple[
   requests = [Request(tokens=tokens, limit=9, seed=1, stream=i) for i, tokens in enumerate(PROMPTS)]
   how = {"draft": Draft(model.decoder, 3), "draft_params": params} if draft else {}
   sampling = Sampling(temperature=2.0)
-  schedule = Schedule(model.decoder, params, requests, sampling, frozenset(), largest=4, logprobs=True, mesh=mesh, **how)
+  scheduler = Scheduler(model.decoder, params, requests, sampling, frozenset(), largest=4, logprobs=True, mesh=mesh, **how)
   found: dict[int, list[int]] = {}
-  for pieces in schedule.run():
+  for pieces in scheduler.run():
     for piece in pieces:
       found.setdefault(piece.request, []).extend(piece.tokens)
-  assert not draft or schedule.made > 3.5 * schedule.passes
-  return found, str(jax.tree.leaves(schedule.state.cache)[0].sharding.spec)
+  assert not draft or scheduler.made > 3.5 * scheduler.passes
+  return found, str(jax.tree.leaves(scheduler.state.cache)[0].sharding.spec)
 
 
 if __name__ == "__main__":

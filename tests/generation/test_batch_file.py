@@ -12,7 +12,7 @@ import pytest
 from maxtext_like.errors import RetryableError, UserError
 from maxtext_like.generation.batch_file import _NOT_DECISIVE, BatchFile, job_key, key_of, prompt_key
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.schedule import Request
+from maxtext_like.generation.scheduler import Request
 from maxtext_like.generation.texts import Options
 
 KEYS = [key_of(prompt, {"seed": 1}, "model") for prompt in ("a", "b", "c")]

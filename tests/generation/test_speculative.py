@@ -8,7 +8,7 @@ import pytest
 from maxtext_like.config.load import load_config
 from maxtext_like.errors import NonFiniteError
 from maxtext_like.generation.sampling import Sampling, log_probabilities
-from maxtext_like.generation.schedule import Request, Schedule
+from maxtext_like.generation.scheduler import Request, Scheduler
 from maxtext_like.generation.slots import Draft
 from maxtext_like.generation.speculative import accept_or_draw
 from maxtext_like.models.build import build_decoder, precision_of
@@ -59,17 +59,17 @@ def requests(*numbers: int, answers: int = 1, limit: int = LENGTH) -> list[Reque
 
 
 def run(model, asked, draft=None, tokens=3, *, slots=SLOTS, sampling=SAMPLED, stop=(NEVER,), **options):
-  """Returns {(number of the prompt, sample): (tokens, log-probabilities of both kinds, why it ended)} and the schedule."""
+  """Returns {(number of the prompt, sample): (tokens, log-probabilities of both kinds, why it ended)} and the scheduler."""
   decoder, params = model
   if draft is not None:
     options |= {"draft": Draft(draft[0], tokens), "draft_params": draft[1]}
-  schedule = Schedule(decoder, params, asked, sampling, frozenset(stop), largest=slots, least=slots, logprobs=True, **options)
+  scheduler = Scheduler(decoder, params, asked, sampling, frozenset(stop), largest=slots, least=slots, logprobs=True, **options)
   found: dict[tuple[int, int], tuple] = {}
-  for piece in (piece for pieces in schedule.run() for piece in pieces):
+  for piece in (piece for pieces in scheduler.run() for piece in pieces):
     key = asked[piece.request].stream // 10, piece.sample
     tokens, own, of_model, _ = found.get(key, ([], [], [], None))
     found[key] = (tokens + piece.tokens, own + piece.logprobs, of_model + piece.model_logprobs, piece.ended)
-  return found, schedule
+  return found, scheduler
 
 
 def same_answers(one, two):
@@ -89,15 +89,15 @@ def test_greedy_answers_are_those_without_a_draft_model(model, kind):
   stop = [plain[1, 0][0][6]]
   plain, _ = run(model, asked, stop=stop, **how)
   assert {values[3] for values in plain.values()} == {"stop", "length"}
-  found, schedule = run(model, asked, draft, stop=stop, **how)
+  found, scheduler = run(model, asked, draft, stop=stop, **how)
   same_answers(found, plain)
-  per_pass = schedule.made / schedule.passes
+  per_pass = scheduler.made / scheduler.passes
   assert {"far": per_pass < 1.5, "near": 1.5 < per_pass < 3.9, "model": 3 < per_pass <= 4}[kind], per_pass
 
 
 def test_answers_do_not_depend_on_other_answers_slots_or_turns(model, other):
-  together, schedule = run(model, requests(0, 1, 2, 3), other)
-  assert 1.1 < schedule.made / schedule.passes < 3.9, "some proposals are accepted, others not"
+  together, scheduler = run(model, requests(0, 1, 2, 3), other)
+  assert 1.1 < scheduler.made / scheduler.passes < 3.9, "some proposals are accepted, others not"
   assert all(len(values[0]) == len(values[1]) == len(values[2]) and values[3] == "length" for values in together.values())
   several, _ = run(model, [*requests(3, 2), *requests(1, 0, answers=2)], other, turn=4)
   assert {key: several[key] for key in together} == together
@@ -111,8 +111,8 @@ def test_entries_of_a_draft_model_that_are_not_finite_do_not_remain_in_a_slot(mo
   decoder, params = other
   broken = jax.tree.map(np.copy, params)
   next(iter(broken["embedding"].values()))[60:65] = np.nan
-  alone, schedule = run(model, requests(0, 1, 2, 3), (decoder, broken))
-  assert schedule.made / schedule.passes > 1.1, "most tokens can be proposed"
+  alone, scheduler = run(model, requests(0, 1, 2, 3), (decoder, broken))
+  assert scheduler.made / scheduler.passes > 1.1, "most tokens can be proposed"
   first = [Request(tokens=[50 + i], limit=30, seed=9, stream=10 * (4 + i)) for i in range(SLOTS)]
   found, _ = run(model, [*first, *requests(0, 1, 2, 3)], (decoder, broken))
   assert all(set(found[4 + i, 0][0][20:]) & set(range(60, 65)) for i in range(SLOTS))
@@ -128,8 +128,8 @@ def test_growing_8_bit_caches_with_arrays_of_each_layer(model, monkeypatch):
   plain, _ = run(model, requests(0, 3, limit=30), **how)
   monkeypatch.setattr("maxtext_like.generation.shapes._GROWS_FROM", 48)
   monkeypatch.setattr("maxtext_like.generation.shapes._MULTIPLE", 4)
-  found, schedule = run(model, requests(0, 3, limit=30), draft, 6, turn=8, **how)
-  assert schedule._capacity == 64, "16 + 33 tokens, and 12 for proposals"
+  found, scheduler = run(model, requests(0, 3, limit=30), draft, 6, turn=8, **how)
+  assert scheduler._capacity == 64, "16 + 33 tokens, and 12 for proposals"
   assert {key: values[0] for key, values in found.items()} == {key: values[0] for key, values in plain.items()}
 
 
@@ -140,10 +140,10 @@ def test_a_draft_model_with_numbers_that_are_not_finite_changes_nothing(model, p
   broken = jax.tree.map(np.copy, params)
   table = broken["embedding"]["table"] if "table" in broken["embedding"] else next(iter(broken["embedding"].values()))
   table[slice(None) if part == "all" else plain[0, 0][0][2]] = np.nan
-  found, schedule = run(model, requests(0, 1), (decoder, broken), sampling=GREEDY)
+  found, scheduler = run(model, requests(0, 1), (decoder, broken), sampling=GREEDY)
   same_answers(found, plain)
   if part == "all":
-    assert schedule.made == schedule.passes, "no proposal is accepted"
+    assert scheduler.made == scheduler.passes, "no proposal is accepted"
 
 
 def test_logits_of_the_model_that_are_not_finite_are_an_error(model):
@@ -166,8 +166,8 @@ def test_sampled_answers_have_the_distribution_of_the_model():
   penalties = {"repetition_penalty": 1.6, "presence_penalty": 0.3, "frequency_penalty": 0.7, "min_tokens": 3}
   sampling = Sampling(temperature=5.0, top_p=0.9, **penalties)
   ask = [Request(tokens=prompt, limit=3, seed=8, stream=0, answers=count)]
-  found, schedule = run(model, ask, draft, 2, slots=256, sampling=sampling, stop=[stop])
-  assert 1.3 < schedule.made / schedule.passes < 1.9, "some proposals are accepted, others not"
+  found, scheduler = run(model, ask, draft, 2, slots=256, sampling=sampling, stop=[stop])
+  assert 1.3 < scheduler.made / scheduler.passes < 1.9, "some proposals are accepted, others not"
   seen = np.zeros((V, V, V))
   np.add.at(seen, tuple(np.array([values[0] for values in found.values()]).T), 1)
   # The probabilities after every beginning of an answer.
@@ -236,6 +236,6 @@ def test_greedy_answers_of_other_kinds_of_layers(name):
     draft = near(model)
   plain, _ = run(model, requests(0, 1, 2, 3), sampling=GREEDY)
   assert len({token for values in plain.values() for token in values[0]}) > 12
-  found, schedule = run(model, requests(0, 1, 2, 3), draft, sampling=GREEDY)
-  assert 1.2 < schedule.made / schedule.passes < 3.9, "some proposals are accepted, others not"
+  found, scheduler = run(model, requests(0, 1, 2, 3), draft, sampling=GREEDY)
+  assert 1.2 < scheduler.made / scheduler.passes < 3.9, "some proposals are accepted, others not"
   same_answers(found, plain)

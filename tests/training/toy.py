@@ -16,7 +16,8 @@ from maxtext_like.layers.param import Param, constant, init, stack
 from maxtext_like.layers.sharding_rules import RULES
 from maxtext_like.models.row_norms import row_peaks, state_peaks
 from maxtext_like.training.objectives.language_modeling import LanguageModeling
-from maxtext_like.training.optimizers.optimizer import make_optimizer, make_schedule
+from maxtext_like.training.optimizers.optimizer import make_optimizer
+from maxtext_like.training.optimizers.schedule import make_schedule
 from maxtext_like.training.step import loss_scale
 from maxtext_like.training.step.rounding import StochasticRounding
 from maxtext_like.training.step.train_step import TrainStep

@@ -13,7 +13,7 @@ from maxtext_like.config.problems import InvalidSectionError
 from maxtext_like.config.schema import LEAVES, Config
 from maxtext_like.config.training_keys import TrainingConfig
 from maxtext_like.config.yaml_file import to_text
-from maxtext_like.training.optimizers.optimizer import make_schedule
+from maxtext_like.training.optimizers.schedule import make_schedule
 from maxtext_like.training.step import kept_moments
 from maxtext_like.training.step.program import TrainProgram
 

@@ -17,7 +17,7 @@ from maxtext_like.models import float8_products
 from maxtext_like.models.adapter import Adapter
 from maxtext_like.models.naming import ADAPTER
 from maxtext_like.sharding.mesh import in_words
-from maxtext_like.training.optimizers.optimizer import make_schedule
+from maxtext_like.training.optimizers.schedule import make_schedule
 from maxtext_like.training.step.idle_losses import idle_losses
 from maxtext_like.training.step.program import TrainProgram
 

@@ -37,7 +37,8 @@ from maxtext_like.training.objectives.objective import Objective
 from maxtext_like.training.objectives.registry import make_objective
 from maxtext_like.training.optimizers import on_host
 from maxtext_like.training.optimizers.by_layer import ByLayer
-from maxtext_like.training.optimizers.optimizer import make_optimizer, make_schedule
+from maxtext_like.training.optimizers.optimizer import make_optimizer
+from maxtext_like.training.optimizers.schedule import make_schedule
 from maxtext_like.training.step import compiler_options, kept_moments, loss_scale
 from maxtext_like.training.step.in_backward.step import StepInBackward
 from maxtext_like.training.step.rounding import StochasticRounding

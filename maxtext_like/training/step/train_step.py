@@ -44,7 +44,8 @@ from maxtext_like.models.row_norms import (
 )
 from maxtext_like.numerics import probe_statistics
 from maxtext_like.training.objectives.objective import Objective
-from maxtext_like.training.optimizers.optimizer import Optimizer, Schedule
+from maxtext_like.training.optimizers.optimizer import Optimizer
+from maxtext_like.training.optimizers.schedule import Schedule
 from maxtext_like.training.step import loss_scale, update_retention
 from maxtext_like.training.step.rounding import StochasticRounding
 from maxtext_like.training.step.router_bias import RouterBias

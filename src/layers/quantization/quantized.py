@@ -37,7 +37,7 @@ SCALES = "scales"
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatrixView:
   """The axes of a weight in groups: experts, inputs, outputs.
 
   Attributes:
@@ -53,8 +53,8 @@ class Plan:
   axes: tuple[str | None, ...]
 
   @classmethod
-  def of(cls, p: Param) -> "Plan":
-    """Create the plan of a declared weight, of one layer or stacked. Raise a ValueError if it is a table."""
+  def of(cls, p: Param) -> "MatrixView":
+    """Create the view of a declared weight, of one layer or stacked. Raise a ValueError if it is a table."""
     # Experts, then inputs, then outputs: other orders of axes are not supported.
     own, layout = one_layer(p), Layout.of(p)
     lead = len(layout.group)
@@ -105,21 +105,21 @@ class Form(abc.ABC):
   """The same for outputs, all of them as one axis."""
 
   @abc.abstractmethod
-  def params(self, plan: Plan) -> dict[str, Param]:
+  def params(self, view: MatrixView) -> dict[str, Param]:
     """Declare the stored arrays of a weight of one layer."""
 
   @abc.abstractmethod
-  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, view: MatrixView, x: jax.Array) -> Arrays:
     """Quantize a weight [E?, K, M] in float32."""
 
   @abc.abstractmethod
-  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
+  def values(self, view: MatrixView, stored: Arrays, dtype: str) -> jax.Array:
     """Dequantize to [E?, K, M] in a dtype, rounded once."""
 
 
-def _stored(plan: Plan, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str) -> Param:
-  lead = len(plan.experts)
-  return Param((*plan.experts, *shape), (*plan.axes[:lead], *axes), dtype, constant(0), trainable=False)
+def _stored(view: MatrixView, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: str) -> Param:
+  lead = len(view.experts)
+  return Param((*view.experts, *shape), (*view.axes[:lead], *axes), dtype, constant(0), trainable=False)
 
 
 def _blocks(size: int, block: int) -> int:
@@ -183,13 +183,13 @@ class BFloat16Form(Form):
 
   name: ClassVar[FormName] = "bfloat16"
 
-  def params(self, plan: Plan) -> dict[str, Param]:
-    return {CODES: _stored(plan, (plan.K, plan.M), plan.axes[plan.input :], "bfloat16")}
+  def params(self, view: MatrixView) -> dict[str, Param]:
+    return {CODES: _stored(view, (view.K, view.M), view.axes[view.input :], "bfloat16")}
 
-  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, view: MatrixView, x: jax.Array) -> Arrays:
     return {CODES: x.astype(jnp.bfloat16)}
 
-  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
+  def values(self, view: MatrixView, stored: Arrays, dtype: str) -> jax.Array:
     return stored[CODES].astype(dtype)
 
 
@@ -207,19 +207,19 @@ class NF4Form(Form):
   input_block: ClassVar[int] = 64
   maxima: ClassVar[int] = 256
 
-  def params(self, plan: Plan) -> dict[str, Param]:
-    B, axes = _blocks(plan.K, self.input_block), plan.axes[plan.input :]
+  def params(self, view: MatrixView) -> dict[str, Param]:
+    B, axes = _blocks(view.K, self.input_block), view.axes[view.input :]
     return {
-      CODES: _stored(plan, (B * self.input_block // 2, plan.M), axes, "uint8"),
-      SCALES: _stored(plan, (B, plan.M), axes, "uint8"),
-      "scale_scales": _stored(plan, (_blocks(B * plan.M, self.maxima),), (None,), "float32"),
-      "scale_mean": _stored(plan, (), (), "float32"),
+      CODES: _stored(view, (B * self.input_block // 2, view.M), axes, "uint8"),
+      SCALES: _stored(view, (B, view.M), axes, "uint8"),
+      "scale_scales": _stored(view, (_blocks(B * view.M, self.maxima),), (None,), "float32"),
+      "scale_mean": _stored(view, (), (), "float32"),
     }
 
-  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, view: MatrixView, x: jax.Array) -> Arrays:
     # 4-bit codes, relative to the maximum of each block.
-    axis, lead, B = plan.input, x.shape[: plan.input], _blocks(plan.K, self.input_block)
-    x = _padded(x, axis, self.input_block).reshape(*lead, B, self.input_block, plan.M)
+    axis, lead, B = view.input, x.shape[: view.input], _blocks(view.K, self.input_block)
+    x = _padded(x, axis, self.input_block).reshape(*lead, B, self.input_block, view.M)
     largest = jnp.max(jnp.abs(x), axis=axis + 1)
     codes = _nearest(x * jnp.expand_dims(1 / _nonzero(largest), axis + 1), NF4)
     # A byte holds inputs i and i + 32 of a block. The two halves of a block are then contiguous, as in the tiles of a TPU, and
@@ -233,24 +233,24 @@ class NF4Form(Form):
     mean = total / (listed.shape[-1] + 0 * total)
     centered = _padded(listed - mean[..., None], axis, self.maxima).reshape(*lead, -1, self.maxima)
     most = jnp.max(jnp.abs(centered), axis=-1)
-    rounded = _nearest(centered * (1 / _nonzero(most))[..., None], dynamic_map()).reshape(*lead, -1)[..., : B * plan.M]
-    scales = jnp.swapaxes(rounded.reshape(*lead, plan.M, B), axis, axis + 1)
+    rounded = _nearest(centered * (1 / _nonzero(most))[..., None], dynamic_map()).reshape(*lead, -1)[..., : B * view.M]
+    scales = jnp.swapaxes(rounded.reshape(*lead, view.M, B), axis, axis + 1)
     return {
-      CODES: (first << 4 | second).reshape(*lead, -1, plan.M), SCALES: scales, "scale_scales": most, "scale_mean": mean
+      CODES: (first << 4 | second).reshape(*lead, -1, view.M), SCALES: scales, "scale_scales": most, "scale_mean": mean
     }  # fmt: skip
 
-  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    axis, B = plan.input, _blocks(plan.K, self.input_block)
-    codes, lead = stored[CODES], stored[CODES].shape[: plan.input]
-    most = _spread(stored["scale_scales"], axis, self.maxima, B * plan.M).reshape(*lead, plan.M, B)
+  def values(self, view: MatrixView, stored: Arrays, dtype: str) -> jax.Array:
+    axis, B = view.input, _blocks(view.K, self.input_block)
+    codes, lead = stored[CODES], stored[CODES].shape[: view.input]
+    most = _spread(stored["scale_scales"], axis, self.maxima, B * view.M).reshape(*lead, view.M, B)
     largest = (
       dynamic_number(stored[SCALES], _zero(stored[SCALES].astype(jnp.int32))) * jnp.swapaxes(most, axis, axis + 1)
       + stored["scale_mean"][..., None, None]
     )
-    codes = codes.reshape(*lead, B, 1, self.input_block // 2, plan.M)
-    each = (codes >> jnp.array([4, 0], jnp.uint8).reshape(2, 1, 1) & 15).reshape(*lead, B, self.input_block, plan.M)
-    x = (_chosen(each, NF4) * jnp.expand_dims(largest, axis + 1)).astype(dtype).reshape(*lead, -1, plan.M)
-    return x if x.shape[axis] == plan.K else jax.lax.slice_in_dim(x, 0, plan.K, axis=axis)
+    codes = codes.reshape(*lead, B, 1, self.input_block // 2, view.M)
+    each = (codes >> jnp.array([4, 0], jnp.uint8).reshape(2, 1, 1) & 15).reshape(*lead, B, self.input_block, view.M)
+    x = (_chosen(each, NF4) * jnp.expand_dims(largest, axis + 1)).astype(dtype).reshape(*lead, -1, view.M)
+    return x if x.shape[axis] == view.K else jax.lax.slice_in_dim(x, 0, view.K, axis=axis)
 
 
 @dataclass(frozen=True)
@@ -259,21 +259,21 @@ class Int8Form(Form):
 
   name: ClassVar[FormName] = "int8"
 
-  def params(self, plan: Plan) -> dict[str, Param]:
-    axes = plan.axes[plan.input :]
+  def params(self, view: MatrixView) -> dict[str, Param]:
+    axes = view.axes[view.input :]
     return {
-      CODES: _stored(plan, (plan.K, plan.M), axes, "int8"),
-      SCALES: _stored(plan, (plan.M,), axes[1:], "float32"),
+      CODES: _stored(view, (view.K, view.M), axes, "int8"),
+      SCALES: _stored(view, (view.M,), axes[1:], "float32"),
     }
 
-  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
+  def quantize(self, view: MatrixView, x: jax.Array) -> Arrays:
     # One scale for each output.
-    scales = jnp.max(jnp.abs(x), axis=plan.input) / 127
-    codes = jnp.round(x / jnp.expand_dims(_nonzero(scales), plan.input))
+    scales = jnp.max(jnp.abs(x), axis=view.input) / 127
+    codes = jnp.round(x / jnp.expand_dims(_nonzero(scales), view.input))
     return {CODES: jnp.clip(codes, -127, 127).astype(jnp.int8), SCALES: scales}
 
-  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    return (stored[CODES].astype(jnp.float32) * jnp.expand_dims(stored[SCALES], plan.input)).astype(dtype)
+  def values(self, view: MatrixView, stored: Arrays, dtype: str) -> jax.Array:
+    return (stored[CODES].astype(jnp.float32) * jnp.expand_dims(stored[SCALES], view.input)).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -285,29 +285,29 @@ class Float8BlockForm(Form):
   output_block: ClassVar[int] = 128
   largest: ClassVar[float] = 448.0
 
-  def params(self, plan: Plan) -> dict[str, Param]:
-    axes = plan.axes[plan.input :]
-    grid = (_blocks(plan.K, self.input_block), _blocks(plan.M, self.output_block))
+  def params(self, view: MatrixView) -> dict[str, Param]:
+    axes = view.axes[view.input :]
+    grid = (_blocks(view.K, self.input_block), _blocks(view.M, self.output_block))
     return {
-      CODES: _stored(plan, (plan.K, plan.M), axes, "float8_e4m3fn"),
-      SCALES: _stored(plan, grid, axes, "float32"),
+      CODES: _stored(view, (view.K, view.M), axes, "float8_e4m3fn"),
+      SCALES: _stored(view, grid, axes, "float32"),
     }
 
-  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
-    axis, lead = plan.input, x.shape[: plan.input]
+  def quantize(self, view: MatrixView, x: jax.Array) -> Arrays:
+    axis, lead = view.input, x.shape[: view.input]
     whole = _padded(_padded(x, axis, self.input_block), axis + 1, self.output_block)
     grid = whole.reshape(*lead, -1, self.input_block, whole.shape[-1] // self.output_block, self.output_block)
     scales = jnp.max(jnp.abs(grid), axis=(axis + 1, axis + 3)) / self.largest
     # A quotient may be rounded beyond the range, where astype would give NaN: clip it.
-    codes = jnp.clip(x / self._each(plan, _nonzero(scales)), -self.largest, self.largest).astype(jnp.float8_e4m3fn)
+    codes = jnp.clip(x / self._each(view, _nonzero(scales)), -self.largest, self.largest).astype(jnp.float8_e4m3fn)
     return {CODES: codes, SCALES: scales}
 
-  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    return (stored[CODES].astype(jnp.float32) * self._each(plan, stored[SCALES])).astype(dtype)
+  def values(self, view: MatrixView, stored: Arrays, dtype: str) -> jax.Array:
+    return (stored[CODES].astype(jnp.float32) * self._each(view, stored[SCALES])).astype(dtype)
 
-  def _each(self, plan: Plan, scales: jax.Array) -> jax.Array:
+  def _each(self, view: MatrixView, scales: jax.Array) -> jax.Array:
     """Expand the scales to [E?, K, M], one for every weight."""
-    return _spread(_spread(scales, plan.input, self.input_block, plan.K), plan.input + 1, self.output_block, plan.M)
+    return _spread(_spread(scales, view.input, self.input_block, view.K), view.input + 1, self.output_block, view.M)
 
 
 @dataclass(frozen=True)
@@ -321,14 +321,14 @@ class ShapesOnly(Form):
 
   of: Form
 
-  def params(self, plan: Plan) -> dict[str, Param]:
-    return self.of.params(plan)
+  def params(self, view: MatrixView) -> dict[str, Param]:
+    return self.of.params(view)
 
-  def quantize(self, plan: Plan, x: jax.Array) -> Arrays:
-    return self.of.quantize(plan, x)
+  def quantize(self, view: MatrixView, x: jax.Array) -> Arrays:
+    return self.of.quantize(view, x)
 
-  def values(self, plan: Plan, stored: Arrays, dtype: str) -> jax.Array:
-    return jnp.broadcast_to(stored[CODES].reshape(-1)[0].astype(dtype), (*stored[CODES].shape[: plan.input], plan.K, plan.M))
+  def values(self, view: MatrixView, stored: Arrays, dtype: str) -> jax.Array:
+    return jnp.broadcast_to(stored[CODES].reshape(-1)[0].astype(dtype), (*stored[CODES].shape[: view.input], view.K, view.M))
 
 
 FORMS: dict[FormName, Form] = {form.name: form for form in (BFloat16Form(), NF4Form(), Int8Form(), Float8BlockForm())}
@@ -336,14 +336,14 @@ FORMS: dict[FormName, Form] = {form.name: form for form in (BFloat16Form(), NF4F
 
 def stored_params(form: Form, p: Param) -> dict[str, Param]:
   """Declare the stored arrays of a weight, of one layer or stacked. Raise a ValueError if it is a table."""
-  spec = form.params(Plan.of(p))
+  spec = form.params(MatrixView.of(p))
   return spec if p.rows is None else stack(spec, p.rows)
 
 
 def quantize(form: Form, p: Param, x: jax.Array) -> Arrays:
   """Quantize the weight x of one layer. p: its declaration, of one layer or stacked."""
-  plan = Plan.of(p)
-  return form.quantize(plan, plan.matrix(x.astype(jnp.float32)))
+  view = MatrixView.of(p)
+  return form.quantize(view, view.matrix(x.astype(jnp.float32)))
 
 
 @jax.tree_util.register_dataclass
@@ -377,13 +377,13 @@ class Quantized(Weight):
   @jax.named_scope("dequantize")
   def values(self, dtype: str) -> jax.Array:
     """Dequantize to the declared shape."""
-    plan = Plan.of(self.param)
-    axes = {name: p.axes for name, p in self.form.params(plan).items()}
+    view = MatrixView.of(self.param)
+    axes = {name: p.axes for name, p in self.form.params(view).items()}
     stored = {name: self._of_row(x) for name, x in self.stored.items()}
     if self.by_output:
       stored[CODES] = jnp.swapaxes(stored[CODES], -1, -2)
     stored = {name: self.rules.whole(x, *axes[name]) for name, x in stored.items()}
-    return plan.declared(self.form.values(plan, stored, dtype))
+    return view.declared(self.form.values(view, stored, dtype))
 
   def _of_row(self, x: jax.Array) -> jax.Array:
     return x if self.row is None else as_stored(jax.lax.dynamic_index_in_dim(x, self.row, keepdims=False))
@@ -421,25 +421,25 @@ class Quantized(Weight):
 
   def for_few_rows(self) -> "Quantized":
     """Return the weight with its codes in the order that the kernel for few rows reads, if that kernel multiplies by it."""
-    if self.kernel == "xla" or self.by_output or Plan.of(self.param).experts:
+    if self.kernel == "xla" or self.by_output or MatrixView.of(self.param).experts:
       return self
     codes = jnp.swapaxes(self.stored[CODES], -1, -2)
     return dataclasses.replace(self, stored=self.stored | {CODES: codes}, by_output=True)
 
   def by_kernel(self, how: Product, x: jax.Array) -> jax.Array | None:
     """Multiply by the kernel for few rows. Return None if it does not support this product."""
-    p, e, plan = how.precision, Equation.of(how.equation), Plan.of(self.param)
-    if not self.by_output or x.size > MOST_ROWS * plan.K:
+    p, e, view = how.precision, Equation.of(how.equation), MatrixView.of(self.param)
+    if not self.by_output or x.size > MOST_ROWS * view.K:
       return None
     if {self.dtype or p.dtype, p.dtype} != {"bfloat16"} or (how.large and p.matmul_dtype == "float8"):
       return None
     # The product must be one of matrices: sums over the last axes of x, and the other axes in their order.
-    n = len(plan.inputs)
+    n = len(view.inputs)
     if e.x[-n:] != e.weight[:n] or e.result != e.x[:-n] + e.weight[n:]:
       return None
-    rows, stored = x.reshape(-1, plan.K).astype(jnp.bfloat16), {name: self._of_row(a) for name, a in self.stored.items()}
-    made = quantized_matmul(self.form.name, rows, stored, plan.M, values=self.form.table)
-    return made.astype(how.out or p.dtype).reshape(*x.shape[:-n], *plan.outputs)
+    rows, stored = x.reshape(-1, view.K).astype(jnp.bfloat16), {name: self._of_row(a) for name, a in self.stored.items()}
+    made = quantized_matmul(self.form.name, rows, stored, view.M, values=self.form.table)
+    return made.astype(how.out or p.dtype).reshape(*x.shape[:-n], *view.outputs)
 
   def lookup(self, precision: Precision, index: jax.Array) -> jax.Array:
     """Raise a TypeError: a quantized weight is never a table."""

@@ -13,7 +13,7 @@ from maxtext_like.layers.kernels.quantized_matmul import MOST_ROWS, quantized_ma
 from maxtext_like.layers.param import Param, normal
 from maxtext_like.layers.precision import Precision
 from maxtext_like.layers.quantization import quantized
-from maxtext_like.layers.quantization.quantized import CODES, FORMS, NF4, FormName, Plan, Quantized, quantize
+from maxtext_like.layers.quantization.quantized import CODES, FORMS, NF4, FormName, MatrixView, Quantized, quantize
 from maxtext_like.layers.weight import product
 from tests.tiers import slow
 
@@ -25,11 +25,11 @@ def drawn(*size, seed=0):
   return jnp.asarray(np.random.default_rng(seed).normal(size=size), jnp.float32)
 
 
-def rounded_nf4(plan, stored):
+def rounded_nf4(view, stored):
   """Return the dequantized weight in float64, with the values of the codes rounded to bfloat16."""
-  ones = FORMS["nf4"].values(plan, stored | {CODES: jnp.full_like(stored[CODES], 0xFF)}, "float32")  # the maxima of the blocks
-  codes = np.asarray(stored[CODES]).reshape(-1, 32, plan.M)
-  codes = np.concatenate([codes >> 4, codes & 15], axis=1).reshape(-1, plan.M)[: plan.K]
+  ones = FORMS["nf4"].values(view, stored | {CODES: jnp.full_like(stored[CODES], 0xFF)}, "float32")  # the maxima of the blocks
+  codes = np.asarray(stored[CODES]).reshape(-1, 32, view.M)
+  codes = np.concatenate([codes >> 4, codes & 15], axis=1).reshape(-1, view.M)[: view.K]
   return np.asarray(NF4.astype(jnp.bfloat16), np.float64)[codes] * np.asarray(ones, np.float64)
 
 
@@ -38,14 +38,14 @@ def rounded_nf4(plan, stored):
 def test_products_of_dequantized_weights(form: FormName, sizes):
   """The sizes include incomplete blocks of inputs and outputs, and sums that are computed in several parts."""
   (R, K, M), of = sizes, FORMS[form]
-  plan = Plan((), (K,), (M,), (None, None))
-  stored = of.quantize(plan, drawn(K, M) * drawn(K, 1, seed=1))
+  view = MatrixView((), (K,), (M,), (None, None))
+  stored = of.quantize(view, drawn(K, M) * drawn(K, 1, seed=1))
   x = drawn(R, K, seed=2).astype(jnp.bfloat16)
   got = interpreted(form, x, stored | {CODES: stored[CODES].T}, M, values=of.table)
-  values = np.asarray(of.values(plan, stored, "float32"), np.float64)
+  values = np.asarray(of.values(view, stored, "float32"), np.float64)
   if form == "nf4":
     # The kernel rounds the values of the codes to bfloat16.
-    values = rounded_nf4(plan, stored)
+    values = rounded_nf4(view, stored)
   want = np.asarray(x, np.float64) @ values
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())

@@ -24,7 +24,7 @@ from maxtext_like.layers.partition import by_head
 from maxtext_like.layers.sharding_rules import RULES, Rules
 
 if TYPE_CHECKING:
-  from maxtext_like.layers.kernels.attention.mosaic.backward import Plan
+  from maxtext_like.layers.kernels.attention.mosaic.backward import Tiling
 
 # The kernel modules are imported on use: Pallas for GPUs takes a second to import, and every start queries this module.
 # Bytes that the backward pass may write between its kernels, by the largest width of heads. A smaller budget needs more turns.
@@ -80,17 +80,17 @@ def mosaic_flash_attention(
   Returns:
     [B, T, N, V] in the dtype of q; zeros for padding.
   """
-  from maxtext_like.layers.kernels.attention.mosaic.backward import plan, plan_of_small_parts
+  from maxtext_like.layers.kernels.attention.mosaic.backward import tiling, tiling_of_small_parts
 
   # Documents, windows and images become a range of visible keys for each query.
   images = tokens.images if bidirectional_images else None
   low_BT, high_BT = key_ranges(tokens.segments, images, batch=q_BTNH.shape[0], length=q_BTNH.shape[1], window=window)
 
-  # The plan of the backward pass depends on the sizes of one device, so it is made inside.
+  # The tiling of the backward pass depends on the sizes of one device, so it is chosen inside.
   def attend(q, k, v, low, high) -> Any:
     B, T, N, _ = q.shape
     sizes = {"B": B, "T": T, "N": N, "K": k.shape[2], "window": window, "ahead": images is not None}
-    how = plan_of_small_parts(**sizes) if in_parts else plan(**sizes, budget=_budget(q, v))
+    how = tiling_of_small_parts(**sizes) if in_parts else tiling(**sizes, budget=_budget(q, v))
     return _attend((scale, soft_cap, how, interpret), q, k, v, low, high)
 
   return by_head(rules, attend, q_BTNH, k_BTKH, v_BTKV, low_BT, high_BT)
@@ -125,7 +125,7 @@ def key_ranges(
   return low, high
 
 
-_Static = tuple[float, float | None, "Plan", Any]
+_Static = tuple[float, float | None, "Tiling", Any]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

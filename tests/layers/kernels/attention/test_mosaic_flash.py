@@ -15,7 +15,7 @@ from maxtext_like.layers.attention.masks import Tokens, attention_mask
 from maxtext_like.layers.attention.rope import RopeConfig
 from maxtext_like.layers.context import Context
 from maxtext_like.layers.kernels.attention import mosaic_flash
-from maxtext_like.layers.kernels.attention.mosaic.backward import plan
+from maxtext_like.layers.kernels.attention.mosaic.backward import tiling
 from maxtext_like.layers.kernels.attention.mosaic_flash import key_ranges, mosaic_flash_attention
 from maxtext_like.layers.kernels.attention.registry import attend, choose
 from maxtext_like.layers.precision import Precision
@@ -81,9 +81,9 @@ def test_what_a_query_sees_is_a_stretch_of_keys(window, with_segments, with_imag
 @pytest.mark.parametrize(("B", "T", "N", "K"), [(2, 4096, 32, 4), (1, 32768, 8, 1), (3, 384, 6, 3)])
 @pytest.mark.parametrize("budget", mosaic_flash._BUDGETS.values())
 def test_what_the_backward_pass_writes_stays_within_its_budget(B, T, N, K, window, ahead, budget):
-  """The plan of the backward pass divides queries and heads evenly, and its buffer is within the memory budget. The buffer has
+  """The backward pass divides queries and heads evenly, and its buffer is within the memory budget. The buffer has
   room for all tiles of keys that the queries of a turn see."""
-  how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
+  how = tiling(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
   assert (T // 128) % how.tiles == B * K % how.heads == 0
   assert how.heads % K == 0 or K % how.heads == 0
   assert how.heads * how.capacity * (N // K) * 2 * 2 * 128 * 256 <= budget

@@ -32,7 +32,7 @@ _STAGES_OF_SCORES, _STAGES = 3, 4  # copies in flight: in the scores kernel, in 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Tiling:
   """The amount of work done at a time.
 
   Attributes:
@@ -48,8 +48,8 @@ class Plan:
   heads: int
 
 
-def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, budget: int) -> Plan:
-  """Return the plan for a shape.
+def tiling(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, budget: int) -> Tiling:
+  """Return the tiling for a shape.
 
   Args:
     B, T, N, K: sizes of the arguments.
@@ -75,17 +75,17 @@ def plan(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool, bud
   tiles = next((n for n in _divisors(rows) if capacity(n) * size <= budget), 1)
   most = budget // (capacity(tiles) * size)
   heads = next((n for n in _divisors(B * K) if n <= most and (K % n == 0 or n % K == 0)), 1)
-  return Plan(tiles=tiles, capacity=capacity(tiles), longest=max(seen), heads=heads)
+  return Tiling(tiles=tiles, capacity=capacity(tiles), longest=max(seen), heads=heads)
 
 
-def plan_of_small_parts(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool) -> Plan:
-  """Return a plan for short rows like the one that ``plan`` returns for long rows with many heads.
+def tiling_of_small_parts(*, B: int, T: int, N: int, K: int, window: int | None, ahead: bool) -> Tiling:
+  """Return a tiling for short rows such as the one that ``tiling`` returns for long rows with many heads.
 
   It has one key-value head at a time and, for at least 3 x 128 queries, at least three turns of queries. The budget is halved
   until this is the case."""
   budget, rows = 1 << 40, T // QUERIES
   while True:
-    how = plan(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
+    how = tiling(B=B, T=T, N=N, K=K, window=window, ahead=ahead, budget=budget)
     if budget == 0 or (how.heads == 1 and rows // how.tiles >= 3):
       return how
     budget //= 2
@@ -108,7 +108,7 @@ def attention_backward(
   high_BT: jax.Array,
   *,
   scale: float,
-  how: Plan,
+  how: Tiling,
   soft_cap: float | None = None,
   factors: jax.Array | None = None,
   powers: jax.Array | None = None,
@@ -121,7 +121,7 @@ def attention_backward(
     g_BTNH: the cotangent, in the dtype of q.
     lse_BNT: the second result of ``attention_forward``.
     delta_BNT: float32, the sum of output times cotangent over the head, times the factors of both.
-    how: the plan.
+    how: the tiling.
     factors: float32 [4], powers of two that multiply q, k, v and g when they are converted to float16 operands. The product of
       the first two is 1. They are converted for some key-value heads at a time, so that no complete copy exists. None: the
       arguments are used unchanged.
@@ -197,7 +197,9 @@ def attention_backward(
   return dq.reshape(B, T, N, H), dk, dv
 
 
-def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, soft_cap: float | None, how: Plan, interpret: Any):
+def _scores(
+  q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, soft_cap: float | None, how: Tiling, interpret: Any
+):
   """Return probabilities and gradients of scores (before the scale), both [R * G * capacity * 128, 256]."""
   H, K, G, dtype = q.shape[-1], k.shape[2], q.shape[2] // k.shape[2], q.dtype
   chunks, stages = H // _STEP, _STAGES_OF_SCORES
@@ -308,7 +310,7 @@ def _scores(q, k, v, g, lse, delta, low, high, tiles, here, *, scale: float, sof
   )(q, k, v, g, lse, delta, low, high, begin, end, place, here)
 
 
-def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
+def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Tiling, interpret: Any):
   """Return gradients of queries, [R / heads, tiles * 128, heads, G, H], for the key-value heads at a time."""
   K, H, G, dtype = *k.shape[2:], groups, k.dtype
   stages, each, heads, width = _STAGES, KEYS // _STEP, min(K, how.heads), min(_WIDE, H)
@@ -384,7 +386,7 @@ def _queries(k, dscores, tiles, here, *, groups: int, scale: float, how: Plan, i
   )(k, dscores, begin, end, place, here)
 
 
-def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: float, how: Plan, interpret: Any):
+def _keys_and_values(q, g, probs, dscores, tiles, here, *, groups: int, scale: float, how: Tiling, interpret: Any):
   """Return gradients of values and of keys (before the scale) for the queries at a time, float32 [2, parts, R, T, H]."""
   del scale
   T, N, H = q.shape[1:]

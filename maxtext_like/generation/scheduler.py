@@ -100,7 +100,7 @@ class _Result:
   answers: dict[int, _Answer]
 
 
-class Schedule:
+class Scheduler:
   """Generates the answers to some requests. ``state`` is the state on the device while ``run`` generates.
 
   Args:

@@ -13,7 +13,7 @@ from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation import shapes, slots
 from maxtext_like.generation.engine import Prompts
 from maxtext_like.generation.sampling import Sampling
-from maxtext_like.generation.schedule import Request, Schedule, _Answer, _Result
+from maxtext_like.generation.scheduler import Request, Scheduler, _Answer, _Result
 from maxtext_like.generation.slots import NONE, NOT_FINITE
 from maxtext_like.generation.texts import STREAMED_TURN, Options, Texts
 from maxtext_like.layers.cache import Step
@@ -48,17 +48,17 @@ def requests(*numbers: int, answers: int = 1, limit: int = LENGTH) -> list[Reque
 def run(model, asked, *, slots=4, sampling=SAMPLED, stop=(), cancel=None, **options):
   """Returns {(number of the prompt, sample): (tokens, log-probabilities of both kinds, why it ended)}."""
   decoder, params = model
-  schedule = Schedule(decoder, params, asked, sampling, frozenset(stop), largest=slots, logprobs=True, **options)
+  scheduler = Scheduler(decoder, params, asked, sampling, frozenset(stop), largest=slots, logprobs=True, **options)
   found: dict[tuple[int, int], tuple] = {
     (i, sample): ([], [], [], None) for i, r in enumerate(asked) for sample in range(r.answers)
   }
-  for pieces in schedule.run():
+  for pieces in scheduler.run():
     for piece in pieces:
       key = piece.request, piece.sample
       tokens, own, of_model, _ = found[key]
       found[key] = (tokens + piece.tokens, own + piece.logprobs, of_model + piece.model_logprobs, piece.ended)
       if key == cancel:
-        schedule.cancel(*key)
+        scheduler.cancel(*key)
   return {(asked[i].stream // 10, sample): values for (i, sample), values in found.items()}
 
 
@@ -80,9 +80,9 @@ def test_a_first_token_is_drawn_among_as_many_rows_in_every_mix(model, monkeypat
   def rows(answers: int, *begun: _Answer) -> list[int]:
     found = []
     monkeypatch.setattr(slots, "start", lambda *arguments, copies: found.append(len(arguments[7])) or (None, {}))
-    schedule = Schedule(decoder, params, [replace(requests(1)[0], answers=answers)], SAMPLED, frozenset(), largest=4, least=4)
-    schedule.state = None  # pyright: ignore[reportAttributeAccessIssue]
-    schedule._start(list(begun), [0], jnp.zeros(()), 2)
+    scheduler = Scheduler(decoder, params, [replace(requests(1)[0], answers=answers)], SAMPLED, frozenset(), largest=4, least=4)
+    scheduler.state = None  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler._start(list(begun), [0], jnp.zeros(()), 2)
     return found
 
   assert rows(4, _Answer(0, 0, 0), _Answer(0, 1, 1), _Answer(0, 2, 2)) == rows(4, _Answer(0, 3, 0)) == [4]
@@ -140,16 +140,16 @@ def test_how_answers_end(model, monkeypatch, tokens, missing, kept, ended):
   monkeypatch.setattr(Lookup, "missing", lambda self, found: np.isin(np.arange(len(found)), missing)[:, None])
   result = lambda answer: _Result({"token": jnp.array(tokens)[:, None]}, {0: answer})
   asked = requests(0, limit=4)
-  schedule = Schedule(decoder, params, asked, SAMPLED, frozenset([9]), largest=1, continues=True)
+  scheduler = Scheduler(decoder, params, asked, SAMPLED, frozenset([9]), largest=1, continues=True)
   answer = _Answer(0, 0, 0)
-  schedule._answers[0] = answer
-  (piece,) = schedule._read(result(answer))
+  scheduler._answers[0] = answer
+  (piece,) = scheduler._read(result(answer))
   assert (piece.tokens, piece.ended) == (kept, ended)
-  assert (answer.ended, answer in schedule._canceled) == (ended in ("stop", "length"), ended == "failed")
+  assert (answer.ended, answer in scheduler._canceled) == (ended in ("stop", "length"), ended == "failed")
   if ended == "failed":
     wrong = f"token {len(kept)} of the answer"
     assert wrong in str(piece.error)
-    raising = Schedule(decoder, params, asked, SAMPLED, frozenset([9]), largest=1)
+    raising = Scheduler(decoder, params, asked, SAMPLED, frozenset([9]), largest=1)
     with pytest.raises(NonFiniteError if NOT_FINITE in tokens else UserError, match=wrong):
       raising._read(result(_Answer(0, 0, 0)))
 
