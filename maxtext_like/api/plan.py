@@ -60,6 +60,8 @@ class Planned:
         "unknown: the memory of this device is not known" if p.limit is None else "fits" if p.fits else "does not fit",
       ),
     ]
+    if self.found is None and p.limit is not None and not p.fits:
+      rows += [("fix", "--search (search=True) lists batch sizes, remat policies and meshes that fit")]
     if self.found is not None:
       rows += [("search", "nothing fits")] if not self.found else []
       rows += [("search" if i == 0 else "", _in_a_line(found, p)) for i, found in enumerate(self.found[:SHOWN])]

@@ -23,7 +23,7 @@ OPTIONAL_PARTS = frozenset({GRADIENT_SHARES, LOSS_SCALE})
 _LENGTH_KEYS = frozenset(
   {"training.steps", "training.epochs", "training.early_stopping_patience", "training.early_stopping_threshold"}
 )
-_SHOWN = 12
+_SHOWN = 4
 
 
 def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -190,14 +190,20 @@ def _check_dtypes(
   changed = [change for change in changed if change[1] != change[2]]
   fixed = [change for change in changed if not (_is_float(change[1]) and _is_float(change[2]))]
   if changed and (fixed or not allow):
-    lines = [f"{name}: checkpoint {old}, this run {new}" for name, old, new in fixed or changed]
-    if fixed:
-      lines.append("why: integers are never cast to floats, nor floats to integers")
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, old, new in fixed or changed:
+      alike.setdefault((old, new), []).append(name)
+    lines = [
+      f"{old} in the checkpoint, {new} in this run: "
+      + (names[0] if len(names) == 1 else f"{len(names)} arrays, such as {names[0]}")
+      for (old, new), names in alike.items()
+    ]
+    why = "\n  why: integers are never cast to floats, nor floats to integers" if fixed else ""
     words = " ".join(change.word for change in keys) or "the dtypes of the checkpoint"
     fix = f"{words} (the checkpoint's values)" if keys else words
     if not fixed:
       fix += "\n       or allow_dtype_change=true (casts, and checks the range)"
-    raise UserError(f"{where}: the checkpoint stores other dtypes:\n{_listed(lines)}\n  fix: {fix}")
+    raise UserError(f"{where}: the checkpoint stores other dtypes:\n{_listed(lines)}{why}\n  fix: {fix}")
 
 
 def _is_float(dtype: str) -> bool:

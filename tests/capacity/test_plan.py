@@ -238,7 +238,9 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
   told = json.loads(file.read_text())
   assert told["bytes"] == sum(told["classes"].values())
   assert main(["plan", "gemma4-31b", "topology=v6e-4"]) == 4
-  assert "does not fit" in capsys.readouterr().out
+  out = capsys.readouterr().out
+  assert "does not fit" in out
+  assert "--search" in out
   for words, message in {
     ("topology=v6e-9",): "did you mean v6e-",
     ("memory=24",): "fix: memory=24GB",

@@ -45,8 +45,16 @@ def test_what_decides_which_arrays_there_are_is_named(key, was, now):
 )  # fmt: skip
 def test_other_dtypes_name_the_keys_that_differ(saved, current, own):
   said = refusal(saved, current, leaves(nu="bfloat16"), leaves(nu="float32"))
-  assert "nu: checkpoint bfloat16, this run float32\n" in said
+  assert "    bfloat16 in the checkpoint, float32 in this run: nu\n" in said
   assert f"  fix: {own}\n       or allow_dtype_change=true (casts" in said
+
+
+def test_arrays_with_the_same_dtypes_are_one_line():
+  said = refusal({}, {}, leaves(a="bfloat16", b="bfloat16", c="float16"), leaves(a="float32", b="float32", c="float32"))
+  assert said.splitlines()[1:3] == [
+    "    bfloat16 in the checkpoint, float32 in this run: 2 arrays, such as a",
+    "    float16 in the checkpoint, float32 in this run: c",
+  ]
 
 
 def test_floats_are_cast_where_that_is_allowed_and_integers_never():
