@@ -32,18 +32,20 @@ def list_keys(pattern: str = "") -> Keys:
   """Return the configuration keys that match a pattern.
 
   Args:
-    pattern: a regular expression, searched in ``section.name`` and in the description without regard to case.
+    pattern: a regular expression, searched in ``section.name`` and in the description without regard to case. In a
+      description its underscores also stand for spaces: ``learning_rate`` finds "learning rate".
 
   Raises:
     UserError: no key matches, or the pattern is not a regular expression.
   """
   try:
     matches = re.compile(pattern, re.IGNORECASE).search
+    in_words = re.compile(pattern.replace("_", " "), re.IGNORECASE).search
   except re.error as error:
     raise UserError(
       f"{pattern!r}: not a regular expression: {error}", fix="write a part of a name, such as learning_rate"
     ) from error
-  found = tuple(k for k in documented() if matches(f"{k.section}.{k.name}") or matches(k.meaning))
+  found = tuple(k for k in documented() if matches(f"{k.section}.{k.name}") or matches(k.meaning) or in_words(k.meaning))
   elsewhere = [f"{theirs}: MaxText's name of {ours}" for theirs, ours in maxtext.RENAMED.items() if pattern and matches(theirs)]
   elsewhere += [former_names.note(former) for former in former_names.RENAMED if pattern and matches(former)]
   foreign = {theirs: said for theirs, said in foreign_names.NAMES.items() if pattern and re.fullmatch(pattern, theirs, re.I)}

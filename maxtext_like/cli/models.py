@@ -5,7 +5,7 @@ import sys
 from maxtext_like.cli.arguments import parse_words, require_none, verb_parser
 
 DESCRIPTION = """Lists the model configurations. Parameters are counted from the shapes of the
-layers; 'active' counts the parameters that one token uses."""
+layers; 'active' counts the parameters that one token uses, 'tokens' is max_target_length."""
 
 
 def run(argv: list[str]) -> int:
@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
 
 
 def _print(rows: list[tuple[str, ...]]) -> None:
-  columns = ("model", "parameters", "active", "layers", "width", "row", "dtype", "description")
+  columns = ("model", "parameters", "active", "layers", "width", "tokens", "dtype", "description")
   if not sys.stdout.isatty():
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     for row in [columns, *rows]:
@@ -48,7 +48,5 @@ def _print(rows: list[tuple[str, ...]]) -> None:
 
 
 def _rounded(count: int) -> str:
-  for unit, size in (("B", 10**9), ("M", 10**6)):
-    if count >= size:
-      return f"{count / size:.2f} {unit}"
-  return str(count)
+  unit, size = ("B", 10**9) if count >= 10**9 else ("M", 10**6)
+  return f"{count / size:.2f} {unit}"

@@ -19,6 +19,8 @@ def test_pattern_matches_names_and_meanings(capsys):
   names = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
   leaves = ("steps", "gradient_accumulation_steps", "lr_schedule_steps", "finite_check_steps", "max_skipped_steps")
   assert names == [f"training.{leaf}" for leaf in leaves]
+  assert main(["train", "--help-keys", "learning_rate"]) == 0
+  assert "training.warmup_steps_fraction" in capsys.readouterr().out, "its description has the words learning rate"
   assert main(["train", "--help-keys", "RMSNorm"]) == 0
   assert "model.normalization_layer_epsilon  (float; default 1e-06)" in capsys.readouterr().out
 
