@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from maxtext_like.api.arguments import require_number, words
+from maxtext_like.api.arguments import after_loading, require_number, words
 from maxtext_like.config.overrides import is_key
 from maxtext_like.config.problems import did_you_misspell
 from maxtext_like.errors import UserError
@@ -159,7 +159,8 @@ def require_options(of: Callable[..., Any], options: Mapping[str, Any]) -> None:
     )
   if seeds is not None and not (isinstance(seeds, Collection) and all(is_id(s) and 0 <= int(s) < 2**32 for s in seeds)):
     raise UserError(
-      f"{of.__name__}: seeds={seeds!r:.60}: not whole numbers from 0 to {2**32 - 1}", fix="pass a list, as seeds=[1, 2]"
+      f"{of.__name__}: seeds={seeds!r:.60}: not whole numbers from 0 to {2**32 - 1}",
+      fix="pass a list, such as seeds=[1, 2]",
     )
   for name in ("stop", "stop_strings"):
     texts = options.get(name, ())
@@ -233,13 +234,13 @@ def texts_of(
   own = {name: value for name, value in options.items() if name in GenerateOptions.__annotations__}
   given, keys = translated_options(of, own, {name: value for name, value in options.items() if name not in own})
   if "adapters" in keys:
-    raise UserError("generate: adapters: the model is already loaded\n  fix: pass it to load")
+    raise after_loading(of, "adapters")
   for name in keys:
     if not is_key(name) and (near := did_you_misspell(name, list(GenerateOptions.__annotations__))):
       known = ", ".join(GenerateOptions.__annotations__)
       raise UserError(f"{of.__name__}: unknown argument {name!r}{near}", fix=f"write one of {known}")
   if extra := words((), keys):
-    raise UserError(f"generate: {extra[0]}: the model is already loaded\n  fix: pass it to load")
+    raise after_loading(of, extra[0])
   require_options(of, given)
   listed = as_prompts(prompts)
   draft, draft_tokens = given.get("draft"), given.get("draft_tokens", DRAFT_TOKENS)
@@ -248,7 +249,7 @@ def texts_of(
   elif "draft_tokens" in given:
     raise UserError(
       f"{of.__name__}: draft_tokens={draft_tokens} has no effect without a draft model",
-      fix="pass draft, or remove draft_tokens",
+      fix="pass a draft model (draft=load(DIR); --draft DIR on the command line), or leave draft_tokens out",
     )
   tokenizer, vocabulary = model.tokenizer, model.config.model.vocab_size
   numbers_of = {name: given[name] for name in (*_REAL, "top_k", "min_tokens", "seed") if name in given}
@@ -308,7 +309,10 @@ def _require_draft(of: Callable[..., Any], model: LoadedModel, draft: Any, token
   if not isinstance(draft, type(model)):
     raise UserError(f"{of.__name__}: draft={draft!r:.60}: not a loaded model", fix="pass draft=maxtext_like.load(DIR)")
   if not 1 <= tokens <= MOST_PROPOSED:
-    raise UserError(f"{of.__name__}: draft_tokens={tokens}: not from 1 to {MOST_PROPOSED}", fix="choose a few, such as 4")
+    raise UserError(
+      f"{of.__name__}: draft_tokens={tokens}: must be between 1 and {MOST_PROPOSED}",
+      fix="pass draft_tokens=4 (--draft-tokens 4)",
+    )
   name = f"the draft model {draft.directory}"
   if draft.tokenizer.fingerprint != model.tokenizer.fingerprint:
     raise UserError(

@@ -67,6 +67,15 @@ def _plain(value: Any) -> Any:
   return value.item() if hasattr(value, "item") else value  # a NumPy scalar
 
 
+def after_loading(of: Callable[..., Any], word: str) -> UserError:
+  """Return the error about a setting that was passed to ``of`` with a loaded model: ``key=value``, or "adapters"."""
+  name, argument = (word, "adapters=[...]") if word == "adapters" else (word.partition("=")[0], f'"{word}"')
+  return UserError(
+    f"{of.__name__}: {word}: {name} cannot be changed after the model is loaded",
+    fix=f"pass it when the model is loaded: maxtext_like.load(DIR, {argument})",
+  )
+
+
 def dtype_name(value: Any) -> Any:
   """Return the name of a dtype such as ``jnp.bfloat16``; any other value unchanged."""
   if isinstance(value, type) or hasattr(value, "kind"):
@@ -128,7 +137,7 @@ def place_or_url(given: "str | os.PathLike[str] | Saved", what: str) -> Path | P
   if text in model_names() and not Path(text).exists():
     raise UserError(
       f"{what} {text}: this is the name of a configuration, which has no weights\n"
-      "  fix: pass a run directory, as runs/NAME, or a Hugging Face checkpoint"
+      "  fix: pass a run directory, such as runs/NAME, or a Hugging Face checkpoint"
     )
   if is_remote(text):
     return Place(text)
@@ -140,7 +149,7 @@ def require_shown(progress: "Shown") -> None:
   if progress is not None and not callable(progress) and not hasattr(progress, "write"):
     raise UserError(
       f"progress={progress!r:.60} cannot receive lines\n"
-      "  fix: pass a function that takes a line, as print, or a stream, as sys.stdout"
+      "  fix: pass a function that takes a line, such as print, or a stream, such as sys.stdout"
     )
 
 

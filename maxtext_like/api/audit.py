@@ -77,7 +77,7 @@ def audit(
     config: a configuration, as for ``load_config``.
     overrides: words that override the configuration.
     platform: "tpu", "cuda" or "cpu".
-    topology: a TPU slice, as "v6e-8": also compile for it with libtpu, and read the compiled program.
+    topology: a TPU slice, such as "v6e-8": also compile for it with libtpu, and read the compiled program.
     keys: the same as Python values.
 
   Raises:

@@ -40,8 +40,8 @@ class Bisected:
     return self.text
 
   @property
-  def hopeless(self) -> bool:
-    """True if no key repairs the step."""
+  def no_fix_found(self) -> bool:
+    """True if no set of precision keys repairs the step."""
     return self.result.outcome == "hopeless"
 
 
@@ -60,7 +60,7 @@ def bisect(
 
   Args:
     config: a configuration, as for ``load_config``; None: that of a Hugging Face checkpoint, on random tokens.
-    overrides: words that override the configuration, as ``"dtype=float16"``.
+    overrides: words that override the configuration, such as ``"dtype=float16"``.
     checkpoint: weights to use: a run, one of its checkpoints, a Hugging Face checkpoint, or a URL; None: the weights that a run
       starts with.
     tolerance: maximum relative error of loss, gradients (also of each array) and update; None: chosen by model and dtype.
@@ -76,7 +76,7 @@ def bisect(
   if tolerance is not None:
     require_number(bisect, "tolerance", tolerance)
   if tolerance is not None and not 0 < tolerance < float("inf"):
-    raise UserError(f"tolerance {tolerance:g}: not a relative error above 0\n  fix: pass a positive number, as 0.5")
+    raise UserError(f"tolerance {tolerance:g}: not a relative error above 0", fix="pass a positive number, such as 0.5")
   place = None
   if checkpoint is not None:
     place = place_or_url(checkpoint, "checkpoint")
@@ -106,7 +106,9 @@ def _configuration_of(checkpoint: "Path | Place | None", overrides: Sequence[str
 
   if checkpoint is None or not is_hugging_face(checkpoint):
     besides = f": {checkpoint} has no config.json" if checkpoint else ""
-    raise UserError(f"bisect needs a configuration{besides}\n  fix: name a model, as gemma4-tiny, or a Hugging Face checkpoint")
+    raise UserError(
+      f"bisect needs a configuration{besides}\n  fix: name a model, such as gemma4-tiny, or a Hugging Face checkpoint"
+    )
   own = [f"per_device_batch_size={ROWS}", "dataset=synthetic"]
   return load_checkpoint_config(local_hugging_face(checkpoint), [*own, *overrides], length=LENGTH)[1]
 

@@ -35,7 +35,7 @@ class Change:
   step: "CompiledStep"
 
   def __str__(self) -> str:
-    size = "" if self.step.peak_bytes is None else f", {size_words(self.step.peak_bytes)} a chip"
+    size = "" if self.step.peak_bytes is None else f", {size_words(self.step.peak_bytes)} per chip"
     return f"{' '.join(self.values)}: {'fits' if self.step.fits else 'does not fit'}{size}"
 
 
@@ -73,21 +73,21 @@ class Compiled:
       *run_rows(self.config, step.parameters, "chip"),
       ("topology", f"{t.name} ({t.libtpu_name}), {chips}, mesh {in_words(step.mesh)}"),
       *(("attention", str(use)) for use in step.kernels),
-      ("arguments", f"{size_words(step.argument_bytes)} a chip (parameters, optimizer, batch)"),
+      ("arguments", f"{size_words(step.argument_bytes)} per chip (parameters, optimizer, batch)"),
     ]
     if step.layout is not None:
       rows += [*_memory_rows(step.layout), *host_rows(step.layout.host, "chip")]
     if step.peak_bytes is not None:
       share = f"{step.peak_bytes / hbm:.0%}"
       name = "needed" if step.out_of_memory else "peak" if step.machine_code is True else "laid out"
-      rows.append((name, f"{size_words(step.peak_bytes)} of {size_words(hbm)} HBM a chip ({share})"))
+      rows.append((name, f"{size_words(step.peak_bytes)} of {size_words(hbm)} HBM per chip ({share})"))
     if step.quick_peak is not None:
       what = (
         f"needed where libtpu optimizes little: {step.quick_words}" if step.quick_words else "where libtpu optimizes little"
       )
       rows.append(("peak", f"{size_words(step.quick_peak)}, {what}"))
     if step.work is not None:
-      rows += work_rows(step.work)
+      rows += work_rows(step.work, "chip", UNITS["TPU"])
     if self.keys:
       rows.append(("audit", audit_summary(self.keys)))
     packages = f"jax {version('jax')}, libtpu {version('libtpu')}, XLA flags {self.flags}"
@@ -147,11 +147,22 @@ def _memory_rows(layout: "MemoryLayout") -> list[tuple[str, str]]:
 
 def host_rows(size: int, device: str) -> list[tuple[str, str]]:
   """Return a row about host memory per device, named ``device``; no row if none is used."""
-  return [("host", f"{size_words(size)} a {device} in host memory")] if size else []
+  return [("host", f"{size_words(size)} per {device} in host memory")] if size else []
 
 
-def work_rows(work: "Work") -> list[tuple[str, str]]:
-  """Return rows about matrix products, transfers and, if the device's speed is known, bounds of the time."""
+# Printed names of the terms of a ``Roofline``, for TPUs and for GPUs by their links. Other names are printed unchanged.
+_EVERYWHERE = {"HBM": "memory bandwidth", "host": "copies to and from the host", "exposed transfers": "exposed communication"}
+UNITS = {"TPU": _EVERYWHERE, "NVLink": _EVERYWHERE | {"ICI": "NVLink"}, "PCIe": _EVERYWHERE | {"ICI": "PCIe"}}
+
+
+def work_rows(work: "Work", device: str, units: dict[str, str]) -> list[tuple[str, str]]:
+  """Return rows about matrix products, transfers and, if the device's speed is known, bounds of the time.
+
+  Args:
+    work: products, transfers and bounds of one device.
+    device: the device in words, such as "chip" or "GPU".
+    units: one of ``UNITS``.
+  """
   from maxtext_like.capacity.compiled_program import HOST_COPIES
 
   bounds = work.roofline
@@ -159,23 +170,25 @@ def work_rows(work: "Work") -> list[tuple[str, str]]:
   rows = [
     (
       "products",
-      f"{work.flops / 1e12:,.4g} TFLOP a chip and step, {share:.2f} times the model's {work.model_flops / 1e12:,.4g}",
+      f"{work.flops / 1e12:,.4g} TFLOP per {device} and step, {share:.2f} times the model's {work.model_flops / 1e12:,.4g}",
     ),
   ]
   for name, copies in (("collectives", False), ("copies", True)):
     found = [t for t in work.transfers if (t.kind in HOST_COPIES) is copies]
     for i, t in enumerate(found):
-      way = ("beside computation" if t.asynchronous else "waited for") + (", between slices" if t.between_slices else "")
-      said = f"{t.kind}: {t.times} a step, {t.bytes / 1e9:,.4g} GB {'of' if copies else 'through'} a chip, {way}"
+      way = ("overlapped with computation" if t.asynchronous else "exposed") + (", between slices" if t.between_slices else "")
+      said = f"{t.kind}: {t.times} per step, {t.bytes / 1e9:,.4g} GB {'of' if copies else 'through'} each {device}, {way}"
       rows.append((name if i == 0 else "", said))
     if not found and not copies:
       rows.append((name, "none"))
   if bounds is None:
     return rows
-  times = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
-  rows.append(("at least", f"{bounds.step:.3f} s a step: {times}, and transfers that are waited for {bounds.waiting:.3f} s"))
+  times = ", ".join(f"{units.get(name, name)} {seconds:.3f} s" for name, seconds in bounds.bounds.items() if seconds)
+  rows.append(("at least", f"{bounds.step:.3f} s per step: {times}, exposed communication {bounds.waiting:.3f} s"))
   peak = " of the bfloat16 peak" if bounds.float8 else ""
-  rows.append(("at most", f"{bounds.mfu:.1%} MFU{peak}; bound by {bounds.binds}; no chip has run this"))
+  rows.append(
+    ("at most", f"{bounds.mfu:.1%} MFU{peak}; limited by {units.get(bounds.binds, bounds.binds)}; not measured on hardware")
+  )
   return rows
 
 
@@ -291,7 +304,7 @@ def compile_step(
   Args:
     config: a configuration, as for ``load_config``.
     overrides: words that override the configuration.
-    topology: a slice, as "v6e-32", or the GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2".
+    topology: a slice, such as "v6e-32", or the GPUs of a host, such as "h200-8", "rtx4090" or, for any other, "gpu-2".
     memory: memory of a GPU, such as "24GB", instead of the table's value; without a topology, one GPU of any kind.
     num_slices: TPU: number of slices, connected by the data-center network.
     xla_flags: TPU: "base" (None), or "all", which adds the flags that overlap collectives with computation.
@@ -311,7 +324,7 @@ def compile_step(
   if not isinstance(machine_code, bool) and machine_code != "quick":
     raise UserError(f"compile: machine_code={machine_code!r} is not one of its values\n  fix: pass True, False or 'quick'")
   if num_slices < 1:
-    raise UserError(f"compile: num_slices={num_slices} is less than 1\n  fix: num_slices=1 or more")
+    raise UserError(f"compile: num_slices={num_slices} is less than 1\n  fix: set num_slices=1 or more")
   c = load_config(config, *given).config
   if isinstance(target, GpuHost):
     return _on_gpus(c, target, machine_code)
@@ -395,7 +408,7 @@ def _verdicts(c: "Config", step: "CompiledStep") -> "tuple[KeyVerdict, ...]":
 def run_rows(c: "Config", parameters: int, device: str) -> list[tuple[str, str]]:
   """Return rows about model and training, with the batch of a device, named ``device``."""
   t = c.training
-  shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens a {device}"
+  shape = f"{t.per_device_batch_size} x {t.max_target_length} tokens per {device}"
   offload = "" if t.remat_offload == "none" else f", {t.remat_offload} on the host"
   if t.gradient_accumulation_steps > 1:
     shape += f", {t.gradient_accumulation_steps} times"

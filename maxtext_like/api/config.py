@@ -49,7 +49,7 @@ def load_config(model: "Configuration", *overrides: str, **keys: Any) -> Loaded:
     return load_values(model.to_dict(), "ConfigDict", given, _kind_of_files)
   raise UserError(
     f"{model!r:.60} ({type(model).__name__}) is not a configuration\n"
-    '  fix: pass a model name and keys, as "gemma4-tiny", steps=20, or a result of load_config'
+    '  fix: pass a model name and keys, such as "gemma4-tiny", steps=20, or a result of load_config'
   )
 
 

@@ -19,11 +19,11 @@ def look_at_data(
 
   Args:
     config: a configuration, as for ``load_config``.
-    overrides: words that override the configuration, as ``"data_format=chat"``.
+    overrides: words that override the configuration, such as ``"data_format=chat"``.
     show: number of first records to return from each source.
     documents: number of first documents to count in each source.
     for_sft: treat the arguments as those of ``sft``.
-    keys: the same as Python values, as ``data_format="chat"``.
+    keys: the same as Python values, such as ``data_format="chat"``.
 
   Returns:
     An object with ``records``, whose ``parts`` are pairs of text and True if it is learned, and ``counts`` by source. Bad

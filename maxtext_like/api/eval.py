@@ -44,7 +44,7 @@ def evaluate(
   Args:
     model: the result of ``load``, or an argument for it.
     tasks: names of tasks, groups or tags, patterns as ``"mmlu_*"``, or .yaml files of tasks; a list, or separated by commas.
-    overrides: words that override the configuration of a model to load, as ``"dtype=bfloat16"``.
+    overrides: words that override the configuration of a model to load, such as ``"dtype=bfloat16"``.
     include_path: one or several folders with more task files.
     num_fewshot: examples in a prompt; None: as each task says. Tasks that fix 0 keep it.
     limit: evaluate only this number of documents of each task, or this fraction if it is below 1.

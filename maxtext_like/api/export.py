@@ -84,7 +84,8 @@ def export_checkpoint(
     params, rounding = read_merged(step, stored, whole, dtype)
     below = section("adapter", stored.config).base_weights or whole.config.precision.weight_dtype
     notes = (
-      f"the adapter is merged into {below} weights; rounding to {dtype} changes the weights by {rounding:.2g} of the addition",
+      f"the adapter is merged into {below} weights; rounding to {dtype} adds an error of {100 * rounding:.2g} % of the "
+      "adapter's change (root mean square)",
     )
   elif merge:
     raise UserError(f"{step}: is a complete model without an adapter to merge\n  fix: leave out --merge (merge=True in Python)")

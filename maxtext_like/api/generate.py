@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.answers import DRAFT_TOKENS, Generation, as_prompts, require_options, translated_options
-from maxtext_like.api.arguments import Saved, require_function, words
+from maxtext_like.api.arguments import Saved, after_loading, require_function, words
 from maxtext_like.api.pretrained import Pretrained, load
 from maxtext_like.errors import UserError
 
@@ -48,9 +48,9 @@ def generate(
 
   Args:
     model: the result of ``load``, or an argument for it.
-    prompts: texts, or ``Prompt`` with images. Special tokens in a text, as ``<start_of_turn>``, become those tokens.
+    prompts: texts, or ``Prompt`` with images. Special tokens in a text, such as ``<start_of_turn>``, become those tokens.
       ``Prompt.chat`` is a conversation, which is rendered as in training; its messages are plain text.
-    overrides: words that override the configuration of a model to load, as ``"dtype=bfloat16"``.
+    overrides: words that override the configuration of a model to load, such as ``"dtype=bfloat16"``.
     max_tokens: maximum length of an answer, in tokens.
     temperature: sampling temperature; 0: the most likely token.
     top_k: sample from this number of most likely tokens; 0: all.
@@ -120,12 +120,11 @@ def generate(
   images = any(prompt.images for prompt in given)
   if draft is not None and not isinstance(draft, Pretrained):
     if isinstance(model, Pretrained):
-      raise UserError("generate: draft: the model is already loaded, and the draft model is not", fix="pass draft=load(DIR)")
+      what = f"generate: the model is a loaded object, but draft={draft!r:.60} is not"
+      raise UserError(what, fix="pass draft=maxtext_like.load(DIR)")
     options["draft"] = load(draft, *laid_over, images=images)
   if not isinstance(model, Pretrained):
     model = load(model, *laid_over, images=images, adapters=adapters)
   elif laid_over or adapters:
-    raise UserError(
-      f"generate: {laid_over[0] if laid_over else 'adapters'}: the model is already loaded\n  fix: pass it to load"
-    )
+    raise after_loading(generate, laid_over[0] if laid_over else "adapters")
   return model.generate(given, on_text=on_text, **options)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxtext_like.api.arguments import Saved, require_number, words
+from maxtext_like.api.arguments import Saved, after_loading, require_number, words
 from maxtext_like.api.pretrained import Pretrained, load
 from maxtext_like.errors import UserError
 
@@ -35,9 +35,7 @@ def as_loaded(
         on_note(note)
     return loaded
   if laid_over or adapters:
-    raise UserError(
-      f"{of.__name__}: {laid_over[0] if laid_over else 'adapters'}: the model is already loaded\n  fix: pass it to load"
-    )
+    raise after_loading(of, laid_over[0] if laid_over else "adapters")
   return model
 
 

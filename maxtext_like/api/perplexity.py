@@ -38,7 +38,7 @@ def perplexity(
   Args:
     model: the result of ``load``, or an argument for it.
     file: a UTF-8 text file.
-    overrides: words that override the configuration of a model to load, as ``"dtype=bfloat16"``.
+    overrides: words that override the configuration of a model to load, such as ``"dtype=bfloat16"``.
     stride: tokens between the beginnings of two windows. A smaller one gives more context and takes longer.
     max_length: tokens of a window; None: 2048, or the longest sequence of the model if that is less.
     batch_size: windows that are computed together; None: as many as have 8192 tokens together.
@@ -74,6 +74,6 @@ def _read(path: Path) -> str:
   try:
     return path.read_text(encoding="utf-8")
   except OSError as error:
-    raise UserError(f"{path}: cannot be read: {error.strerror}", fix="the path of a text file") from None
+    raise UserError(f"{path}: cannot be read: {error.strerror}", fix="pass the path of a readable text file") from None
   except UnicodeDecodeError as error:
-    raise UserError(f"{path}: not UTF-8 at byte {error.start}\n  fix: convert it, as with iconv") from None
+    raise UserError(f"{path}: not UTF-8 at byte {error.start}\n  fix: convert it to UTF-8, for example with iconv") from None

@@ -4,16 +4,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from maxtext_like.api.arguments import words
-from maxtext_like.api.compile import columns, host_rows, run_rows, size_words, work_rows
+from maxtext_like.api.compile import UNITS, columns, host_rows, run_rows, size_words, work_rows
 from maxtext_like.api.config import load_config
-from maxtext_like.capacity.topologies import Topology, find_machine
+from maxtext_like.capacity.chips import CARDS
+from maxtext_like.capacity.topologies import GpuHost, Topology, find_machine
 from maxtext_like.errors import UserError
 
 if TYPE_CHECKING:
   from maxtext_like.api.config import Configuration
-  from maxtext_like.capacity.plan import Plan
+  from maxtext_like.capacity.plan import Plan, Target
 
 SHOWN = 5  # maximum number of printed search results
+_PCIE = 64e9  # bytes/s; a card with faster links has NVLink
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,26 @@ class Planned:
     from maxtext_like.sharding.mesh import in_words
 
     p = self.plan
+    device = {Topology: "chip", GpuHost: "GPU"}.get(type(p.target), "device")
     parts = ", ".join(f"{name} {size_words(size)}" for name, size in p.classes.items() if size >= 1 << 20)
     limit = "" if p.limit is None else f" of {size_words(p.limit)} ({p.bytes / p.limit:.0%})"
     rows = [
-      *run_rows(p.config, p.parameters, "device"),
+      *run_rows(p.config, p.parameters, device),
       ("topology", f"{p.target.name}, {p.target.devices} devices, mesh {in_words(p.mesh)}"),
-      ("memory", f"{size_words(p.bytes)}{limit} a device: {parts}"),
-      *host_rows(p.host, "device"),
+      ("memory", f"{size_words(p.bytes)}{limit} per {device}: {parts}"),
+      *host_rows(p.host, device),
       *work_rows(
         Work(
           flops=p.flops, model_flops=p.model_flops, memory_bytes=int(p.memory_bytes), transfers=p.transfers, roofline=p.roofline
-        )
+        ),
+        device,
+        _units(p.target),
       ),
       *([] if p.roofline else [("at least", "unknown: there is no table of speeds for this device")]),
       (
-        "by arithmetic",
-        "not compiled; assumes that transfers of layers overlap with computation, as with xla_flags=all or on a GPU",
+        "method",
+        "estimated, not compiled; assumes that communication overlaps with computation"
+        + (", as with xla_flags=all" if isinstance(p.target, Topology) else ""),
       ),
       (
         "verdict",
@@ -95,12 +101,23 @@ def _plan_json(p: "Plan") -> dict[str, Any]:
   }
 
 
+def _units(target: "Target") -> dict[str, str]:
+  """Return the printed names of the units that bound a step on this machine."""
+  if not isinstance(target, GpuHost):
+    return UNITS["TPU"]
+  card = CARDS.get(target.key)
+  return UNITS["PCIe" if card is None or card.links is None or card.links <= _PCIE else "NVLink"]
+
+
 def _in_a_line(p: "Plan", configured: "Plan") -> str:
   t, mesh = p.config.training, vars(p.config.mesh)
   axes = [f"{name}={size}" for name, size in mesh.items() if name.endswith("_parallelism") and size != 1]
   offload = [f"remat_offload={t.remat_offload}"] if t.remat_offload != configured.config.training.remat_offload else []
   values = [f"per_device_batch_size={t.per_device_batch_size}", f"remat_policy={t.remat_policy}", *offload, *axes]
-  bound = "" if p.roofline is None else f", at most {p.roofline.mfu:.1%} MFU by {p.roofline.binds}"
+  bound = ""
+  if p.roofline is not None:
+    limit = _units(p.target).get(p.roofline.binds, p.roofline.binds)
+    bound = f", at most {p.roofline.mfu:.1%} MFU, limited by {limit}"
   return f"{' '.join(values)}: {size_words(p.bytes)}{bound}"
 
 
@@ -118,8 +135,8 @@ def plan(
   Args:
     config: a configuration, as for ``load_config``.
     overrides: words that override the configuration.
-    topology: a slice, as "v6e-32", GPUs of a host, as "h200-8", "rtx4090" or, for any other, "gpu-2", or CPU devices, as
-      "cpu-8", whose speed is not known.
+    topology: a slice, such as "v6e-32", GPUs of a host, such as "h200-8", "rtx4090" or, for any other, "gpu-2", or CPU
+      devices, such as "cpu-8", whose speed is not known.
     memory: memory of a GPU or CPU device, such as "24GB", instead of the table's value; without a topology, one GPU of any
       kind.
     num_slices: TPU: number of slices.
@@ -133,7 +150,7 @@ def plan(
   target = find_machine(topology, memory, cpus=True)
   if isinstance(target, Topology):
     if num_slices < 1:
-      raise UserError(f"plan: num_slices={num_slices} is less than 1\n  fix: num_slices=1 or more")
+      raise UserError(f"plan: num_slices={num_slices} is less than 1\n  fix: set num_slices=1 or more")
     target = replace(target, slices=num_slices)
   elif num_slices != 1:
     raise UserError(f"plan: num_slices={num_slices} is only for TPUs, and {target.name} is not a TPU\n  fix: leave it out")

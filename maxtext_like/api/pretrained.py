@@ -172,7 +172,8 @@ class Pretrained:
     ids, size = np.asarray(tokens), self.config.model.vocab_size
     if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
       raise UserError(
-        f"tokens: {ids.dtype} {list(ids.shape)} is not a batch of ids\n  fix: pass [rows, positions], as [[5, 6, 7]]"
+        f"tokens: {ids.dtype} {list(ids.shape)} is not a batch of ids",
+        fix="pass an array [rows, positions], such as [[5, 6, 7]]",
       )
     if (low := ids.min()) < 0 or (high := ids.max()) >= size:
       raise UserError(
@@ -241,9 +242,9 @@ def load(
 
   Args:
     directory: a run, one of its checkpoints, an imported checkpoint, a Hugging Face checkpoint, or its name in the local
-      Hugging Face cache, as ``"google/gemma-3-4b-it"``.
-    overrides: words that override its configuration, as ``"dtype=bfloat16"``; ``tokenizer=`` replaces its tokenizer, and
-      ``base_weights=int8`` or ``nf4`` quantizes the weights while they are read. An adapter that was trained on quantized
+      Hugging Face cache, such as ``"google/gemma-3-4b-it"``.
+    overrides: words that override its configuration, such as ``"dtype=bfloat16"``; ``tokenizer=`` replaces its tokenizer,
+      and ``base_weights=int8`` or ``nf4`` quantizes the weights while they are read. An adapter that was trained on quantized
       weights is added to them, as in training; ``base_weights=null`` merges it.
     images: load the vision tower; without it, the tower of a Hugging Face checkpoint is left out.
     adapters: one or several adapters to add to the weights: directories of peft, or runs with ``lora_rank``.

@@ -37,7 +37,8 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
   given, place = words(overrides, keys, replay), place_or_url(run, "run")
   if not is_there(place / "config.yml"):
     raise UserError(
-      f"{place}: is not a run directory, because it has no config.yml\n  fix: name a run that a step ended, as runs/NAME"
+      f"{place}: is not a run directory, because it has no config.yml\n"
+      "  fix: name a run that ended with a failed step, such as runs/NAME"
     )
   loaded, kept = load_config(str(place / "config.yml"), *given), failed_step.find(place)
   with join(loaded):
@@ -47,6 +48,7 @@ def replay(run: str | Path | Saved, *overrides: str, everything: bool = False, *
     report = look(program, read_state(kept.state, program), program.place(kept.batch), everything=everything)
   changed = f" with {' '.join(given)}" if given else ""
   title = f"x-ray of step {kept.step} of {place.name}{changed}, {mesh.size} x {mesh.devices.flat[0].platform}"
-  ended = f"step {kept.step} of {place} ended the run: {kept.error.splitlines()[0]}"
+  cause = kept.error.splitlines()[0].removeprefix(f"step {kept.step}: ")
+  ended = f"step {kept.step} of {place} ended the run: {cause}"
   beside = place / failed_step.DIRECTORY / "replay" if isinstance(place, Path) else Path("runs") / f"{place.name}-replay"
   return StepReport(program.config, title, report, beside, ended)

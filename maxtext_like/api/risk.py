@@ -65,7 +65,7 @@ def risk(checkpoint: str | Path | Saved, *overrides: str, tokens: int = 4096, **
   Args:
     checkpoint: a Hugging Face checkpoint or its name in the local cache, a run, one of its checkpoints, or an imported
       checkpoint.
-    overrides: words that override its configuration, as ``"dtype=float16"``.
+    overrides: words that override its configuration, such as ``"dtype=float16"``.
     tokens: number of tokens for the expected maximum, at least 100.
     keys: the same as Python values.
 
@@ -78,7 +78,9 @@ def risk(checkpoint: str | Path | Saved, *overrides: str, tokens: int = 4096, **
   given = words(overrides, keys, risk)
   require_number(risk, "tokens", tokens, whole=True)
   if tokens < 100:
-    raise UserError(f"risk: tokens={tokens}: too few for an expected maximum\n  fix: pass 100 or more")
+    raise UserError(
+      f"risk: tokens={tokens}: at least 100 tokens are needed to estimate the maximum", fix="pass tokens=100 or more"
+    )
   model, decoder, read, notes = open_checkpoint(place_of(checkpoint, "checkpoint"), given)
   found = assess(measure(model, decoder, read, tokens), decoder.precision)
   return Risks(decoder.precision.dtype, tokens, tuple(found), tuple(notes))
@@ -217,7 +219,7 @@ def initial_risk(model: "Configuration", *overrides: str, **keys: Any) -> Initia
 
   Args:
     model: a configuration, as for ``load_config``.
-    overrides: words that override the configuration, as ``"init_scheme=maxtext"``.
+    overrides: words that override the configuration, such as ``"init_scheme=maxtext"``.
     keys: the same as Python values.
 
   Raises:

@@ -16,9 +16,9 @@ def sft(config: "Configuration", *overrides: str, progress: "Shown" = None, **ke
 
   Args:
     config: a configuration, as for ``load_config``.
-    overrides: words that override the configuration, as ``"dataset_path=chats.jsonl"``.
+    overrides: words that override the configuration, such as ``"dataset_path=chats.jsonl"``.
     progress: target of printed lines, as for ``train``.
-    keys: the same as Python values, as ``dataset_path="chats.jsonl"``.
+    keys: the same as Python values, such as ``dataset_path="chats.jsonl"``.
 
   Raises:
     ExitError: as ``train``.

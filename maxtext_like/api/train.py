@@ -69,9 +69,9 @@ def train(config: "Configuration", *overrides: str, progress: "Shown" = None, **
 
   Args:
     config: a configuration, as for ``load_config``.
-    overrides: words that override the configuration, as ``"steps=20"``.
-    progress: target of printed lines: a stream, as ``sys.stdout``, or a function of a line; None: no output.
-    keys: the same as Python values, as ``steps=20``.
+    overrides: words that override the configuration, such as ``"steps=20"``.
+    progress: target of printed lines: a stream, such as ``sys.stdout``, or a function of a line; None: no output.
+    keys: the same as Python values, such as ``steps=20``.
 
   Raises:
     UserError: the configuration or an input is invalid.

@@ -82,7 +82,7 @@ def find_topology(name: str, others: tuple[str, ...] = (), fix: str | None = Non
     return TOPOLOGIES[name]
   near = nearest(name.lower(), (*TOPOLOGIES, *others), count=3)
   meant = f", did you mean {' or '.join(near)}?" if near else ""
-  raise UserError(f"topology={name}: unknown topology{meant}\n  fix: {fix or 'one of ' + ', '.join(TOPOLOGIES)}")
+  raise UserError(f"topology={name}: unknown topology{meant}\n  fix: {fix or 'use one of ' + ', '.join(TOPOLOGIES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

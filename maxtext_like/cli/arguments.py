@@ -55,8 +55,8 @@ def split_configuration(verb: str, description: str, argv: list[str], epilog: st
       return sources[-1], argv  # a checkpoint contains the configuration of its model
     written = f": {argv[0]!r} is not a configuration" if argv else ""
     raise UserError(
-      f"the model is missing{written}\n  fix: maxtext-like {verb} MODEL [key=value ...]; MODEL is a name, as gemma4-tiny, or a "
-      "checkpoint's directory"
+      f"the model is missing{written}\n  fix: maxtext-like {verb} MODEL [key=value ...]; MODEL is a name, such as gemma4-tiny, "
+      "or a checkpoint's directory"
     )
   return argv[0], argv[1:]
 
@@ -120,7 +120,7 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
 def configuration_parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
   """Return a parser for the help of a verb ``VERB CONFIG [key=value ...]``; the verb may add options."""
   parser = verb_parser(verb, "CONFIG [overlay.yml ...] [key=value ...]", description, epilog)
-  parser.add_argument("CONFIG", help="name of a model, as gemma4-tiny, path of a .yml file, or directory of a checkpoint")
+  parser.add_argument("CONFIG", help="name of a model, such as gemma4-tiny, path of a .yml file, or directory of a checkpoint")
   what = "files with keys that override the model file, in order: your settings, or the mesh of a machine"
   parser.add_argument("overlay.yml", nargs="*", help=what)
   parser.add_argument(

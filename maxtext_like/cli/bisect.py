@@ -32,13 +32,13 @@ def run(argv: list[str]) -> int:
   say = lambda line: print(line, flush=True)
   found = bisect(options.config, *words, checkpoint=checkpoint, tolerance=options.tolerance, progress=say)
   print(found)
-  return NonFiniteError.exit_code if found.hopeless else 0
+  return NonFiniteError.exit_code if found.no_fix_found else 0
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   usage = "[CONFIG] [--checkpoint DIR] [--tolerance X] [overlay.yml ...] [key=value ...]"
   parser = verb_parser("bisect", usage, DESCRIPTION, EPILOG)
-  model = "a model's name, as gemma4-tiny, or the path of a .yml file; not needed with a Hugging Face checkpoint"
+  model = "a model's name, such as gemma4-tiny, or the path of a .yml file; not needed with a Hugging Face checkpoint"
   parser.add_argument("config", metavar="CONFIG", nargs="?", help=model)
   weights = "weights to use: a run, one of its checkpoints, or a Hugging Face checkpoint"
   parser.add_argument("--checkpoint", type=checkpoint_path, metavar="DIR", help=weights)

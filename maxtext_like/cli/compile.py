@@ -19,7 +19,7 @@ the memory estimate that train makes before it allocates anything and, with JAX'
 GPU is needed), the result of XLA's compiler.
 
   topology=NAME     {LIST}
-  memory=SIZE       GPU: memory of one GPU, as 24GB, instead of the table's; without topology: one GPU of any kind
+  memory=SIZE       GPU: memory of one GPU, such as 24GB, instead of the table's; without topology: one GPU of any kind
   num_slices=N      TPU: number of slices, connected by the data-center network (mesh: dcn_data_parallelism=N)
   machine_code=false  TPU: stop when memory is assigned, after a tenth of the work; the compiler's own peak memory and errors
                     in kernels are then unknown. GPU: print only the estimate

@@ -72,9 +72,9 @@ def _counts(name: str, c: "SourceCounts", length: int) -> list[str]:
   lines = [
     f"documents {of}{f' of {name}' * bool(name)}, {c.empty:,} empty, {c.bad:,} bad",
     f"tokens    {c.tokens:,}, {c.learned:,} learned{share}",
-    f"cut       {c.truncated:,} longer than max_target_length={length}, {c.unlearned:,} skipped without a learned token"
-    + (f", {c.cut_at_image:,} with more images than max_images_per_row" if c.cut_at_image else "")
-    + (f", {c.excluded:,} skipped because of a field of the record" if c.excluded else ""),
+    f"cut       {c.truncated:,} truncated at max_target_length={length}, {c.unlearned:,} dropped (no learned token left)"
+    + (f", {c.cut_at_image:,} truncated at an image (more images than max_images_per_row)" if c.cut_at_image else "")
+    + (f", {c.excluded:,} left out because of a field of the record" if c.excluded else ""),
     f"rows      {c.rows:,} of {length} tokens, {c.filled:.1%} filled",
   ]
   lines += [f"note      {printable(note)}" for note in c.notes]

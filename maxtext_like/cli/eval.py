@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
       "(the model's longest sequence)")  # fmt: skip
   add("--max-gen-toks", type=int, default=256, metavar="N", help="length of an answer, for tasks that do not set it (256)")
   add("--gen-kwargs", type=gen_kwargs, metavar="KEY=VALUE,...",
-      help="replaces generation_kwargs of tasks, as temperature=0.7,do_sample=true")  # fmt: skip
+      help="replaces generation_kwargs of tasks, such as temperature=0.7,do_sample=true")  # fmt: skip
   add("--apply-chat-template", action="store_true",
       help="render prompts as conversations with the model's chat template; chat_template=FILE names another one")  # fmt: skip
   add("--fewshot-as-multiturn", action=argparse.BooleanOptionalAction,

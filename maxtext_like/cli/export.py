@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
   parser.add_argument("source", type=checkpoint_path, metavar="RUN_OR_DIR", nargs="?", help=what)
   parser.add_argument("--out", type=new_place, metavar="HF_DIR", help="a new directory, or a URL as gs://bucket/x")
   parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the written weights")
-  parser.add_argument("--shard-size", default="5GB", help="maximum size of one file, as 5GB or 500MB (default: %(default)s)")
+  parser.add_argument("--shard-size", default="5GB", help="maximum file size, such as 5GB or 500MB (default: %(default)s)")
   kinds = parser.add_mutually_exclusive_group()
   what = "only for a run with lora_rank: write weights with the adapter merged (the default)"
   kinds.add_argument("--merge", action="store_true", help=what)

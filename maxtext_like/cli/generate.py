@@ -32,8 +32,8 @@ A conversation, or --prompt with --chat, is rendered with the model's chat templ
 a .jsonl file as soon as they end. If the job is killed, the same command continues it.
 
 DIR is a run directory, one of its checkpoints, an imported checkpoint, or a Hugging Face checkpoint. Its tokenizer is used.
-Special tokens in a prompt, as <start_of_turn>, become those tokens. An answer ends at the tokenizer's end-of-text token, at a
-token that generation_config.json lists, or at --stop. Default values are in parentheses.
+Special tokens in a prompt, such as <start_of_turn>, become those tokens. An answer ends at the tokenizer's end-of-text token,
+at a token that generation_config.json lists, or at --stop. Default values are in parentheses.
 
 base_weights=int8 or nf4 quantizes the weights while they are read, so that a larger model fits. An adapter that was trained on
 quantized weights is added to them, as in training; base_weights=null merges it."""
@@ -70,7 +70,9 @@ def run(argv: list[str]) -> int:
   print_notes(model.notes, file=sys.stderr)
   draft = None if options.draft is None else load(options.draft, *overrides, images=images)
   if suggested := _suggested(model, argv):
-    print(f"note: generation_config.json suggests {suggested}, which is used only if you type it", file=sys.stderr)
+    print(
+      f"note: generation_config.json suggests {suggested}, which is ignored unless you add it to the command", file=sys.stderr
+    )
   # Options that were not typed can be set by their names in transformers.
   wanted = {name: value for name in _OPTIONS if (value := getattr(options, name)) != defaults[name]} | named
   wanted |= {"logit_bias": dict(options.logit_bias)} if options.logit_bias else {}
@@ -193,8 +195,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
   add("--logit-bias", type=_bias, action="append", default=[], metavar="ID=X",
       help="add X to the logit of a token; may be repeated")  # fmt: skip
   add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
-  add("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, as "
-      "spelled or by role: end_of_turn, user, ...; may be repeated")  # fmt: skip
+  add("--stop", action="append", default=[], metavar="NAME", help="a token that ends an answer, by its "
+      "spelling or its role: end_of_turn, user, ...; may be repeated")  # fmt: skip
   add("--stop-id", type=int, action="append", default=[], dest="stop_ids", metavar="ID", help="a token id that ends an answer")
   add("--stop-string", action="append", default=[], dest="stop_strings", metavar="TEXT",
       help="a text that ends an answer and is not part of it; may be repeated")  # fmt: skip
@@ -203,7 +205,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
       help="largest number of answers that are generated at the same time, a power of two (64)")  # fmt: skip
   add("--int8-cache", action="store_true", help="store keys and values in 8 bits")
   add("--draft", type=checkpoint_path, metavar="DIR", help="a smaller model with the same tokenizer, which proposes tokens; "
-      "the words key=value apply to it too")  # fmt: skip
+      "key=value settings apply to both models")  # fmt: skip
   add("--draft-tokens", type=int, default=4, metavar="N", help="number of tokens that --draft proposes before each pass of the "
       "model (4)")  # fmt: skip
   options, rest = parse_words(parser, argv)
@@ -214,7 +216,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
   if options.images and options.batch is not None:
     raise UserError('generate: --image needs --prompt\n  fix: in a --batch file, name images in the field "images"')
   if options.output is not None and options.batch is None:
-    raise UserError("generate: --output needs --batch\n  fix: --batch FILE.jsonl with the prompts, one on each line")
+    raise UserError("generate: --output needs --batch\n  fix: add --batch FILE.jsonl with one prompt on each line")
   if options.logprobs and options.output is None:
-    raise UserError("generate: --logprobs needs --output\n  fix: --output FILE.jsonl, the file for the answers")
+    raise UserError("generate: --logprobs needs --output\n  fix: add --output FILE.jsonl")
   return options, require_keys(parser, rest, NAMES), {name: parser.get_default(name) for name in _OPTIONS}

@@ -143,7 +143,7 @@ def _unknown_verb(verb: str) -> str:
   if verb.endswith((".yml", ".yaml")):
     return f"{verb!r} is not a verb\n  fix: maxtext-like train {verb}"
   near = did_you_mean(verb, VERBS)
-  return f"unknown verb {verb!r}{near}\n  fix: one of {', '.join(VERBS)}; see maxtext-like --help"
+  return f"unknown verb {verb!r}{near}\n  fix: use one of {', '.join(VERBS)}; see maxtext-like --help"
 
 
 def printable(text: str) -> str:

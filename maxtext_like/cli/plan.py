@@ -16,7 +16,7 @@ of a device by use, matrix products, transfers between devices, and a lower boun
 compares the results of both commands.
 
   topology=NAME     {LIST}
-  memory=SIZE       memory of one GPU or CPU device, as 24GB, instead of the table's; without topology: one GPU of any kind
+  memory=SIZE       memory of one GPU or CPU device, such as 24GB, replacing the table's; without topology: any GPU
   num_slices=N      TPU: number of slices (mesh: dcn_data_parallelism=N)
   --search          also try meshes, batch sizes and remat policies, and print those that fit, fastest bound first
   --json FILE       also write the result as JSON

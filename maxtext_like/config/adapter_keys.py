@@ -13,7 +13,7 @@ TABLES = ("embed_tokens", "lm_head")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig(Checked):
-  """Section ``adapter:``: low-rank additions (LoRA) that are trained instead of the weights."""
+  """Section ``adapter:``: low-rank adapters (LoRA) that are trained instead of the weights."""
 
   lora_rank: Shape[int]
   lora_alpha: Shape[float | None]
@@ -73,7 +73,7 @@ class AdapterConfig(Checked):
             continue
           yield Problem(
             f"{said} lora_rank: 0", (name, "lora_rank"),
-            "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
+            "set lora_rank to the rank of the adapter, as in lora_rank=16, or leave it out",
           )  # fmt: skip
 
   @property

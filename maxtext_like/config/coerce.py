@@ -95,7 +95,9 @@ def _any_of(kinds: tuple) -> str:
 
 def _instead(kind: object) -> str:
   """Return the fix for a value of another type, with an example for numbers."""
-  examples: dict[object, str] = {int: "a whole number, as 20", float: "a number, as 0.1", bool: "true or false", str: "text"}
+  examples: dict[object, str] = {
+    int: "a whole number, such as 20", float: "a number, such as 0.1", bool: "true or false", str: "text",
+  }  # fmt: skip
   return f"write {examples.get(kind) or describe(kind)}"
 
 

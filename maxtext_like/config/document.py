@@ -99,7 +99,7 @@ def _class_page() -> list[str]:
     "## What may change after a checkpoint",
     "",
     "The class of a key decides whether a run that resumes, or that starts with `init_from`, may have another value than the",
-    "checkpoint. The same rules apply to the keys of `generate` and `forward`. A key that has no effect on the model, as",
+    "checkpoint. The same rules apply to the keys of `generate` and `forward`. A key that has no effect on the model, such as",
     "`rope_factor` without yarn, is not compared. [guides/resume.md](../guides/resume.md) has examples.",
     "",
     "| class | effect of the keys | keys |",

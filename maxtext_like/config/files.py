@@ -48,7 +48,7 @@ def find_config(name: str) -> Path:
     UserError: the name is empty, no such file exists, or it is a directory. The message suggests similar names.
   """
   if not name:
-    raise UserError("the name of the configuration is empty\n  fix: write the name of a model or a file, as gemma4-tiny")
+    raise UserError("the name of the configuration is empty\n  fix: write the name of a model or a file, such as gemma4-tiny")
   path = named_file(name)
   known = configs_folder() / "models" / f"{name}.yml"
   looks_like_path = path.suffix in SUFFIXES or "/" in name
@@ -56,7 +56,7 @@ def find_config(name: str) -> Path:
     return known
   if path.is_file():
     return path
-  # `configs/models/gemma4-31b.yml`, as the README writes it, works in any directory and in a wheel.
+  # A path such as `configs/models/gemma4-31b.yml` works in any directory and in an installed wheel.
   if looks_like_path and not path.is_absolute() and path.parts[0] == "configs":
     inside = configs_folder().joinpath(*path.parts[1:])
     if inside.is_file():
@@ -64,7 +64,7 @@ def find_config(name: str) -> Path:
   if (path / "config.json").is_file():
     raise UserError(
       f"{name}: is a Hugging Face checkpoint, not a configuration file\n"
-      f"  fix: name the model, as gemma4-31b, and set init_from={name}; or import it, which writes a model.yml"
+      f"  fix: name the model, such as gemma4-31b, and set init_from={name}; or import it, which writes a model.yml"
     )
   if (path / "config.yml").is_file():
     raise UserError(f"{name}: is the directory of a run, not a configuration file\n  fix: write {path / 'config.yml'}")

@@ -51,8 +51,8 @@ NAMES: tuple[Similar, ...] = (
           "unless tensor or context parallelism shares a row",
           _ROWS),
   Similar("batch_size bs",
-          "some trainers count the rows of a device, others those of all devices; per_device_batch_size is for one "
-          "device",
+          "ambiguous: some trainers count the rows per device, others the rows of all devices; per_device_batch_size "
+          "counts rows per device",
           _ROWS),
   Similar("train_batch_size global_batch_size total_batch_size global_train_batch_size",
           "it counts the rows of all devices; that number is per_device_batch_size x devices x "
@@ -373,11 +373,11 @@ NAMES: tuple[Similar, ...] = (
           "vocab_size is the number of rows of the embedding table, and nothing pads it",
           "write vocab_size=ROWS"),
   Similar("patch_size image_size num_channels vision_config",
-          "the keys of a vision tower end in _for_vit, as patch_size_for_vit",
+          "the keys of a vision tower end in _for_vit, such as patch_size_for_vit",
           "write patch_size_for_vit=N, in the model file of a model with a tower"),
   Similar("text_config",
           "the keys of the text model are in the section model:",
-          "write the keys themselves, as emb_dim=N"),
+          "write the keys themselves, such as emb_dim=N"),
   Similar("enable_moe_block",
           "num_experts is the number of experts; 0 is a dense model",
           "write num_experts=N"),
@@ -387,7 +387,7 @@ NAMES: tuple[Similar, ...] = (
           "write lora_rank=RANK",
           off=""),
   Similar("alpha adapter_dim",
-          "lora_rank is the rank of the additions; they are multiplied by lora_alpha / lora_rank",
+          "lora_rank is the rank of the adapter; its output is multiplied by lora_alpha / lora_rank",
           "write lora_rank=RANK lora_alpha=ALPHA"),
   Similar("rank_pattern alpha_pattern",
           "lora_rank_pattern and lora_alpha_pattern take the names that lora_modules takes",

@@ -1,4 +1,4 @@
-"""Finds models with a Hugging Face Hub name, as ``google/gemma-3-4b-it``, in the cache of this machine, without network.
+"""Finds models by their Hugging Face Hub name, such as ``google/gemma-3-4b-it``, in this machine's cache, without network.
 
 The layout is that of huggingface_hub: ``models--ORG--NAME/refs/main`` has the revision, and
 ``models--ORG--NAME/snapshots/REVISION`` the files, mostly as symbolic links.

@@ -1,4 +1,4 @@
-"""The key ``layer_precision``: precision values of single layers, as ``3-5 dtype=float32`` or ``7 float32_logits=true``.
+"""The key ``layer_precision``: precision of single layers, such as ``3-5 dtype=float32`` or ``7 float32_logits=true``.
 
 Only keys that act inside a layer can differ between layers; parameters, the residual stream and checkpoints do not change.
 Layers are numbered from 0.

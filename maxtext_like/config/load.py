@@ -48,7 +48,7 @@ class Loaded:
 
   Attributes:
     config: the typed, checked sections.
-    origins: place of each value by ``section.key``, as ``configs/base.yml:31``, ``argument "steps=5"`` or
+    origins: place of each value by ``section.key``, such as ``configs/base.yml:31``, ``argument "steps=5"`` or
       ``command line "steps=5"``.
     notes: messages about accepted keys, such as keys without effect, each with its place.
     path: the model file.
@@ -268,7 +268,7 @@ def _model_file(path: str, words: list[Entry]) -> tuple[Path, list[Entry]]:
     return find_config(path), words
   named = [word.node.text for word in words if word.key == "model_name" and isinstance(word.node, Scalar)]
   if not named:
-    raise UserError(f"{path}: contains only defaults, not a model\n  fix: name a model, as gemma4-tiny")
+    raise UserError(f"{path}: contains only defaults, not a model\n  fix: name a model, such as gemma4-tiny")
   return find_config(named[-1]), [word for word in words if word.key != "model_name"]
 
 
@@ -290,7 +290,7 @@ def _require_its_name(merged: Entries[str, Entry], words: list[Entry], file: Pat
     if name in model_names() or name.startswith(_OTHER_MODELS):
       raise UserError(
         f"{word.origin}: model_name is only a label; the model is {label_of(file)}, and {name} is another model"
-        f"\n  fix: write the model as the first word, as {name if name in model_names() else 'gemma3-4b'}"
+        f"\n  fix: write the model as the first word, such as {name if name in model_names() else 'gemma3-4b'}"
       )
 
 

@@ -2,7 +2,7 @@
 
 A model file of MaxText defines the same model here as in MaxText. ``translate_file`` adds the choices that MaxText makes in its
 code, by the model's name or in its base.yml. Training settings are not part of such a file: the defaults of this project apply,
-and ``differences`` lists those that MaxText has different.
+and ``differences`` lists those that differ from MaxText's.
 """
 
 from collections.abc import Mapping

@@ -78,20 +78,20 @@ class MeshConfig(Checked):
     count = math.prod(dcn.values())
     if slices is not None and count != slices:
       raise ValueError(
-        f"mesh: {self._words('dcn')} make {count} {'slice' if count == 1 else 'slices'}, but this run has {slices}\n"
+        f"mesh: {self._words('dcn', 'make')} {count} {'slice' if count == 1 else 'slices'}, but this run has {slices}\n"
         f"  fix: set dcn_*_parallelism so that their product is {slices}; one of them may be -1"
       )
     if devices % count:
       raise ValueError(
-        f"mesh: {self._words('dcn')} cannot divide the {devices} devices of this run into equal slices\n"
+        f"mesh: the {devices} devices of this run cannot be divided into {count} equal slices ({self._words('dcn')})\n"
         f"  fix: set dcn_*_parallelism so that their product divides {devices}"
       )
     ici = self._sizes("ici", devices // count)
     if math.prod(ici.values()) * count != devices:
-      of_each = "" if count == 1 else f" of each of {count} slices"
+      where = "" if count == 1 else f" of each of {count} slices"
       how = "divide" if -1 in self._written("ici").values() else "multiply to"
       raise ValueError(
-        f"mesh: {self._words('ici')} do not {how} the {devices // count} devices{of_each or ' of this run'}\n"
+        f"mesh: {self._words('ici', 'do')} not {how} the number of devices{where}, {devices // count}\n"
         f"  fix: set ici_*_parallelism so that their product is {devices // count}; one of them may be -1"
       )
     return dcn, ici
@@ -115,6 +115,9 @@ class MeshConfig(Checked):
     fixed = math.prod(size for size in written.values() if size != -1)
     return {axis: max(count // fixed, 1) if size == -1 else size for axis, size in written.items()}
 
-  def _words(self, network: str) -> str:
+  def _words(self, network: str, verb: str | None = None) -> str:
+    """Return the keys with their values, such as ``ici_data_parallelism=2``, and a verb: "do" becomes "does" after one key."""
     keys = {key: getattr(self, key) for key in PARALLELISM[network]}
-    return ", ".join(f"{key} = {size}" for key, size in keys.items() if size not in (1, -1)) or f"{network}_*_parallelism = 1"
+    words = [f"{key}={size}" for key, size in keys.items() if size not in (1, -1)] or [f"{network}_*_parallelism=1"]
+    form = "" if verb is None else f" {verb}" if len(words) > 1 else f" {verb}es" if verb == "do" else f" {verb}s"
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) + form

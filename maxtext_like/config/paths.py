@@ -23,7 +23,7 @@ _FIX = "write a path on this machine; mount remote storage (gcsfuse, s3fs, NFS) 
 
 
 def is_url(text: str) -> bool:
-  """Return True if a text starts with a URL scheme, as ``gs://``, ``s3://``, ``hf://`` or ``file://``."""
+  """Return True if a text starts with a URL scheme, such as ``gs://``, ``s3://``, ``hf://`` or ``file://``."""
   return _URL.match(text) is not None
 
 

@@ -179,7 +179,7 @@ def _by_words(a: str, b: str) -> float:
 
 
 def _alike(a: str, b: str) -> float:
-  """Return 1 for the same word or a misspelling of it, 0.8 for an abbreviation, as ``len`` for ``length``, otherwise 0."""
+  """Return 1 for the same word or a misspelling of it, 0.8 for an abbreviation (``len`` for ``length``), otherwise 0."""
   short, long = sorted((a, b), key=len)
   if a == b:
     return 1.0

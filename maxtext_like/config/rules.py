@@ -66,7 +66,7 @@ def cross_problems(
   if config.adapter.base_weights and not config.adapter.trained and not inference:
     yield Problem(
       f"base_weights = {config.adapter.base_weights} has no effect with lora_rank: 0", ("base_weights", "lora_rank"),
-      "set lora_rank to the rank of the additions, as in lora_rank=16, or leave it out",
+      "set lora_rank to the rank of the adapter, as in lora_rank=16, or leave it out",
     )  # fmt: skip
   yield from _tower_problems(config)
   if config.training.stochastic_rounding and config.adapter.trained:

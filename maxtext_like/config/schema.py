@@ -90,7 +90,7 @@ class WatchdogConfig(Checked):
 
 
 def profiled(steps: str) -> tuple[int, int]:
-  """Return the first and the last step of a value of ``profile_steps``, as "10-12" or "10". Raises ValueError."""
+  """Return the first and the last step of a value of ``profile_steps``, such as "10-12" or "10". Raises ValueError."""
   first, _, last = steps.partition("-")
   begin, end = int(first), int(last or first)
   if not 1 <= begin <= end:
@@ -143,7 +143,7 @@ class LoggingConfig(Checked):
         yield Problem(
           f"profile_steps = {self.profile_steps!r} is not a range of steps",
           ("profile_steps",),
-          "write first and last step, as 10-12",
+          "write first and last step, such as 10-12",
         )
     if not self.output_dir:
       yield Problem("output_dir is empty", ("output_dir",), "name a directory; '.' is the current one")

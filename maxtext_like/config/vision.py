@@ -13,7 +13,7 @@ from maxtext_like.config.model import ModelConfig
 from maxtext_like.config.problems import InvalidSectionError, Problem, above_zero, at_least
 
 VisionTower = Literal["frozen", "projector", "trained", "adapted"]
-"""How the tower is trained: not at all, only its projector, all of it, or LoRA additions."""
+"""How the tower is trained: not at all, only its projector, all of it, or LoRA adapters."""
 
 _NEEDED = (
   "patch_size_for_vit",

@@ -61,8 +61,8 @@ class Mixture:
       self._without_tokens[name] += 1
       if self._without_tokens[name] >= source.count:
         raise UserError(
-          f"data.dataset_path.{name}: no tokens in any of the {source.count} documents: all are bad, empty or shorter than two "
-          f"tokens\n  fix: leave {name} out of dataset_path and dataset_weights, or give it other files"
+          f"data.dataset_path.{name}: no token to learn in any of the {source.count} documents: all are bad, empty or shorter "
+          f"than two tokens\n  fix: leave {name} out of dataset_path and dataset_weights, or give it other files"
         )
     else:
       self._without_tokens[name] = 0

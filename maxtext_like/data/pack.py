@@ -199,6 +199,7 @@ class Packer:
     self._bad: list[int] = []
     self._bad_seen: set[int] = set()
     self._without_tokens = 0  # documents read since the last one with tokens
+    self._too_long: tuple[int, int] | None = None  # shortest and longest conversation that lost all learned tokens
     self.epoch = 0  # epoch of the newest row
     self.first_epoch: dict[str, int] | None = None  # the counts at the end of the first epoch
     self.on_skip: Callable[[BadRecordError], None] = lambda bad: None  # called once for each skipped record
@@ -286,13 +287,19 @@ class Packer:
     reasons = (
       (len(self._bad), "are bad"),
       (self._tally["empty"], "are empty or shorter than two tokens (data.dataset_path, data.text_field)"),
-      (unlearned, f"have nothing to learn in their first {self._length} tokens"),
+      (unlearned, f"have no learned token in their first {self._length} tokens (max_target_length)"),
       (excluded, "are marked as not to be learned"),
     )
-    fixes = ["a larger max_target_length, or train_on=all"] if unlearned else []
-    fixes += ["dataset_path=FILES with records that no field excludes (label, weight, train, ...)"] if excluded else []
+    fixes = []
+    if self._too_long:
+      shortest, longest = self._too_long
+      fits = f"set max_target_length={longest}, which fits the longest conversation"
+      fixes.append((fits if shortest == longest else f"{fits} ({shortest} fits the shortest)") + "; or set train_on=all")
+    elif unlearned:
+      fixes.append("increase max_images_per_row, or set train_on=all")
+    fixes += ["set dataset_path=FILES with records that no field excludes (label, weight, train, ...)"] if excluded else []
     counted = ", ".join(f"{number:,} {reason}" for number, reason in reasons if number)
-    return UserError(f"no tokens in any of the {self._epoch_length:,} documents: {counted}", fix="; or ".join(fixes))
+    return UserError(f"no token to learn in any of the {self._epoch_length:,} documents: {counted}", fix="; or ".join(fixes))
 
   def _next_sample(self) -> bool:
     """Takes the next sample of the document. Returns False after the last. Samples with nothing to learn are counted and left
@@ -303,6 +310,9 @@ class Packer:
       assert sample.ids is not None
       if self._keep_whole and not is_learned(sample, self._length, self._max_images):
         self._count("unlearned")
+        if (size := len(sample.ids)) > self._length:
+          shortest, longest = self._too_long or (size, size)
+          self._too_long = min(shortest, size), max(longest, size)
         continue
       self._ids, self._used, self._images, self._learned = sample.ids, 0, sample.images, sample.learned
       self._tally["tokens"] += len(sample.ids)

@@ -118,7 +118,7 @@ def preview(
     UserError: as ``make_data``, except for bad records, which are counted.
   """
   if not kind_of(data).text:
-    raise UserError(f"dataset={data.dataset} has no text to preview\n  fix: use a data set with text, as dataset=jsonl")
+    raise UserError(f"dataset={data.dataset} has no text to preview", fix="use a data set with text, such as dataset=jsonl")
   tokenizer = load_tokenizer(data.tokenizer, vocab_size)
   checks = make_checks(data, tokenizer, vision, length, chat_template)
   undivided = tokenizer.special if data.special_tokens_in_text == "parse" else ()

@@ -97,8 +97,8 @@ def find_files(data: DataConfig, split: Split) -> dict[str, list[str]]:
     for file in found[name]:
       if (kind := _other_dataset(file, dataset, suffixes)) is not None:
         raise UserError(
-          f"data.{key}: {file} is a file of dataset={kind}, among files of dataset={dataset}\n  fix: dataset={kind}, "
-          "files of one kind, or sources with names, each of which may have its own kind"
+          f"data.{key}: {file} is a file for dataset={kind}, but it is read with dataset={dataset}\n  fix: set dataset={kind}, "
+          "name only files of one kind, or use named sources, each of which may have its own kind"
         )
       if (other := owners.setdefault(os.path.realpath(file), name)) != name:
         raise UserError(

@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):
     if tokenizer.bos_id is None and tokenizer.eos_id is None:
       raise UserError(
         "the tokenizer has neither a bos nor an eos token\n  why: a text without context is scored after one of them\n"
-        "  fix: tokenizer=PATH of the model's own tokenizer"
+        "  fix: set tokenizer=PATH to the model's own tokenizer"
       )
     begin = [spelling for spelling, token in tokenizer.special.items() if token == self.prefix_token_id]
     self._begin = begin[0] if begin else None
@@ -217,7 +217,7 @@ class HarnessModel(TemplateLM):
       if room < 1:
         raise UserError(
           f"max_gen_toks is {length}, and max_length is {self.max_length}\n  why: no token is left for the prompt\n"
-          "  fix: a smaller max_gen_toks, or a larger max_length"
+          "  fix: decrease max_gen_toks, or increase max_length"
         )
       prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in indices}
       for index, text in self._answers(prompts, length, sampling, until, finished, len(requests)):

@@ -84,14 +84,14 @@ def windows(tokens: int, max_length: int, stride: int) -> list[Window]:
     UserError: the sizes are impossible, or the text has fewer than two tokens.
   """
   if max_length < 2:
-    raise UserError(f"max_length is {max_length}\n  why: a window needs a token and a token before it\n  fix: at least 2")
+    raise UserError(f"max_length is {max_length}\n  why: a window needs a token and a token before it\n  fix: pass at least 2")
   if not 1 <= stride <= max_length:
     raise UserError(
       f"stride is {stride} with max_length {max_length}\n  why: with a larger stride, tokens between two windows would be left "
       f"out\n  fix: choose a stride from 1 to {max_length}"
     )
   if tokens < 2:
-    raise UserError(f"the text has {tokens} tokens\n  why: the first token is not scored\n  fix: a longer text")
+    raise UserError(f"the text has {tokens} tokens\n  why: the first token is not scored\n  fix: pass a longer text")
   found, previous_end = [], 0
   for begin in range(0, tokens, stride):
     end = min(begin + max_length, tokens)

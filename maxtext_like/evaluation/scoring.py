@@ -108,7 +108,7 @@ class Scorer:
       if len(continuation) > self.max_length:
         raise UserError(
           f"request {index}: the continuation has {len(continuation)} tokens, more than max_length = {self.max_length}\n"
-          "  fix: a larger max_length"
+          "  fix: increase max_length"
         )
       assert len(context), "an empty context"
       assert len(continuation), "an empty continuation"

@@ -141,9 +141,9 @@ class Tasks:
 
     given = [name.strip() for name in names if name.strip()]
     if not given:
-      raise UserError("no task is named\n  fix: name tasks, as arc_easy,hellaswag, or the .yaml file of a task")
+      raise UserError("no task is named\n  fix: name tasks, such as arc_easy,hellaswag, or the .yaml file of a task")
     if missing := [folder for folder in include if not Path(folder).expanduser().is_dir()]:
-      raise UserError(f"{missing[0]}: no such folder of task files", fix="the folder with the .yaml files of the tasks")
+      raise UserError(f"{missing[0]}: no such folder of task files", fix="name the folder with the .yaml files of the tasks")
     folders = [str(Path(folder).expanduser()) for folder in include]
     # The harness reads 14,000 files to list its own tasks. That takes seconds, so its list is read only if a name needs it.
     loaded = None
@@ -233,10 +233,10 @@ def _load(manager: Any, names: Sequence[str]) -> Any:
   for name in names:
     if not (found := _find(manager, name)):
       if name.endswith((".yaml", ".yml")):
-        raise UserError(f"{name}: no such file of a task", fix="the path of a .yaml file")
+        raise UserError(f"{name}: no such file of a task", fix="pass the path of an existing .yaml file")
       near = nearest(name, manager.all_tasks, 3)
       also = f"; similar names: {', '.join(near)}" if near else ""
-      raise UserError(f"unknown task {name!r}{also}\n  fix: the name of a task of lm-evaluation-harness, or its .yaml file")
+      raise UserError(f"unknown task {name!r}{also}\n  fix: name a task of lm-evaluation-harness, or its .yaml file")
     specs += [spec for spec in found if spec not in specs]
   try:
     return manager.load(specs)

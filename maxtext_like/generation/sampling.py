@@ -87,12 +87,13 @@ class Sampling:
     for name, (fits, words) in _RANGES.items():
       value = getattr(self, name)
       if not fits(value):  # also for NaN
-        raise UserError(f"sampling has {name}={value}", fix=f"choose {name} {words}")
+        default, flag = getattr(type(self), name), f"--{name.replace('_', '-')}"
+        raise UserError(f"{name}={value}: must be {words}", fix=f"pass {name}={default}, the default ({flag} {default})")
     for token, bias in self.logit_bias.items():
       if not (token >= 0 and bias < np.inf):
-        raise UserError(f"logit_bias has {token}: {bias}", fix="ids of the vocabulary, and numbers below infinity")
+        raise UserError(f"logit_bias has {token}: {bias}", fix="use token ids of the vocabulary, and numbers below infinity")
     if not 0 <= self.seed < 2**32:
-      raise UserError(f"sampling has seed {self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
+      raise UserError(f"seed={self.seed}\n  why: a seed has 32 bits\n  fix: choose a seed from 0 to {2**32 - 1}")
 
   def rule(self, *, logprobs: bool = False) -> Rule:
     """Return the compiled part."""
@@ -149,11 +150,11 @@ class Sampling:
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
   "repetition_penalty": (lambda x: 0 < x < np.inf, "above 0"),
-  "presence_penalty": (lambda x: -np.inf < x < np.inf, "as a finite number"),
-  "frequency_penalty": (lambda x: -np.inf < x < np.inf, "as a finite number"),
-  "min_tokens": (lambda x: x >= 0, "of at least 0"),
-  "temperature": (lambda x: 0 <= x < np.inf, "of at least 0; 0 takes the most likely token"),
-  "top_k": (lambda x: x >= 0, "of at least 0; 0 keeps all tokens"),
+  "presence_penalty": (lambda x: -np.inf < x < np.inf, "a finite number"),
+  "frequency_penalty": (lambda x: -np.inf < x < np.inf, "a finite number"),
+  "min_tokens": (lambda x: x >= 0, "0 or more"),
+  "temperature": (lambda x: 0 <= x < np.inf, "a finite number of at least 0; 0 takes the most likely token"),
+  "top_k": (lambda x: x >= 0, "a finite number of at least 0; 0 keeps all tokens"),
   "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1; 1 keeps all tokens"),
   "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1; 0 keeps all tokens"),
 }

@@ -1,8 +1,8 @@
 """Continuous batching: prompts wait for slots, and an answer that has ended makes room for the next prompt.
 
 Answers do not depend on the order of prompts or on the other prompts, except with matmul_dtype=float8, where all rows of a
-product share a scale. Products may be rounded in another way with another number of slots, or another capacity of the caches,
-which follows from the longest prompt with its answer.
+product share a scale. A different number of slots, or capacity of the caches, may change how products are rounded. The capacity
+is determined by the longest prompt with its answer.
 """
 
 import collections

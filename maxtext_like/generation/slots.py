@@ -29,7 +29,7 @@ NONE, NOT_FINITE = -1, -2
 def not_finite(name: str, decoder: Decoder) -> NonFiniteError:
   """Return the error about logits that are not finite; ``name`` names the token or the request."""
   if decoder.precision.dtype == "float16":
-    fix = "dtype=bfloat16 or dtype=float32, or the float32_* keys of the model's file"
+    fix = "set dtype=bfloat16 or dtype=float32, or use the float32_* keys of the model's file"
   else:
     fix = "use an earlier checkpoint, or other weights: maxtext-like risk prints how large the numbers of these weights become"
   return NonFiniteError(f"{name}: the logits are not finite\n  fix: {fix}")

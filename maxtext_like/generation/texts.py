@@ -61,11 +61,12 @@ class Options:
 
   def __post_init__(self):
     if not 0 <= self.draft_tokens <= MOST_PROPOSED:
-      raise UserError(f"draft_tokens={self.draft_tokens}: not from 1 to {MOST_PROPOSED}", fix="choose a few tokens, such as 4")
+      what = f"draft_tokens={self.draft_tokens}: must be between 1 and {MOST_PROPOSED}"
+      raise UserError(what, fix="pass draft_tokens=4 (--draft-tokens 4)")
     if self.answers < 1:
-      raise UserError(f"the number of answers to a prompt is {self.answers}\n  fix: at least 1")
+      raise UserError(f"the number of answers to a prompt is {self.answers}", fix="pass at least 1 as n (--n 1)")
     if self.slots < 1 or self.slots & (self.slots - 1):
-      raise UserError(f"slots={self.slots}: not a power of two\n  fix: 1, 2, 4, 8, ..., as many as fit in memory")
+      raise UserError(f"slots={self.slots}: not a power of two\n  fix: choose 1, 2, 4, 8, ..., as many as fit in memory")
     if "" in self.stop_strings:
       raise UserError("stop_strings: an empty text would end every answer\n  fix: remove it")
 
@@ -175,7 +176,9 @@ class Texts:
   ):
     check(prompts, decoder, options.max_tokens)
     if options.seeds is not None and len(options.seeds) != len(prompts.tokens):
-      raise UserError(f"seeds: {len(options.seeds)} seeds for {len(prompts.tokens)} prompts\n  fix: one seed for each prompt")
+      raise UserError(
+        f"seeds: {len(options.seeds)} seeds for {len(prompts.tokens)} prompts", fix="pass one seed for each prompt"
+      )
     self.options = options
     self._decoder, self._mesh, self._on_clamped = decoder, mesh, on_clamped
     self._draft = None if draft is None else Draft(draft, options.draft_tokens)

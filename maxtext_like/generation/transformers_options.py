@@ -155,7 +155,7 @@ def translated(keys: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def typed(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-  """Divide words of a command line into options of transformers, as ``eos_token_id=[1,106]``, and other words.
+  """Divide words of a command line into options of transformers, such as ``eos_token_id=[1,106]``, and other words.
 
   Raises:
     UserError: a value is not YAML.
@@ -199,7 +199,7 @@ def _ids(name: str, value: Any) -> list[int]:
   found = [int(token) for token in listed if isinstance(token, numbers.Integral) and not isinstance(token, bool)]
   if len(found) != len(listed):
     raise UserError(
-      f"generate: {name}: {value!r:.60} is not a list of token ids", fix=f"pass {name} with lists of ids, as [106]"
+      f"generate: {name}: {value!r:.60} is not a list of token ids", fix=f"pass {name} with lists of ids, such as [106]"
     )
   return found
 
@@ -218,7 +218,7 @@ def _single_tokens(bias: Any) -> dict[int, float]:
     if len(sequence) != 1:
       raise UserError(
         f"generate: sequence_bias has the sequence {list(sequence)!r:.60}\n  why: only single tokens can have a bias\n"
-        "  fix: logit_bias={token: number}"
+        "  fix: pass logit_bias={token: number}"
       )
     found[sequence[0]] = float(number)
   return found

@@ -180,7 +180,7 @@ class Report:
   def summary(self) -> str:
     """Return one to three lines: the cause, further faults, and the primitives that were not entered."""
     if self.first_cause is None:
-      lines = [f"all numbers in {len(self.tensors)} tensors are finite or intentionally infinite"]
+      lines = [f"all numbers in {len(self.tensors)} tensors are finite (masks and initial maxima may be infinite)"]
     else:
       lines = [f"first cause: {self.first_cause}"]
       if len(self.faults) > 1:

@@ -4,9 +4,9 @@ A cache array has the shape [R, ..., C, X]: R rows of the cache, C slots for pos
 are [R, K, C, H], so that the entries that one head reads are contiguous. Position i of a row is stored in slot i % C. C is the
 capacity of the cache, or the window of a sliding layer if that is smaller (a ring buffer). Rows have their own lengths.
 
-Speculative decoding takes tokens back: the next tokens start at an earlier position again. Rings then have that many more slots
-(``spare``), so that entries of such tokens, and those of a pass over ``spare`` + 1 tokens, replace none that is still in the
-window.
+Speculative decoding discards rejected tokens, so the next tokens start at an earlier position again. Ring buffers then have
+``spare`` more slots. Entries of discarded tokens, and of a pass over ``spare`` + 1 tokens, then overwrite no entry that is still
+in the window.
 
 In an 8-bit cache, an array "k" of int8 numbers has a companion "k.scale" of float32 numbers [R, ..., C, 1].
 

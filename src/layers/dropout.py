@@ -1,6 +1,6 @@
 """Dropout (Srivastava et al. 2014) with masks that depend only on the seed, step, row, array, layer and position in the row.
 
-No random generator keeps a state. The masks are therefore the same after a resume, on another mesh, with other microbatches,
+The random numbers have no state that advances from step to step. The masks are therefore the same after a resume, on another mesh, with other microbatches,
 and when the backward pass recomputes a layer.
 
 B rows of a batch.

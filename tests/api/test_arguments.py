@@ -179,7 +179,7 @@ def test_a_run_stands_for_its_directory(run, tmp_path):
     ({"on_text": True}, "on_text=True: not a function"),
     ({"temprature": 0}, "generate: unknown argument 'temprature', did you mean 'temperature'"),
     ({"max_token": 5}, "unknown argument 'max_token', did you mean 'max_tokens'"),
-    ({"dtype": "bfloat16"}, "dtype=bfloat16: the model is already loaded\n  fix: pass it to load"),
+    ({"dtype": "bfloat16"}, "dtype=bfloat16: dtype cannot be changed after the model is loaded\n  fix: pass it when"),
   ],
 )
 def test_options_of_generate(run, options, said):

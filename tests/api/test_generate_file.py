@@ -94,8 +94,8 @@ def test_a_draft_model_proposes_tokens(folder: Path, tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
   ("options", "reason"),
   [
-    ({"draft": "some/folder"}, "the model is already loaded, and the draft model is not"),
-    ({"draft": 3}, "the model is already loaded, and the draft model is not"),
+    ({"draft": "some/folder"}, "the model is a loaded object, but draft='some/folder' is not"),
+    ({"draft": 3}, "the model is a loaded object, but draft=3 is not"),
     ({"draft_tokens": 2}, "no effect without a draft model"),
     ({"draft_tokens": 2.5}, "draft_tokens=2.5"),
   ],

@@ -248,7 +248,7 @@ def test_the_verb(capsys, tmp_path, monkeypatch):
     (): "no topology",
     ("topology=cpu-8", "num_slices=2"): "num_slices=2 is only for TPUs",
     ("topology=v6e-8", "xla_flags=all"): "xla_flags has no effect",
-    ("topology=v6e-8", "dcn_fsdp_parallelism=2"): "make 2 slices, but this run has 1",
+    ("topology=v6e-8", "dcn_fsdp_parallelism=2"): "makes 2 slices, but this run has 1",
     ("topology=v6e-8", "ici_fsdp_parallelism=3"): "topology=v6e-8 num_slices=1: mesh",
   }.items():
     assert main(["plan", "gemma3-tiny", *words]) == 2

@@ -240,13 +240,13 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
 @pytest.mark.parametrize(
   ("change", "code", "told"),
   [
-    ({}, 0, ["1,234,567", "peak         25.00 GiB of 31.25 GiB HBM a chip (80%)", "verdict      fits"]),
+    ({}, 0, ["1,234,567", "peak         25.00 GiB of 31.25 GiB HBM per chip (80%)", "verdict      fits"]),
     ({}, 0, ["24.00 GiB laid out, at the fullest instant: parameters 3.00 GiB, gaps 2.00 GiB\n"]),
     ({}, 0, ["largest      6 x 1.00 GiB bf16[8,8], activations: a.py:3 jvp()/while"]),
-    ({}, 0, ["600 TFLOP a chip and step, 1.33 times the model's 450"]),
-    ({}, 0, ["all-gather: 7 a step, 7 GB through a chip, beside computation\n"]),
-    ({}, 0, ["all-reduce: 2 a step, 0.1 GB through a chip, waited for, between slices"]),
-    ({}, 0, ["0.800 s a step: matrix units 0.600 s", "61.0% MFU; bound by HBM; no chip"]),
+    ({}, 0, ["600 TFLOP per chip and step, 1.33 times the model's 450"]),
+    ({}, 0, ["all-gather: 7 per step, 7 GB through each chip, overlapped with computation\n"]),
+    ({}, 0, ["all-reduce: 2 per step, 0.1 GB through each chip, exposed, between slices"]),
+    ({}, 0, ["0.800 s per step: matrix units 0.600 s, memory", "61.0% MFU; limited by memory bandwidth; not"]),
     ({"machine_code": False}, 0, ["laid out     25.00 GiB of 31.25", "stopped before machine code\n"]),
     (
       {"machine_code": "quick", "quick_peak": 24 * GIB},
@@ -264,7 +264,7 @@ FAILED = {"out_of_memory": "Ran out", "layout": None, "work": None}
       ["peak         40.00 GiB, needed where libtpu optimizes little: Ran out", "before machine code\n", "verdict      fits"],
     ),
     ({"peak_bytes": 40 * GIB, **FAILED}, 4, ["needed", "Ran out", "does not"]),
-    ({"peak_bytes": None, **FAILED}, 4, ["3.00 GiB a chip", "does not fit"]),
+    ({"peak_bytes": None, **FAILED}, 4, ["3.00 GiB per chip", "does not fit"]),
   ],
 )
 def test_table_and_exit_code(change, code, told, capsys, monkeypatch):
@@ -306,8 +306,8 @@ def test_what_does_not_fit_is_tried_with_other_values(monkeypatch, capsys, tmp_p
   ]
   values = "topology=v6e-32 remat_policy=full remat_offload=layer_inputs per_device_batch_size=1 gradient_accumulation_steps=4"
   out = capsys.readouterr().out
-  assert "tried        remat_policy=full: does not fit, 40.00 GiB a chip" in out
-  assert f"{values}: fits, 20.00 GiB a chip" in out
+  assert "tried        remat_policy=full: does not fit, 40.00 GiB per chip" in out
+  assert f"{values}: fits, 20.00 GiB per chip" in out
   assert f"does not fit: it fits with {values}" in out
   told = json.loads((tmp_path / "it.json").read_text())
   assert (told["fits"], told["peak_bytes"], told["work"]["roofline"]["mfu"]) == (False, 40 * GIB, 0.61)

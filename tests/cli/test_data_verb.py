@@ -34,7 +34,7 @@ def test_what_is_learned_is_marked(chats, capsys):
     "template gemma3",
     "documents 3, 0 empty, 0 bad",
     f"tokens    {84 + 86 + 173}, {14 + 16 + 27} learned (16.6%)",
-    "cut       1 longer than max_target_length=96, 0 skipped without a learned token",
+    "cut       1 truncated at max_target_length=96, 0 dropped (no learned token left)",
     "rows      3 of 96 tokens, 92.4% filled",
     "",
   ]
@@ -44,7 +44,7 @@ def test_rows_in_which_nothing_is_learned_are_a_fault(chats, capsys):
   assert main(["data", *WORDS, f"dataset_path={chats}", "--show=0", "max_target_length=64"]) == 2
   tokens, cut, rows, fault, fix = capsys.readouterr().out.splitlines()[2:]
   assert tokens == "tokens    0, 0 learned"
-  assert cut.startswith("cut       0 longer than max_target_length=64, 3 skipped")
+  assert cut.startswith("cut       0 truncated at max_target_length=64, 3 dropped")
   assert rows == "rows      0 of 64 tokens, 0.0% filled"
   assert fault.startswith("no token is learned")
   assert fix.startswith("  fix: set max_target_length above 64")
@@ -78,7 +78,7 @@ def test_what_may_not_be_meant_is_noted(chats, capsys):
   assert main(["data", *WORDS, f"dataset_path={chats}", *words]) == 0
   lines = capsys.readouterr().out.splitlines()
   assert lines[1] == "documents 3, 0 empty, 0 bad"
-  assert "0 skipped without a learned token, 1 skipped because of a field" in lines[3]
+  assert "0 dropped (no learned token left), 1 left out because of a field" in lines[3]
   assert lines[5] == "note      fields of the records that are not used: 'source' in 2 of 3 records"
   lost = "note      answers learned without their thoughts: 1 before the last user message, where the template drops"
   assert lines[6].startswith(f"{lost} thoughts (first in {chats}:1). train_on=last")

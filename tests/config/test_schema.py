@@ -129,12 +129,19 @@ def test_mesh_works_out_the_rest(written, devices, slices, sizes):
 @pytest.mark.parametrize(
   ("written", "slices", "reason"),
   [
-    *(({"ici_data": d, "ici_fsdp": f}, None, f"ici_data_parallelism = {d}.*8 devices") for d, f in [(3, -1), (2, 2), (16, -1)]),
-    ({"ici_tensor": 3}, None, "ici_tensor_parallelism = 3 do not divide the 8 devices of this run"),
-    ({"dcn_data": 3}, None, "dcn_data_parallelism = 3 cannot divide the 8 devices"),
-    ({"dcn_data": 2, "ici_fsdp": 8}, None, "ici_fsdp_parallelism = 8 do not multiply to the 4 devices of each of 2 slices"),
-    ({"dcn_data": 4}, 2, "dcn_data_parallelism = 4 make 4 slices, but this run has 2"),
-    ({"dcn_data": 1}, 2, "make 1 slice, but this run has 2"),
+    *(
+      ({"ici_data": d, "ici_fsdp": f}, None, f"ici_data_parallelism={d}.* number of devices, 8")
+      for d, f in [(3, -1), (2, 2), (16, -1)]
+    ),
+    ({"ici_tensor": 3}, None, "ici_tensor_parallelism=3 does not divide the number of devices, 8"),
+    ({"dcn_data": 3}, None, "the 8 devices of this run cannot be divided into 3 equal slices"),
+    (
+      {"dcn_data": 2, "ici_fsdp": 8},
+      None,
+      "ici_fsdp_parallelism=8 does not multiply to the number of devices of each of 2 slices, 4",
+    ),
+    ({"dcn_data": 4}, 2, "dcn_data_parallelism=4 makes 4 slices, but this run has 2"),
+    ({"dcn_data": 1}, 2, "makes 1 slice, but this run has 2"),
   ],
 )
 def test_mesh_that_does_not_multiply_to_the_devices(written, slices, reason):

@@ -335,7 +335,7 @@ def test_less_than_one_batch(make, tmp_path):
   assert next(make(dataset_path=small, length=7, global_batch=2))["segments"].all()
   with pytest.raises(UserError, match=r"less than one global batch: .* they fill 2 rows"):
     make(dataset_path=small, length=8, global_batch=3, packing=False)
-  with pytest.raises(UserError, match="no tokens in any of the 2 documents: 2 are empty"):
+  with pytest.raises(UserError, match="no token to learn in any of the 2 documents: 2 are empty"):
     make(dataset_path=write(tmp_path / "b.jsonl", ["", " \n "]))
   with pytest.raises(
     UserError,

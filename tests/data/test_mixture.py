@@ -200,11 +200,11 @@ def test_sources_that_cannot_be_mixed(make, paths, tmp_path):
   ):
     make(dataset_path=both, dataset_weights={"web": 1, "code": 1})
   (tmp_path / "web.parquet").write_bytes(b"PAR1")
-  with pytest.raises(UserError, match=r"web\.parquet is a file of dataset=parquet, among files of dataset=jsonl\n  fix"):
+  with pytest.raises(UserError, match=r"web\.parquet is a file for dataset=parquet, but it is read with dataset=jsonl\n  fix"):
     make(dataset_path=[paths["web"], str(tmp_path / "web.parquet")])
   empty = write(tmp_path / "empty.jsonl", ["", " ", "", ""])
   with pytest.raises(
-    UserError, match=r"data\.dataset_path\.blank: no tokens in any of the 4 documents.*\n  fix: leave blank out"
+    UserError, match=r"data\.dataset_path\.blank: no token to learn in any of the 4 documents.*\n  fix: leave blank out"
   ):
     make(dataset_path={"web": paths["web"], "blank": empty}, dataset_weights={"web": 1000, "blank": 1})
   (tmp_path / "none.jsonl").write_text("")

@@ -174,7 +174,7 @@ def test_bad_records_stop_or_are_skipped_and_counted_once():
 
 def test_a_source_without_tokens_is_an_error_not_an_endless_loop():
   bad = BadRecordError("f:1", "x")
-  with pytest.raises(UserError, match="no tokens in any of the 3 documents: 1 are bad"):
+  with pytest.raises(UserError, match="no token to learn in any of the 3 documents: 1 are bad"):
     next(packer([None, bad, None], repeat=True, on_bad_record="skip"))
 
 

@@ -119,7 +119,7 @@ def test_going_on_with_other_values_from_steps_behind_links(train, a):
     "changed adam_b1: was 0.9, is 0.8",
     "changed per_device_batch_size: was 8, is 4",
     "changed gradient_accumulation_steps: was 1, is 3",
-    "changed rows of an update: was 8, is 12",
+    "changed global batch size: was 8 rows, is 12 rows",
     "note    the learning rate of step 21 is ",
     f"note    init_from={elsewhere}/10 is ignored",
     f"start   from step 20 in {a}/checkpoints",

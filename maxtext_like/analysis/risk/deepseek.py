@@ -1,6 +1,6 @@
-"""Bounds of the numbers of a DeepSeek; see ``walk``.
+"""Bounds on the values that a DeepSeek model computes, for ``risk``; see ``walk``.
 
-N heads, Q unrotated and P rotated part of a head, H size of an index head, X index heads.
+N heads, Q size of the unrotated and P of the rotated part of a head, H size of an index head, X index heads.
 """
 
 import math

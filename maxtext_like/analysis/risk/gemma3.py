@@ -1,4 +1,4 @@
-"""Bounds of the numbers of a Gemma 3, and of the layers of Gemma 3 and 4; see ``walk``.
+"""Bounds on the values that a Gemma 3 computes, and on the layers of Gemma 3 and 4, for ``risk``; see ``walk``.
 
 D tower width, N heads, H head, F MLP.
 """

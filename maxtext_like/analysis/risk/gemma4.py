@@ -1,6 +1,6 @@
-"""Bounds of the numbers of a Gemma 4; see ``walk``.
+"""Bounds on the values that a Gemma 4 computes, for ``risk``; see ``walk``.
 
-D tower width, N heads, H head, F MLP.
+D width of the vision tower, N heads, H size of a head, F hidden size of the MLP.
 """
 
 import numpy as np

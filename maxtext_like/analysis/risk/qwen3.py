@@ -1,4 +1,4 @@
-"""Bounds of the numbers of a Qwen3; see ``walk``."""
+"""Bounds on the values that a Qwen3 computes, for ``risk``; see ``walk``."""
 
 from maxtext_like.analysis.risk.bounds import Signal
 from maxtext_like.analysis.risk.parameters import Parameters

@@ -27,9 +27,9 @@ class Half(NamedTuple):
 
   Attributes:
     rank: R; 0 if this weight is not adapted.
-    scale: factor of a b.
-    out: number of its output rows.
-    factors: returns our a and b, float32 [E, in, R] and [E, R, out].
+    scale: factor that multiplies the product a b.
+    out: number of output rows of this weight.
+    factors: returns the factors a and b in this project's layout, float32 [E, in, R] and [E, R, out].
   """
 
   rank: int

@@ -1,7 +1,7 @@
-"""The manifest of a checkpointed step. A step counts only if it has one and its files match it.
+"""The manifest of a checkpointed step. A step is complete only if it has a manifest that matches its files.
 
-Orbax keeps no checksums (a flipped byte restores silently) and lists steps that do not exist. Every step therefore has a
-``COMPLETE.json``, written last, with size and xxh3_128 of every file, the leaves, the configuration and versions.
+Orbax stores no checksums, so it restores a flipped byte without an error, and it lists steps that do not exist. Every step
+therefore has a ``COMPLETE.json``, written last: size and xxh3_128 of every file, the leaves, the configuration and versions.
 
 In an object store (a ``Place``), the store's own checksums replace the hashes. A listing contains them, so nothing is read
 back. Objects cannot be renamed, so each save writes to its own folder, such as ``120/5f0c9a21/state``.

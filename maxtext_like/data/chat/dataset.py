@@ -40,7 +40,8 @@ def record_reader(data: DataConfig, vision: VisionConfig | None) -> ReadRecord |
 def _warn_of_bytes() -> None:
   """Logs a warning once, for any number of splits and sources."""
   logger.warning(
-    "the tokenizer is bytes, which has no special tokens: those of the template become plain text, like the same text of a user"
+    "the bytes tokenizer has no special tokens: the markers of the chat template are encoded as ordinary text, so the model "
+    "cannot distinguish them from the same text in a message"
   )
 
 

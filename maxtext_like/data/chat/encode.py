@@ -94,7 +94,7 @@ class ChatEncoder:
     if missing and not isinstance(tokenizer, BytesTokenizer):
       raise UserError(
         f"the chat template {renderer.name} needs the tokens {', '.join(missing)}, which the tokenizer lacks "
-        f"({tokenizer.fingerprint})\n  fix: the model's own tokenizer, or another chat_template"
+        f"({tokenizer.fingerprint})\n  fix: use the model's own tokenizer, or set another chat_template"
       )
     self._tokenizer = tokenizer
     self._parse = parse

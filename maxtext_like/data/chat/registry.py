@@ -59,8 +59,8 @@ def choose(name: str, published: str | None, tokenizer: Tokenizer) -> Renderer:
     if found is None:
       raise UserError(
         "chat_template is auto, but no published chat template of the model's family is known, and none is stored with the "
-        f"tokenizer\n  fix: a tokenizer with its chat_template.jinja, or chat_template= one of {', '.join(RENDERERS)} or the "
-        f"path of a jinja file"
+        f"tokenizer\n  fix: use a tokenizer with its chat_template.jinja, or set chat_template to one of "
+        f"{', '.join(RENDERERS)} or the path of a jinja file"
       )
     return found
   path = Path(name).expanduser()

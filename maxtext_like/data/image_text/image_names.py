@@ -14,7 +14,7 @@ from maxtext_like.data.readers.input_files import open_regular
 from maxtext_like.strict_json import printable
 
 USUAL_FIELD = "images"  # default of ``images_field``
-SINGULAR_FIELD = "image"  # read from records that have no "images", as LLaVA's
+SINGULAR_FIELD = "image"  # read from records that have no "images", such as LLaVA's
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _SHOWN = 40  # characters of a URI in a message
 _MEANS_IMAGES = re.compile(r"(images?|imgs?|pics?|pictures?|photos?)([_-].*)?", re.IGNORECASE)

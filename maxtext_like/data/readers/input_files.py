@@ -368,7 +368,7 @@ def no_records(key: str, files: Sequence[str], found: str, wanted: str) -> UserE
   Args:
     key: key of the ``data:`` section that names the files.
     files: the files.
-    found: the kind of files and the number of their records, as "parquet file(s), 0 rows".
+    found: the kind of files and the number of their records, such as "parquet file(s), 0 rows".
     wanted: the content that the files should have.
   """
   return UserError(f"data.{key}: no records: {len(files)} {found} (first: {files[0]})\n  fix: {key}=FILES with {wanted}")

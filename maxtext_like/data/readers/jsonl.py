@@ -126,7 +126,7 @@ def _refuse_one_list(lines: LineFile) -> None:
   command = f"{lines.kind} -dc {source} | {program}" if lines.packed else f"{program} < {source}"
   raise UserError(
     f"{lines.path}: begins with '[' like a single JSON list, but dataset=jsonl reads one object on each line\n"
-    f"  fix: {command} > {made}"
+    f"  fix: {command} > {made}; then dataset_path={made}"
   )
 
 

@@ -196,13 +196,13 @@ class FinitenessGuard:
     if applied:
       return NonFiniteError(
         f"step {result.step}: non-finite {where} after an update that was proved finite. Either the numbers were already "
-        "non-finite before the step, or the device's memory is faulty. The state is not saved.",
+        "non-finite before the step, or the device's memory is faulty. No checkpoint was written.",
         ("the same command again; it resumes from the newest checkpoint", "another device, if the error returns"),
       )
     # No update was involved, so the state was not finite from the beginning.
     return NonFiniteError(
       f"step {result.step}: non-finite {where} already before the step, in the restored or initial state. No update was "
-      "applied and nothing was saved.",
+      "applied and no checkpoint was written.",
       step_remedies(self._config, "state"),
     )
 
@@ -262,8 +262,8 @@ class FinitenessGuard:
 
   def _error(self, result: StepResult, failed: str, before: str = "") -> NonFiniteError:
     whole = self._is_untouched(failed)
-    left = "the update was not applied and nothing was saved" if whole else f"{self._left_out(failed)}; the state is not saved"
-    what = f"step {result.step}: non-finite {self._where(result, failed)}; {left}"
+    left = "the update was not applied" if whole else self._left_out(failed)
+    what = f"step {result.step}: non-finite {self._where(result, failed)}; {left}; no checkpoint was written"
     return NonFiniteError(before + what, step_remedies(self._config, failed))
 
   def _is_untouched(self, failed: str) -> bool:

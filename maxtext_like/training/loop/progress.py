@@ -1,7 +1,7 @@
 """Shows a run in a pipe, a terminal or a notebook.
 
 ``Progress`` decides which lines appear: steps, waits and log records. ``Lines``, ``Terminal`` and ``Notebook`` draw them, and
-``screen_of`` chooses one of the three. Edit one of these classes to change its appearance.
+``screen_of`` chooses one of the three. To change how lines look, edit one of these three classes.
 """
 
 import contextlib

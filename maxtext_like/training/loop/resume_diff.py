@@ -52,9 +52,9 @@ def changes(restored: Restored, program: TrainProgram) -> Iterator[str]:
   batch = batch_of(program)
   stored = restored.extra.get("batch", batch)
   # Other changes are allowed, but the numbers of the run then differ.
-  for key, name in (("rows", "rows of an update"), ("devices", "devices")):
+  for key, name, unit in (("rows", "global batch size", " rows"), ("devices", "devices", "")):
     if stored[key] != batch[key]:
-      yield f"changed {name}: was {stored[key]}, is {batch[key]}"
+      yield f"changed {name}: was {stored[key]}{unit}, is {batch[key]}{unit}"
   versions = manifest.versions()
   for name, was in saved.versions.items():
     if versions.get(name, was) != was:

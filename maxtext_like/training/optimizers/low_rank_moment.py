@@ -42,11 +42,11 @@ _TINY = 1e-18  # a shorter column counts as 0: the squares of its elements are s
 
 
 class Factors(NamedTuple):
-  """The kept part of a moment, float32. The leading axes are those of a stack's rows and of experts.
+  """Factors of the part of a moment that is kept, float32. The leading axes are those of a stack's rows and of experts.
 
   Attributes:
-    rows: P [..., *summed, R], no element above 1.
-    columns: Q [..., *kept, R], of updates divided by ``_LARGEST``, no element above 1.
+    rows: P [..., *summed, R]; no element is above 1.
+    columns: Q [..., *kept, R], computed from updates divided by ``_LARGEST``; no element is above 1.
   """
 
   rows: jax.Array

@@ -207,5 +207,5 @@ def never_evaluated(config: Config) -> str | None:
   every, last = config.data.eval_interval, config.training.last_step
   if not every or last >= every:
     return None
-  best = " and no best step is kept" if config.checkpoint.keep_best else ""
-  return f"note    the run ends at step {last}, before the first evaluation{best} (eval_interval={every})"
+  best = ", so no best checkpoint is kept" if config.checkpoint.keep_best else ""
+  return f"note    the run ends at step {last}, before the first evaluation at step {every}{best} (eval_interval={every})"

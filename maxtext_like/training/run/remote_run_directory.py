@@ -300,7 +300,7 @@ class RemoteLock:
     raise UserError(
       f"{self._place}: the store overwrites an existing object although the request forbids it (If-None-Match)\n"
       "  why: two runs could then use the same directory\n"
-      "  fix: a local output_dir, and this store as checkpoint_mirror"
+      "  fix: set output_dir to a local directory, and checkpoint_mirror to this store"
     )
 
   def _content(self) -> bytes:

@@ -73,7 +73,7 @@ def of_step(step: Path | Place) -> str | None:
     return None if named == AUTO and "hugging_face" in stored.extra else "bytes"
   if not is_remote(named) and not Path(named).expanduser().exists():
     raise UserError(
-      f"{step}: made with the tokenizer '{named}', which no longer exists\n  fix: tokenizer=PATH, the path of a copy"
+      f"{step}: made with the tokenizer '{named}', which no longer exists\n  fix: set tokenizer=PATH to a copy of it"
     )
   return named
 
@@ -114,7 +114,8 @@ def require_same(step: Path | Place, data: DataSource) -> None:
   if was is not None and now is not None and was != now:
     raise UserError(
       f"cannot resume: {step} was trained with the tokenizer '{was}', but this run has '{now}'\n"
-      f"  fix: tokenizer={AUTO} (uses the checkpoint's own); for another tokenizer a new run: another run_name, and init_from"
+      f"  fix: tokenizer={AUTO} (uses the checkpoint's own); to use another tokenizer, start a new run with another "
+      "run_name and init_from"
     )
 
 

@@ -55,7 +55,7 @@ def open_manager(
   if away and processes.count() > 1 and not zarr_arrays.uses_zarr(directory.checkpoints):
     raise UserError(
       f"{on_host.KEY}=true with {processes.count()} processes: checkpoints can then be written to s3:// only\n"
-      "  fix: output_dir=s3://..., or enable_checkpointing=false, or one process for all devices of a host"
+      "  fix: set output_dir=s3://... or enable_checkpointing=false, or start one process for all devices of a host"
     )
 
   # Called after each save. The lock is checked first: the file must not name a step of another run.

@@ -226,7 +226,7 @@ class RunDirectory:
       time.sleep(0.1)
     raise UserError(
       f"run directory {self.path}: on {platform.node()} it is not the directory that process 0 has locked; all processes of a "
-      "run need one shared directory\n  fix: output_dir=... on a disk that all hosts share"
+      "run need one shared directory\n  fix: set output_dir to a directory on a disk that all hosts share"
     )
 
   # Holding the lock.

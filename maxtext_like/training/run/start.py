@@ -182,7 +182,10 @@ def high_rate_note(config: Config) -> str | None:
   partly = config.adapter.trained or training.trainable_parameters_mask or config.model.trained_part
   if partly or rate < RANDOM_WEIGHTS_RATE:
     return None
-  return f"learning_rate={rate:g} is usual for random weights; for trained ones, recipes/full.yml has 1e-5"
+  return (
+    f"learning_rate={rate:g} is meant for random weights and too high for trained ones; add learning_rate=1e-5 or "
+    "recipes/full.yml to the command"
+  )
 
 
 def _require_counted_from(program: TrainProgram, data: DataSource, restored: Restored) -> None:

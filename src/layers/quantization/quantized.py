@@ -43,8 +43,8 @@ class MatrixView:
   Attributes:
     experts: E, or () without experts.
     inputs, outputs: sizes.
-    axes: logical axes of (the experts,) the inputs and the outputs. Of several inputs or outputs it is the first, which is the
-      one that may be split.
+    axes: logical axis names of the experts (if any), the inputs and the outputs. If the inputs or outputs have several axes,
+      this is the name of the first, the only one that may be split.
   """
 
   experts: tuple[int, ...]

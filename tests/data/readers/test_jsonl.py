@@ -126,8 +126,9 @@ def test_one_list_is_refused_with_the_command_that_makes_lines(tmp_path, indent,
   path.write_bytes(gzip.compress(data) if packed else data)
   with pytest.raises(UserError, match=r"a\.json.*: begins with '\[' like a single JSON list") as error:
     JsonLines([str(path)], "text")
-  command = str(error.value).split("fix: ")[1].replace("python", sys.executable)
-  subprocess.run(command, shell=True, check=True)
+  command, then = str(error.value).split("fix: ")[1].split("; then ")
+  assert then.startswith("dataset_path=")
+  subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
   assert texts(JsonLines([str(tmp_path / "a.lines.jsonl")], "text")) == ["é", "b"]
 
 

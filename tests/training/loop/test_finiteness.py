@@ -149,7 +149,7 @@ def test_what_may_have_moved_is_told(clip, threshold, failure, left):
   assert line.endswith(f"; {left} (1 of 2)")
   _, error = g.observe(result(2, **failure))
   assert error is not None
-  ends = "the update was not applied and nothing was saved" if left.endswith("skipped") else f"{left}; the state is not saved"
+  ends = ("the update was not applied" if left.endswith("skipped") else left) + "; no checkpoint was written"
   assert error.what.endswith(f"; {ends}")
 
 

@@ -81,7 +81,7 @@ def test_a_line_for_each_changed_value(told, then, now, line):
 
 
 def test_the_rows_of_an_update_and_versions(told):
-  assert told([], [], rows=16) == ["changed rows of an update: was 8, is 16"]
+  assert told([], [], rows=16) == ["changed global batch size: was 8 rows, is 16 rows"]
   versions = {**manifest.versions(), "jax": "0.0.1", "python": "3.0", "gone": "1"}
   lines = told([], [], versions=versions)
   assert [re.sub("is .*", "is", line) for line in lines] == [

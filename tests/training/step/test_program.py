@@ -63,7 +63,7 @@ def test_no_family_holds_a_large_array_whole_on_each_device():
 
 
 def test_axes_that_do_not_fit_the_devices():
-  with pytest.raises(UserError, match="do not divide the"):
+  with pytest.raises(UserError, match="does not divide the number of devices"):
     make_program(small_config("gemma4-tiny", f"ici_data_parallelism={2 * jax.device_count() + 1}"))
 
 

@@ -1,4 +1,4 @@
-"""A grouped product as a loop over tiles of rows. Each tile is multiplied by the matrix of its group, with no other work.
+"""A grouped product as a loop over tiles of rows. Each tile is multiplied only by the matrix of its group.
 
 The loop body is compiled once for any number of groups, and runs on every platform. A tile that extends beyond its group writes
 rows of the next group. The tiles of that group come later and overwrite them.
