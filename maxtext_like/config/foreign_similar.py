@@ -51,8 +51,8 @@ NAMES: tuple[Similar, ...] = (
           "unless tensor or context parallelism shares a row",
           _ROWS),
   Similar("batch_size bs",
-          "ambiguous: some trainers count the rows per device, others the rows of all devices; per_device_batch_size "
-          "counts rows per device",
+          "the name is ambiguous, because some trainers count rows per device and others the rows of all devices; "
+          "per_device_batch_size counts rows per device",
           _ROWS),
   Similar("train_batch_size global_batch_size total_batch_size global_train_batch_size",
           "it counts the rows of all devices; that number is per_device_batch_size x devices x "

@@ -5,8 +5,8 @@ are [R, K, C, H], so that the entries that one head reads are contiguous. Positi
 capacity of the cache, or the window of a sliding layer if that is smaller (a ring buffer). Rows have their own lengths.
 
 Speculative decoding discards rejected tokens, so the next tokens start at an earlier position again. Ring buffers then have
-``spare`` more slots. Entries of discarded tokens, and of a pass over ``spare`` + 1 tokens, then overwrite no entry that is still
-in the window.
+``spare`` more slots. With them, the entries of discarded tokens, and of a pass over ``spare`` + 1 tokens, overwrite no entry
+that is still in the window.
 
 In an 8-bit cache, an array "k" of int8 numbers has a companion "k.scale" of float32 numbers [R, ..., C, 1].
 

@@ -1,7 +1,7 @@
 """Dropout (Srivastava et al. 2014) with masks that depend only on the seed, step, row, array, layer and position in the row.
 
-The random numbers have no state that advances from step to step. The masks are therefore the same after a resume, on another mesh, with other microbatches,
-and when the backward pass recomputes a layer.
+The random numbers have no state that advances from step to step. The masks are therefore the same after a resume, on another
+mesh, with other microbatches, and when the backward pass recomputes a layer.
 
 B rows of a batch.
 """

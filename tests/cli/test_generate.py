@@ -90,7 +90,7 @@ def test_a_draft_model_takes_images_as_the_model_does(checkpoint: Path):
     (["--prompt", "a", "--stop", "user"], "stop token 'user': the tokenizer has no such token"),
     (["--batch", "prompts.jsonl", "--image", "wide.png"], "--image needs --prompt"),
     (["--prompt", "a", "--batch", "prompts.jsonl"], "either --prompt or --batch"),
-    (["--prompt", "a", "--top-p", "2"], "top_p=2.0\n  fix: choose top_p above 0 and at most 1"),
+    (["--prompt", "a", "--top-p", "2"], "top_p=2.0: must be above 0 and at most 1"),
     (["--prompt", "a", "--temperature", "nan"], "temperature=nan: must be a finite number of at least 0"),
     (["--prompt", "a", "num_beams=4"], "num_beams=4 is an option of transformers"),
     (["--prompt", "a", "eos_token_id=[1,9999]"], "eos_token_id: 9999: the vocabulary has ids"),

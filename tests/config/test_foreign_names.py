@@ -152,7 +152,7 @@ def test_a_value_without_a_counterpart_is_answered_with_the_choices(word):
 SIMILAR = {
   "warmup_steps": "it counts steps; warmup_steps_fraction is a share",
   "min_lr": "it is a learning rate; learning_rate_final_fraction is the last rate divided by the peak",
-  "batch_size": "per_device_batch_size is for one device",
+  "batch_size": "per_device_batch_size counts rows per device",
   "global_batch_size": "the rows of all devices",
   "lr_wsd_decay_iters": "it counts steps; wsd_decay_steps_fraction is the share",
   "val_set_size": "a count, a share or a percentage",

@@ -33,7 +33,7 @@ LIMITS = Limits(
   open_seconds=60.0, spare_seconds=10.0, call_seconds=0.02, call_seconds_per_character=2e-5, open_bytes=1024 * MIB,
   call_bytes=512 * MIB, call_bytes_per_character=400,
 )  # fmt: skip
-"""Tokenizers encode 500,000 characters a second or more and use 100 bytes for each. These limits are 10 and 4 times as
+"""Tokenizers encode 500,000 characters per second or more and use 100 bytes for each. These limits are 10 and 4 times as
 generous."""
 OPENED_BYTES_PER_BYTE = 40  # bytes of memory for each byte of the file; Gemma's 33 MB become 500 MB
 

@@ -2,10 +2,10 @@
 
 Decoding multiplies a few rows by every weight. XLA dequantizes the weight first: it writes the 16-bit array to memory and
 reads it again, which moves nine times the bytes of 4-bit codes. This kernel dequantizes blocks in registers, so it reads only
-codes and scales. It multiplies the rows by the codes' values in the dtype of the rows, and then the float32 sum over a block by its scale.
-Values of int8 and float8 codes are exact in bfloat16; those of nf4 are rounded to it. ``Form.values`` rounds the product of
-both instead, which has an error of the same size. More than ``MOST_ROWS`` rows are multiplied by the dequantized weight,
-because its cost is then shared by many rows.
+codes and scales. It multiplies the rows by the codes' values in the dtype of the rows, and then the float32 sum over a block
+by its scale. Values of int8 and float8 codes are exact in bfloat16; those of nf4 are rounded to it. ``Form.values`` rounds the
+product of both instead, which has an error of the same size. More than ``MOST_ROWS`` rows are multiplied by the dequantized
+weight, because its cost is then shared by many rows.
 
 The codes are transposed once ("by output"): a matrix unit takes neighboring inputs of one output from a register.
 

@@ -271,7 +271,7 @@ def test_records_marked_as_bad_are_left_out_and_counted(kind, make, tmp_path, ca
   assert data.rows == 1
   assert caplog.text.count("is left out because its record marks it as not to be learned") == 1
   assert caplog.text.count("fields of the records that are not used: 'id' in 2 of 4 records") == 1
-  with pytest.raises(UserError, match=r"in any of the 1 documents: 1 are marked as not to be learned\n  fix: dataset_path="):
+  with pytest.raises(UserError, match=r"any of the 1 documents: 1 are marked as not to be learned\n  fix: set dataset_path="):
     make(**CHAT, dataset_path=write(tmp_path, records[:1]))
 
 
