@@ -58,7 +58,7 @@ class Planned:
       *([] if p.roofline else [("at least", "unknown: there is no table of speeds for this device")]),
       (
         "method",
-        "estimated, not compiled; assumes that communication overlaps with computation"
+        "estimated, not compiled; assumes that all-gathers of layers overlap with computation"
         + (", as with xla_flags=all" if isinstance(p.target, Topology) else ""),
       ),
       (

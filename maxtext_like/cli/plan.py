@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
   if compiles:
     raise UserError(
       f"plan: {' and '.join(compiles)} has no effect, because plan compiles nothing\n  fix: leave it out, or use maxtext-like "
-      "compile; plan assumes that transfers of layers overlap with computation, as xla_flags=all does on a TPU"
+      "compile; plan assumes that all-gathers of layers overlap with computation, as xla_flags=all does on a TPU"
     )
   own, overrides = split_own(words, "plan", ("topology", "num_slices", "memory"))
   find_machine(own.get("topology"), own.get("memory"), cpus=True)  # errors here are reported before JAX is imported

@@ -133,7 +133,7 @@ def test_ids_that_the_tokenizer_has_not_got_are_never_drawn(temperature):
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 2**32 + 7, 2**63])
 def test_a_seed_of_more_than_32_bits_is_refused(seed):
-  with pytest.raises(UserError, match=f"seed {seed}\n.*32 bits"):
+  with pytest.raises(UserError, match=f"seed={seed}\n.*32 bits"):
     Sampling(seed=seed)
   assert Sampling(seed=2**32 - 1).seed == 2**32 - 1
 

@@ -29,7 +29,7 @@ def test_the_published_one(model, template):
 
 def test_else_the_one_beside_the_tokenizer(tmp_path: Path):
   tokenizer = load_tokenizer(str(write_letters(tmp_path)))
-  with pytest.raises(UserError, match=r"(?s)chat_template is auto, but no .*fix: a tokenizer with its chat_template.jinja"):
+  with pytest.raises(UserError, match=r"(?s)chat_template is auto, but no .*fix: use a tokenizer with its chat_template.jinja"):
     choose("auto", None, tokenizer)
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ bos_token }}<start_of_turn>"}))
   assert choose("auto", None, tokenizer).name.startswith("tokenizer_config.json, xxh3 ")
