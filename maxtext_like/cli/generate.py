@@ -216,7 +216,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], dict[str, An
   if options.images and options.batch is not None:
     raise UserError('generate: --image needs --prompt\n  fix: in a --batch file, name images in the field "images"')
   if options.output is not None and options.batch is None:
-    raise UserError("generate: --output needs --batch\n  fix: --batch FILE.jsonl with the prompts, one on each line")
+    raise UserError("generate: --output needs --batch\n  fix: add --batch FILE.jsonl with one prompt on each line")
   if options.logprobs and options.output is None:
     raise UserError("generate: --logprobs needs --output\n  fix: add --output FILE.jsonl")
   return options, require_keys(parser, rest, NAMES), {name: parser.get_default(name) for name in _OPTIONS}
