@@ -98,7 +98,7 @@ def test_the_files_of_a_run(workplace, unbroken):
 
 def test_going_on_is_bitwise_the_unbroken_run(workplace, unbroken, capsys):
   assert train(workplace, "broken", "steps=3", "module_api=linen", "eval_interval=4", "eval_steps=1") == 0
-  too_short = "note    the run ends at step 3, before the first evaluation (eval_interval=4)\n"
+  too_short = "the run ends at step 3, before the first evaluation at step 4"
   assert too_short in capsys.readouterr().out
   # A killed run may leave such lines after those of its last checkpoint.
   with (workplace / "broken/metrics.jsonl").open("a") as file:
