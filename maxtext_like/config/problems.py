@@ -130,11 +130,11 @@ def _one_edit(a: str, b: str) -> bool:
 
 
 def _abbreviates(given: tuple[str, ...], meant: tuple[str, ...]) -> bool:
-  """Return True if one of several words is cut to its first three letters or more, as ``len`` for ``length``."""
+  """Return True if one of several words is cut to its first three or four letters, such as ``len`` for ``length``."""
   if len(given) != len(meant):
     return False
   differ = [(a, b) for a, b in zip(given, meant, strict=True) if a != b]
-  return len(meant) > 1 == len(differ) and len(differ[0][0]) > 2 and differ[0][1].startswith(differ[0][0])
+  return len(meant) > 1 == len(differ) and len(differ[0][0]) in (3, 4) and differ[0][1].startswith(differ[0][0])
 
 
 def _is_slip(a: str, b: str) -> bool:

@@ -54,7 +54,8 @@ def test_of_3369_keys_of_other_trainers_only_exact_translations_print_a_value():
         if re.search(rf"(^|\s)[\w.]+=\[?{value}\b", words) and not words.endswith(NO_VALUES):
           found[name] = words.replace(value, "{}")
           break
-  assert found == TRAINER_KEYS
+  # A name that is a slip of the keyboard away from a key of ours keeps its value.
+  assert found == TRAINER_KEYS | {name: f"{key}={{}}" for name, key in MISSPELLED.items()}
   assert offered == MISSPELLED
 
 

@@ -20,6 +20,7 @@ _SCRIPT = re.compile(
 PLACEHOLDERS = {
   r"CONFIG|MODEL|MODEL\.yml": "gemma3-tiny",
   r"HF_DIR|/models/[\w.-]+|gemma-[\w.-]+|PEFT_DIR": "hf",
+  r"runs/\w+/config\.yml": "gemma3-tiny",
   r"RUN|runs/[\w/.-]+": "run",
   r"DIR": "dir",
   r"FILES": "chats.jsonl",

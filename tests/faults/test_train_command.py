@@ -66,7 +66,7 @@ def test_other_configurations_are_refused_and_a_finished_run_is_left_alone(train
   before = {path: path.read_bytes() for path in (train.output_dir / "u").rglob("*") if path.is_file()}
   for keys, expected in (
     ({"rope_max_timescale": 777}, "model.rope_max_timescale: checkpoint 1000000.0, this run 777.0"),
-    ({"mu_dtype": "bfloat16"}, "checkpoint float32, this run bfloat16"),
+    ({"mu_dtype": "bfloat16"}, "float32 in the checkpoint, bfloat16 in this run"),
     ({"num_decoder_layers": 4}, "model.num_decoder_layers: checkpoint 2, this run 4"),
   ):
     code, text = train.run("u", steps=90, **keys)

@@ -259,12 +259,11 @@ def test_every_token_that_ends_an_answer_survives_training(tmp_path: Path, capsy
   text = tmp_path / "a.txt"
   text.write_text("what is this, and that? " * 40)
   words += ["dataset=text", f"dataset_path={text}", "eos_token_id=1", "enable_tensorboard=false", "eval_fraction=0"]
-  words.append("tokenizer=bytes")
   assert main(["train", str(ours / "model.yml"), f"init_from={ours}", *words]) == 0
   assert main(["export", str(run), "--out", str(out)]) == 0
   for name in ("config.json", "generation_config.json"):
     assert json.loads((out / name).read_text())["eos_token_id"] == [1, 4], name
-  model = load(ours, tokenizer="bytes")
+  model = load(ours)
   assert stop_tokens(model.tokenizer, model.files, model=model.model.config.model) == {1, 4}
   # A generation_config.json is copied as it is, and config.json lists the tokens as well.
   (source / "generation_config.json").write_text('{"eos_token_id": [1, 4, 3]}')

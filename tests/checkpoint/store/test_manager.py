@@ -328,7 +328,7 @@ def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
   with CheckpointManager(tmp_path, config=CONFIG) as manager:
     assert manager.save_and_wait(1, state)
     half = {"w": jax.ShapeDtypeStruct((3,), jnp.float16), "n": jax.ShapeDtypeStruct((), jnp.int32)}
-    with pytest.raises(UserError, match=r"w: checkpoint float32, this run float16\n.*\n.*allow_dtype_change=true"):
+    with pytest.raises(UserError, match=r"float32 in the checkpoint, float16 in this run: w\n.*\n.*allow_dtype_change=true"):
       manager.restore(half)
     with pytest.raises(UserError, match="w holds 70000, which does not fit float16"):
       manager.restore(half, allow_dtype_change=True)
@@ -337,7 +337,7 @@ def test_dtype_changes_are_refused_then_cast_with_a_range_check(tmp_path):
     assert restored is not None
     np.testing.assert_array_equal(restored.state["w"], state["w"].astype(jnp.bfloat16))
     byte = {**half, "w": jax.ShapeDtypeStruct((3,), jnp.int8)}
-    with pytest.raises(UserError, match=r"w: checkpoint float32, this run int8\n.*never cast"):
+    with pytest.raises(UserError, match=r"float32 in the checkpoint, int8 in this run: w\n.*never cast"):
       manager.restore(byte, allow_dtype_change=True)
 
 
