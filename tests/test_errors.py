@@ -9,7 +9,7 @@ from maxtext_like.errors import UserError
 ROOT = Path(__file__).parents[1] / "maxtext_like"
 COMPLETE = (
   # Inserted texts that contain their own line ``fix:``.
-  *("_PICKLE", "_hint(", "_NO_TOKENIZER", "{said}", "topology={", "several processes ({written})"),
+  *("_PICKLE", "_hint(", "{said}", "topology={", "several processes ({written})"),
   # Only a developer can cause these.
   *("compiled program: the number of iterations", "no comment at", "no default for"),
 )

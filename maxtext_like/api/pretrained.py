@@ -59,9 +59,9 @@ class Pretrained:
   def tokenizer(self) -> "Tokenizer":
     """Tokenizer of the model. Raises UserError if there is none, or if it cannot be loaded."""
     if self.own_tokenizer is None:
-      from maxtext_like.training.run.resolve_tokenizer import NONE
+      from maxtext_like.training.run.resolve_tokenizer import NO_TOKENIZER, NO_TOKENIZER_FIX
 
-      raise UserError(f"{self.directory} {NONE}")
+      raise UserError(f"{self.directory} {NO_TOKENIZER}", fix=NO_TOKENIZER_FIX)
     if isinstance(self.own_tokenizer, UserError):
       raise self.own_tokenizer
     return self.own_tokenizer

@@ -13,11 +13,9 @@ from maxtext_like.data.tokenization.tokenizer import AUTO
 from maxtext_like.errors import UserError
 from maxtext_like.storage import Place, failed, is_remote
 
-NONE = (
-  "has neither tokenizer.json nor tokenizer.model, so text cannot be tokenized\n"
-  "  fix: tokenizer=PATH, the path of its tokenizer, or tokenizer=bytes if it was trained on bytes"
-)
-"""The end of the error for weights without a tokenizer."""
+NO_TOKENIZER = "has neither tokenizer.json nor tokenizer.model, so text cannot be tokenized"
+NO_TOKENIZER_FIX = "tokenizer=PATH, the path of its tokenizer, or tokenizer=bytes if it was trained on bytes"
+"""The end of the error about weights without a tokenizer, and its fix."""
 
 
 def resolve(data: DataConfig, checkpoint: CheckpointConfig, steps: Path | Place) -> DataConfig:
@@ -126,4 +124,4 @@ def _of_directory(directory: Path | Place) -> str:
   elif (step := find_step(directory)) is not None and (found := of_step(step)) is not None:
     return found
   # Weights of unknown origin were hardly trained on bytes, so the tokens would mean something else.
-  raise UserError(f"init_from: {directory} {NONE}")
+  raise UserError(f"init_from: {directory} {NO_TOKENIZER}", fix=NO_TOKENIZER_FIX)
