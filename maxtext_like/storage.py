@@ -305,7 +305,7 @@ def _file_system(protocol: str) -> Any:
 
 
 def set_up_client(protocol: str) -> None:
-  """Makes the client of a store report refused credentials at once, without retries and without log records of its own."""
+  """Makes the client of a store report refused credentials at once: it neither retries nor logs them."""
   if protocol in ("gs", "gcs"):
     _set_up_gcsfs()
 
@@ -389,7 +389,7 @@ def as_oserror(error: BaseException, url: str) -> OSError:
 
 
 def _kinds(error: BaseException) -> set[str]:
-  """Returns the names of the classes of an error, its HTTP status and the error code of the store, as far as it has them."""
+  """Returns the names of the classes of an error, its HTTP status and the error code of the store, if it has them."""
   kinds = {kind.__name__ for kind in type(error).__mro__}
   kinds |= {
     str(getattr(error, name)) for name in ("code", "status", "status_code") if isinstance(getattr(error, name, None), int | str)

@@ -291,7 +291,7 @@ REFUSED, DENIED, WRONG, OUTAGE = "credentials refused or expired", "permission d
   ],
 )
 def test_the_errors_of_clients_have_one_meaning(error, said):
-  """s3fs raises errors of its own with botocore's error as the cause."""
+  """s3fs raises other errors, with botocore's error as the cause."""
   errors = [error]
   if isinstance(error, botocore.exceptions.ClientError):
     errors += [translate_boto_error(error), caused(OSError(5, str(error)), error)]

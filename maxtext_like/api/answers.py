@@ -245,7 +245,7 @@ def texts_of(
   listed = as_prompts(prompts)
   draft, draft_tokens = given.get("draft"), given.get("draft_tokens", DRAFT_TOKENS)
   if draft is not None:
-    _require_draft(of, model, draft, draft_tokens, images=any(prompt.images for prompt in listed))
+    _require_draft(of, model, draft, images=any(prompt.images for prompt in listed))
   elif "draft_tokens" in given:
     raise UserError(
       f"{of.__name__}: draft_tokens={draft_tokens} has no effect without a draft model",
@@ -302,17 +302,10 @@ def draft_params_of(options: Mapping[str, Any]) -> Any:
   return None if draft is None else draft.decoding_params
 
 
-def _require_draft(of: Callable[..., Any], model: LoadedModel, draft: Any, tokens: int, *, images: bool) -> None:
+def _require_draft(of: Callable[..., Any], model: LoadedModel, draft: Any, *, images: bool) -> None:
   """Raise UserError if a draft model cannot propose tokens to a model."""
-  from maxtext_like.generation.speculative import MOST_PROPOSED
-
   if not isinstance(draft, type(model)):
     raise UserError(f"{of.__name__}: draft={draft!r:.60}: not a loaded model", fix="pass draft=maxtext_like.load(DIR)")
-  if not 1 <= tokens <= MOST_PROPOSED:
-    raise UserError(
-      f"{of.__name__}: draft_tokens={tokens}: must be between 1 and {MOST_PROPOSED}",
-      fix="pass draft_tokens=4 (--draft-tokens 4)",
-    )
   name = f"the draft model {draft.directory}"
   if draft.tokenizer.fingerprint != model.tokenizer.fingerprint:
     raise UserError(

@@ -32,8 +32,8 @@ def list_keys(pattern: str = "") -> Keys:
   """Return the configuration keys that match a pattern.
 
   Args:
-    pattern: a regular expression, searched in ``section.name`` and in the description without regard to case. In a
-      description its underscores also stand for spaces: ``learning_rate`` finds "learning rate".
+    pattern: a regular expression, searched in ``section.name`` and in the description without regard to case. In
+      descriptions, an underscore also matches a space: ``learning_rate`` finds "learning rate".
 
   Raises:
     UserError: no key matches, or the pattern is not a regular expression.

@@ -83,8 +83,7 @@ def find_config(name: str) -> Path:
 
 
 def recipe_name(word: str) -> str | None:
-  """Return the name of the overlay that is ``word`` without its suffix, as recipes/lora.yml for recipes/lora; None if there is
-  none."""
+  """Return the overlay that was meant by a word without a suffix: recipes/lora.yml for recipes/lora. None if there is none."""
   folder = configs_folder()
   for name in (f"{word}{suffix}" for suffix in SUFFIXES):
     if Path(name).is_file() or (name.startswith("recipes/") and (folder / name).is_file()):

@@ -99,8 +99,8 @@ def make_data(
     alive: called regularly while records are validated, which may take long.
     waiting: called while ``DataSource`` waits for a batch. An exception that it raises ends the wait and leaves the position
       unchanged.
-    smaller_batch: (rows) -> how the size of a batch is computed, and settings with which it has at most so many rows; for the
-      error about data that do not fill one batch.
+    smaller_batch: (rows) -> how the size of a batch is computed, and settings that reduce it to at most this many rows. The
+      error about data that do not fill one batch prints both.
 
   Raises:
     UserError: the data do not exist, cannot be read, are empty or give less than one global batch; a record among the first

@@ -7,6 +7,7 @@ Each row of the caches is a slot that one answer uses at a time. A program updat
 B rows of a prefill call, S slots, N tokens of a decode call, D model, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext_like.errors import NonFiniteError
+from maxtext_like.errors import NonFiniteError, UserError
 from maxtext_like.generation.sampling import Rule, Values, draw
 from maxtext_like.layers.cache import Step, grown
 from maxtext_like.layers.decoder import Decoder
@@ -22,6 +23,8 @@ from maxtext_like.layers.partition import on_every_device
 
 TOKENS_PER_CALL = 64
 """Largest number of tokens of each row that one decode call makes."""
+MOST_PROPOSED = TOKENS_PER_CALL // 2
+"""Largest number of tokens that a draft model proposes before a pass."""
 NONE, NOT_FINITE = -1, -2
 """Entries of a result instead of a token: the row made no token; its logits were not finite."""
 
@@ -58,10 +61,18 @@ class Draft:
   Attributes:
     decoder: the draft model.
     tokens: number of tokens that it proposes before each pass of the model.
+
+  Raises:
+    UserError: ``tokens`` is out of range.
   """
 
   decoder: Decoder
   tokens: int
+
+  def __post_init__(self):
+    if not 1 <= self.tokens <= MOST_PROPOSED:
+      what = f"draft_tokens={self.tokens}: must be between 1 and {MOST_PROPOSED}"
+      raise UserError(what, fix="pass draft_tokens=4 (--draft-tokens 4)")
 
 
 @jax.tree_util.register_dataclass
@@ -254,12 +265,7 @@ def decode(
   Returns:
     The state, and the results of ``draw`` [N, S], where "token" may be ``NONE`` or ``NOT_FINITE``, with "clamped" int32.
   """
-  S, begun = len(state.alive), jnp.sum(state.alive)
-
-  def more(carry) -> jax.Array:
-    state, _, turn = carry
-    alive = jnp.sum(state.alive)
-    return (turn < tokens) & (alive > 0) & (begun - alive < ended)
+  S = len(state.alive)
 
   def one(carry):
     state, made, turn = carry
@@ -269,9 +275,7 @@ def decode(
     found = _next(decoder, rule, params, x_BTD[:, 0], state.row, state.made, state.prompt, state.counts, values, stops)
     token = jnp.where(state.alive, found["token"], NONE)
     drawn = (state.made + state.alive).astype(jnp.int32)
-    counts = state.counts
-    if counts is not None:
-      counts = counts.at[jnp.arange(S), jnp.where(token < 0, counts.shape[1], token)].add(1, mode="drop")
+    counts = counted(state.counts, token)
     alive = (token >= 0) & ~jnp.isin(token, stops) & (drawn < state.row.limit)
     made = {name: made[name].at[turn].set(x) for name, x in (found | {"token": token}).items()} | {
       "clamped": made["clamped"] + clamped
@@ -282,8 +286,33 @@ def decode(
 
   made: dict[str, jax.Array] = {"token": jnp.full((TOKENS_PER_CALL, S), NONE), "clamped": jnp.zeros((), jnp.int32)}
   made |= {name: jnp.zeros((TOKENS_PER_CALL, S)) for name in ("logprob", "model_logprob") if rule.logprobs}
-  state, made, _ = jax.lax.while_loop(more, one, (state, made, jnp.zeros((), jnp.int32)))
+  state, made, _ = jax.lax.while_loop(more_turns(state, tokens, ended), one, (state, made, jnp.zeros((), jnp.int32)))
   return state, jax.tree.map(on_every_device, made)
+
+
+def more_turns(state: State, turns: jax.Array, ended: jax.Array) -> Callable[[tuple], jax.Array]:
+  """Return the condition of a decode loop over (state, results, turn).
+
+  Args:
+    state: the state before the loop.
+    turns: int32 scalar, largest number of turns.
+    ended: int32 scalar, stop as soon as this number of answers has ended.
+  """
+  begun = jnp.sum(state.alive)
+
+  def more(carry) -> jax.Array:
+    state, _, turn = carry
+    alive = jnp.sum(state.alive)
+    return (turn < turns) & (alive > 0) & (begun - alive < ended)
+
+  return more
+
+
+def counted(counts: jax.Array | None, token: jax.Array) -> jax.Array | None:
+  """Count the tokens [S] in ``counts`` [S, V], which is None without penalties. Negative entries are not tokens."""
+  if counts is None:
+    return None
+  return counts.at[jnp.arange(len(token)), jnp.where(token < 0, counts.shape[1], token)].add(1, mode="drop")
 
 
 def _next(decoder, rule, params, x_BD, row: Row, made, prompt, counts, values, stops) -> dict[str, jax.Array]:

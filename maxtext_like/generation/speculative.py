@@ -17,13 +17,21 @@ import jax
 import jax.numpy as jnp
 
 from maxtext_like.generation.sampling import Rule, Values, categorical, log_probabilities, log_softmax_at
-from maxtext_like.generation.slots import NONE, NOT_FINITE, TOKENS_PER_CALL, Draft, State, barred_tokens, draw_keys
+from maxtext_like.generation.slots import (
+  NONE,
+  NOT_FINITE,
+  TOKENS_PER_CALL,
+  Draft,
+  State,
+  barred_tokens,
+  counted,
+  draw_keys,
+  more_turns,
+)
 from maxtext_like.layers.cache import Step
 from maxtext_like.layers.decoder import Decoder
 from maxtext_like.layers.partition import on_every_device
 
-MOST_PROPOSED = TOKENS_PER_CALL // 2
-"""Largest number of proposed tokens."""
 _PROPOSED, _CHECKED = 1, 2
 """Numbers that make independent keys of a draw's key: for the proposal, and for its check with the draw that replaces it."""
 
@@ -57,12 +65,7 @@ def decode(
     As for ``slots.decode``. N is the largest number of passes times K + 1. Each pass makes 1 to K + 1 tokens of a row, and the
     other places of the pass have ``NONE``.
   """
-  S, begun, most = len(state.alive), jnp.sum(state.alive), passes_of(TOKENS_PER_CALL, draft)
-
-  def more(carry) -> jax.Array:
-    state, _, turn = carry
-    alive = jnp.sum(state.alive)
-    return (turn < passes) & (alive > 0) & (begun - alive < ended)
+  S, most = len(state.alive), passes_of(TOKENS_PER_CALL, draft)
 
   def one(carry):
     state, made, turn = carry
@@ -74,7 +77,7 @@ def decode(
   made: dict[str, jax.Array] = {"token": jnp.full((most, draft.tokens + 1, S), NONE), "clamped": jnp.zeros((), jnp.int32)}
   if rule.logprobs:
     made |= {name: jnp.zeros(made["token"].shape) for name in ("logprob", "model_logprob")}
-  state, made, _ = jax.lax.while_loop(more, one, (state, made, jnp.zeros((), jnp.int32)))
+  state, made, _ = jax.lax.while_loop(more_turns(state, passes, ended), one, (state, made, jnp.zeros((), jnp.int32)))
   joined = {name: x if x.ndim == 0 else x.reshape(-1, S) for name, x in made.items()}
   return state, jax.tree.map(on_every_device, joined)
 
@@ -105,7 +108,7 @@ def _propose(draft: Draft, rule: Rule, params: Any, state: State, values: Values
     # Without finite logits the token is arbitrary, and the check rejects it.
     token = jnp.minimum(categorical(keys, log_q - jnp.max(log_q, axis=-1, keepdims=True)), log_q.shape[1] - 1)
     finite = jnp.all(jnp.isfinite(own), axis=-1, keepdims=True)
-    return (cache, token, _counted(counts, token)), (token, jnp.where(finite, log_q, -jnp.inf))
+    return (cache, token, counted(counts, token)), (token, jnp.where(finite, log_q, -jnp.inf))
 
   (cache, last, _), (tokens, log_q) = jax.lax.scan(one, (state.draft, state.token, state.counts), jnp.arange(draft.tokens))
   # If all tokens are accepted, the next proposal follows the last of them.
@@ -163,7 +166,7 @@ def _check(
       held=state.held + going,
       made=made,
       alive=alive,
-      counts=_counted(state.counts, token),
+      counts=counted(state.counts, token),
     )
     return (after, going & accepted & alive), found
 
@@ -180,7 +183,7 @@ def accept_or_draw(
   Args:
     keys: a PRNG key for each row.
     log_p_SV: logarithms of the probabilities p.
-    log_q_SV: of the probabilities q that the tokens were drawn with. A row of -inf rejects its token.
+    log_q_SV: logarithms of the probabilities q, with which the tokens were drawn. A row of -inf rejects its token.
     proposed: int32 [S].
 
   Returns:
@@ -199,10 +202,3 @@ def accept_or_draw(
   largest = jnp.max(rest, axis=-1, keepdims=True)
   rest = jnp.where(largest > 0, rest / jnp.where(largest > 0, largest, 1), p / jnp.max(p, axis=-1, keepdims=True))
   return jnp.where(accepted, proposed, categorical(own[:, 1], jnp.log(rest))), accepted
-
-
-def _counted(counts: jax.Array | None, token: jax.Array) -> jax.Array | None:
-  """Count tokens [S] in ``counts`` [S, V], which is None without penalties. Negative ones are no tokens."""
-  if counts is None:
-    return None
-  return counts.at[jnp.arange(len(token)), jnp.where(token < 0, counts.shape[1], token)].add(1, mode="drop")

@@ -11,7 +11,6 @@ from maxtext_like.generation.engine import SLOTS, Prompts, check, requests_of
 from maxtext_like.generation.sampling import Sampling
 from maxtext_like.generation.scheduler import Scheduler
 from maxtext_like.generation.slots import TOKENS_PER_CALL, Draft
-from maxtext_like.generation.speculative import MOST_PROPOSED
 from maxtext_like.layers.decoder import Decoder
 
 STREAMED_TURN = 8
@@ -60,9 +59,6 @@ class Options:
   draft_tokens: int = 0
 
   def __post_init__(self):
-    if not 0 <= self.draft_tokens <= MOST_PROPOSED:
-      what = f"draft_tokens={self.draft_tokens}: must be between 1 and {MOST_PROPOSED}"
-      raise UserError(what, fix="pass draft_tokens=4 (--draft-tokens 4)")
     if self.answers < 1:
       raise UserError(f"the number of answers to a prompt is {self.answers}", fix="pass at least 1 as n (--n 1)")
     if self.slots < 1 or self.slots & (self.slots - 1):

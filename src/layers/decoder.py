@@ -207,14 +207,13 @@ class Decoder:
       rows: R, see ``layers.cache``.
       capacity: tokens of the longest row, including the prompt and the answer.
       apart: every layer has its own arrays, for parameters of ``apart``.
-      int8: store 8-bit numbers.
-      spare: further slots of sliding layers, for tokens that are taken back (``layers.cache``).
+      spare: additional slots of sliding layers, for tokens that are taken back (``layers.cache``).
 
     Returns:
       {stack: {layer: {name: [repeats, R, ..., C, X]}}}, or {stack: ({layer: {name: [R, ..., C, X]}}, ...)} with ``apart``.
     """
-    how = {"apart": apart, "int8": int8, "spare": spare}
-    caches = {s.name: s.empty_cache(self.layers, rows, capacity, **how) for s in self.stacks}
+    own = lambda s: s.empty_cache(self.layers, rows, capacity, apart=apart, int8=int8, spare=spare)
+    caches = {s.name: own(s) for s in self.stacks}
     return jax.tree.map(lambda x: split_over_mesh(x, self.cfg.rules, stacked=not apart), caches)
 
   def apart(self, p: dict) -> dict:

@@ -21,7 +21,6 @@ of in between, so that all processes decide alike.
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
@@ -35,7 +34,7 @@ from typing import Any
 from maxtext_like.atomic import Fence
 from maxtext_like.checkpoint.store import manifest, stored_state
 from maxtext_like.checkpoint.store.mirror import Mirror
-from maxtext_like.checkpoint.store.step_writer import PendingSave, StepWriter, Watch, reason
+from maxtext_like.checkpoint.store.step_writer import PendingSave, Statistics, StepWriter, Watch, reason
 from maxtext_like.checkpoint.store.steps import StepDirectories
 from maxtext_like.checkpoint.store.stored_state import free_bytes, megabytes, require_disk_space
 from maxtext_like.checkpoint.weight_sources import open_steps, readable_step
@@ -44,19 +43,6 @@ from maxtext_like.sharding import processes
 from maxtext_like.storage import Place, failed, refusal, renewal
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass
-class Statistics:
-  """Number, outcome and cost of the saves of a run. Times are wall-clock seconds."""
-
-  saved: int = 0
-  skipped_busy: int = 0
-  refused_nonfinite: int = 0
-  failures: int = 0
-  blocked_seconds: float = 0.0
-  write_seconds: float = 0.0
-  hash_seconds: float = 0.0
 
 
 class CheckpointManager:
@@ -361,8 +347,7 @@ class CheckpointManager:
     path = self._steps.path(pending.step)
     if isinstance(pending.error, RefusedCredentialsError):
       self._retry_at = None
-      why = str(pending.error) if "credentials" in str(pending.error) else f"credentials refused: {pending.error}"
-      return self._refused(f"{path}: the checkpoint cannot be saved: {why}")
+      return self._refused(f"{path}: the checkpoint cannot be saved: {pending.error}")
     room = "" if isinstance(self.directory, Place) else f", {megabytes(free) if free is not None else 'unknown'} free"
     last = self._consecutive_failures >= self._attempts
     return RetryableError(

@@ -35,6 +35,19 @@ Watch = Callable[[str, str], AbstractContextManager[None]]
 
 
 @dataclasses.dataclass
+class Statistics:
+  """Number, outcome and cost of the saves of a run. Times are wall-clock seconds."""
+
+  saved: int = 0
+  skipped_busy: int = 0
+  refused_nonfinite: int = 0
+  failures: int = 0
+  blocked_seconds: float = 0.0
+  write_seconds: float = 0.0
+  hash_seconds: float = 0.0
+
+
+@dataclasses.dataclass
 class PendingSave:
   """A save in progress. Its thread fills in the outcome.
 

@@ -308,7 +308,7 @@ def for_orbax(path: Path | Place) -> Any:
   if isinstance(path, Place):
     from etils import epath
 
-    set_up_client(path.protocol)  # etils has clients of its own
+    set_up_client(path.protocol)  # etils creates other clients than fsspec
     return epath.Path(str(path))
   return path.absolute()  # orbax refuses relative paths
 

@@ -58,8 +58,7 @@ def open_data(
 
 
 def smaller_batch(program: TrainProgram, rows: int) -> tuple[str, str]:
-  """Return how the number of rows of a global batch is computed, and settings with which it is at most ``rows`` ("" if there
-  are none)."""
+  """Return how the size of a global batch is computed, and settings that reduce it to at most ``rows`` rows ("" for none)."""
   t, devices = program.config.training, program.model.mesh.size
   factors = f"per_device_batch_size={t.per_device_batch_size:g} x gradient_accumulation_steps={t.gradient_accumulation_steps}"
   why = f" ({factors} x {devices} device{'s' * (devices > 1)})"

@@ -32,7 +32,7 @@ def reaches_router(name: str, decoder: Decoder) -> bool:
   """Return True if a router's losses have a gradient for the parameter: it is part of a router, or a router depends on it."""
   last = max((i for i, layer in enumerate(decoder.layers) if layer.cfg.ffn.experts is not None), default=-1)
   parts = name.split(".")
-  # The indexer selects keys and has a loss of its own. No other loss has a gradient for it.
+  # The indexer only selects keys, so no loss except the indexer's has a gradient for it.
   if last < 0 or parts[0] in _AFTER_LAYERS or "indexer" in parts:
     return False
   # The per-layer inputs (ple) are added after the feed-forward layer, so the router of the first layer does not see them.
@@ -44,7 +44,7 @@ def reaches_router(name: str, decoder: Decoder) -> bool:
     return number < last
   if within(_NO_GRADIENT) or number != last:
     return number < last
-  # A router reads the normed input of the feed-forward layer, or the residual stream if it has a norm of its own (Gemma 4).
+  # A router reads the normed input of the feed-forward layer, or the residual stream if it has a separate norm (Gemma 4).
   normed = ("pre_mlp_norm",) if isinstance(decoder.layers[last].ffn, MoE) else ()
   return any(within(part) for part in (*_BEFORE_ROUTER, *normed))
 
