@@ -32,6 +32,7 @@ from maxtext_like.numerics.xray import on_host
 from maxtext_like.numerics.xray_report import Report
 from maxtext_like.sharding import processes
 from maxtext_like.storage import Place, failed
+from maxtext_like.training.loop.finiteness import StepResult
 from maxtext_like.training.step.program import TrainProgram
 from maxtext_like.training.step.train_step import Batch, State
 
@@ -47,36 +48,33 @@ class FailedStep:
     program: program of the run.
     directory: directory of the run; it may be in a remote store.
     say: receives progress messages for the user.
-    before: values from before the newest step that a step changes even if its update is skipped (apart from the step counter).
   """
 
   program: TrainProgram
   directory: Path | Place
   say: Callable[[str], None] = print
-  before: State = dataclasses.field(default_factory=dict)
 
-  def remember(self, state: State) -> None:
-    """Record what is needed from the state. Call it before each step, because the step donates the state."""
-    if "loss_scale" in state:
-      self.before = {"loss_scale": jax.tree.map(lambda x: x.copy(), state["loss_scale"])}
-
-  def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
+  def explained(self, error: NonFiniteError, result: StepResult, state: State, batch: Batch) -> NonFiniteError:
     """Store the step, replay it with x-ray, and return the error with its first cause. Any failure here adds one line to the
     error.
 
     Args:
       error: the error that ends the run.
-      step: finished steps, the failed one included.
+      result: metrics of the failed step.
       state: after the step.
       batch: batch of the step.
-      applied: the update was applied, so the state before it no longer exists.
     """
-    if applied:
+    step = result.step
+    if not result.scalars["skipped"]:
       return NonFiniteError(
         error.what, error.remedies, ["no replay: the update was applied, so the state before it no longer exists"]
       )
     self.say(f"step {step} failed and ends the run: saving it and searching for the first cause (this compiles the step again)")
-    state = state | self.before | {"step": jax.device_put(np.int32(step - 1), state["step"].sharding)}
+    # Undo what a step changes even if its update is skipped. The count of finite steps in a row, now 0, matters to no replay.
+    put = lambda number, x: jax.device_put(np.asarray(number, x.dtype), x.sharding)
+    state = {**state, "step": put(step - 1, state["step"])}
+    if scaling := state.get("loss_scale"):
+      state["loss_scale"] = {**scaling, "scale": put(result.scalars["loss_scale"], scaling["scale"])}
     # First store the step, so that a replay is possible even if the search below runs out of memory.
     place = self.directory / DIRECTORY
     notes = []

@@ -112,7 +112,7 @@ def test_skips_in_a_row_end_with_the_state_before_the_last_of_them(tmp_path, cau
   np.testing.assert_array_equal(caught["batch"]["tokens"], toy_batch(limit)["tokens"])
 
 
-def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, caught):
+def test_the_loss_scale_is_that_before_the_failure(tmp_path, caught):
   loop = toy_loop(toy_config("dtype=float16", "opt_type=sgd", "finite_check_steps=-1", "steps=9"), tmp_path)
   step = loop.stepper.step
 
@@ -125,7 +125,7 @@ def test_good_steps_of_the_loss_scale_are_those_before_the_failure(tmp_path, cau
   with pytest.raises(NonFiniteError, match="step 4: non-finite parameters in 11 of 11 arrays"):
     loop.run(0)
   assert int(caught["state"]["step"]) == 3
-  assert int(caught["state"]["loss_scale"]["good_steps"]) == 3
+  assert float(caught["state"]["loss_scale"]["scale"]) == loop.program.config.training.loss_scale_init
 
 
 @pytest.mark.parametrize("waits", [slow(True), False])

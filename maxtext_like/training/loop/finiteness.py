@@ -69,19 +69,14 @@ def model_order(name: str) -> tuple:
 class Explainer(Protocol):
   """Keeps and explains the step that ends the run. ``analysis.failed_step`` implements it."""
 
-  def remember(self, state: State) -> None:
-    """Receive the state before each step. The step reuses its memory."""
-    ...
-
-  def explained(self, error: NonFiniteError, step: int, state: State, batch: Batch, *, applied: bool) -> NonFiniteError:
+  def explained(self, error: NonFiniteError, result: StepResult, state: State, batch: Batch) -> NonFiniteError:
     """Return the error with an explanation.
 
     Args:
       error: the error that ends the run.
-      step: number of finished steps.
+      result: metrics of the failed step.
       state: state after the failed step.
       batch: batch of the failed step.
-      applied: True if the update was applied, so that the state before it no longer exists.
     """
     ...
 

@@ -256,8 +256,6 @@ class Loop:
 
   def _launch(self, step: int, batch: Batch) -> Metrics:
     """Starts a step."""
-    if self.explainer is not None:
-      self.explainer.remember(self.state)
     if self.moved_weights is not None and step == self.moved_weights.step:
       self.moved_weights.before(self.state)
     self.state, metrics = self.stepper.launch(self.state, batch)
@@ -484,7 +482,7 @@ class Loop:
       if self.explainer is not None:
         watched = self.watchdog.watch("compile", f"the x-ray of step {step}")
         with self.goodput.phase("end"), watched, self.progress.waiting("searching for the first cause"):
-          error = self.explainer.explained(error, step, self.state, launched.batch, applied=not scalars["skipped"])
+          error = self.explainer.explained(error, result, self.state, launched.batch)
       raise self.divergence.explained(error, step)
     if failure is not None:
       self._save_after_error()
