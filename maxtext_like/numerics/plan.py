@@ -153,16 +153,17 @@ class _Builder:
     frame.sites.append(site)
     return site
 
-  def make_body(self, frame: Frame, jaxpr, consts, path: str, stack: str) -> Body:
+  def make_body(self, frame: Frame, jaxpr, consts, path: str, stack: str, caller: tuple[str, ...] = ()) -> Body:
+    """Plan the equations of a jaxpr. Those of jax's own functions, such as jnp.where, have the source of their caller."""
     body = Body(jaxpr, consts)
-    body.nodes = [self.node(frame, eqn, path, stack) for eqn in jaxpr.eqns]
+    body.nodes = [self.node(frame, eqn, path, stack, jaxprs.frames(eqn) or caller) for eqn in jaxpr.eqns]
     return body
 
-  def make_frame(self, jaxpr, names: Sequence[str | None], path: str, stack: str) -> Frame:
+  def make_frame(self, jaxpr, names: Sequence[str | None], path: str, stack: str, caller: tuple[str, ...]) -> Frame:
     frame = Frame()
     inner, consts = jaxprs.open_jaxpr(jaxpr)
     self.hold(inner.invars, names)
-    frame.body = self.make_body(frame, inner, consts, path, stack)
+    frame.body = self.make_body(frame, inner, consts, path, stack, caller)
     return frame
 
   def hold(self, variables, names: Sequence[str | None]) -> None:
@@ -186,7 +187,7 @@ class _Builder:
       return "backward"
     return "update" if self.backward_seen and "jvp(" not in stack else "forward"
 
-  def node(self, frame: Frame, eqn, path: str, stack: str) -> Node:
+  def node(self, frame: Frame, eqn, path: str, stack: str, sources: tuple[str, ...]) -> Node:
     names = str(eqn.source_info.name_stack)
     path, stack = _join(path, _readable(names)), _join(stack, names)
     node = Node(eqn, "leaf", path, self.direction(stack))
@@ -196,7 +197,7 @@ class _Builder:
       node.kind = "call"
       inner, consts = jaxprs.open_jaxpr(inner)
       self.hold(inner.invars, held)
-      node.body = self.make_body(frame, inner, consts, path, stack)
+      node.body = self.make_body(frame, inner, consts, path, stack, sources)
       self.hold(eqn.outvars, self.names_of(inner.outvars))
       return node
     loops: list[tuple[Callable[[Any], bool], str, Callable[[], list[tuple[Any, str]]]]] = [
@@ -211,7 +212,7 @@ class _Builder:
         node.kind, node.child = kind, len(frame.children)
         frame.children.append(node)
         inside = held[1:] if kind == "cond" else _not_carried(eqn, held) if kind in ("scan", "while") else held
-        node.frames = [self.make_frame(body, inside, _join(path, label), stack) for body, label in bodies()]
+        node.frames = [self.make_frame(body, inside, _join(path, label), stack, sources) for body, label in bodies()]
         if kind in ("scan", "shard_map"):  # rows that a scan reads and stacks are read again in the backward pass
           _, carried = jaxprs.scan_counts(eqn) if kind == "scan" else (0, 0)
           out = self.names_of(jaxprs.open_jaxpr(bodies()[0][0])[0].outvars)
@@ -229,7 +230,6 @@ class _Builder:
       self.order += 1
       frame.sites += [node.tag] * max(node.tag.rows, 1)
     elif not is_exact(eqn):
-      sources = jaxprs.frames(eqn)
       op, derived = eqn.primitive.name, node.direction == "recomputed" or _says_little(eqn)
       reads = tuple(name for name in held if name is not None)
       node.sites = [
@@ -332,12 +332,16 @@ class MeasuredTensors:
 
   Args:
     plan: a full plan. It is changed into the thin plan.
-    detail: orders of sites that are always measured in full. If there are any, key tensors are not measured.
+    detail: orders of sites that are always measured in full. If there are any, key and tagged tensors are not.
     key: regular expression for more key tensors, searched in "path file:line op".
+    skipped: regular expression like ``key``, for tensors that are measured only in detail. What they are computed from is
+      measured even if they propagate it.
   """
 
-  def __init__(self, plan: XrayPlan, detail: frozenset[int], key: str | None = None):
-    self.plan, self._wanted = plan, re.compile(key) if key else None
+  def __init__(self, plan: XrayPlan, detail: frozenset[int], key: str | None = None, skipped: str | None = None):
+    self.plan = plan
+    self._wanted, self._unwanted = (re.compile(pattern) if pattern else None for pattern in (key, skipped))
+    self._skipped: set[Site] = set()
     self._parents: dict[int, Sites] = {}
     self._propagated: set[Site] = set()
     self._key: set[Site] = set()
@@ -387,15 +391,17 @@ class MeasuredTensors:
         return [_NONE] * len(eqn.outvars)
       one_to_one = len(eqn.outvars) == len(operands)
       return operands if one_to_one else [_NONE.union(*operands)] * len(eqn.outvars)
+    skipped = {s for s in node.sites if s is not None and _found(self._unwanted, s)}
+    self._skipped |= skipped
     for i, sites in enumerate(operands):
       # Rematerialized copies are not measured themselves.
-      if node.direction != "recomputed" and propagates(eqn, i):
+      if node.direction != "recomputed" and not skipped and propagates(eqn, i):
         self._propagated |= sites
     parents = _NONE.union(*operands)
     for site in node.sites:
       if site is not None:
         self._parents[site.order] = parents
-        if self._wanted and self._wanted.search(f"{site.path} {site.source} {site.op}"):
+        if _found(self._wanted, site):
           self._key.add(site)
     if eqn.primitive.name in _KEY:
       self._key |= parents if "exp" not in eqn.primitive.name else _NONE
@@ -415,9 +421,9 @@ class MeasuredTensors:
         seen = site in self._propagated or site.direction == "recomputed"
         if site.order in detail:
           kept = dataclasses.replace(site, row=len(rows), full=True)
-        elif site.op == "tag" or (not detail and site in self._key and site.direction != "recomputed"):
+        elif not detail and (site.op == "tag" or (site in self._key and site.direction != "recomputed")):
           kept = dataclasses.replace(site, row=len(rows), full=site.full or site.op == "tag")
-        elif site.order in inputs or scalar or not seen:
+        elif site.order in inputs or (site.op != "tag" and site not in self._skipped and (scalar or not seen)):
           kept = dataclasses.replace(site, row=len(rows), flag=not scalar, full=scalar, wide=site.wide and scalar)
         else:
           self._left_out.add(site.order)
@@ -428,10 +434,14 @@ class MeasuredTensors:
       frame.sites[:] = rows
       for node in _leaves(frame.body):
         node.sites = [None if s is None else new[s.order] for s in node.sites]
-        node.tag = None if node.tag is None else new[node.tag.order]
+        node.tag = None if node.tag is None or not new[node.tag.order].measured else new[node.tag.order]
       if frame is self.plan.frame:
         for sites in (self.plan.inputs, self.plan.consts):
           sites[:] = [None if s is None else new[s.order] for s in sites]
+
+
+def _found(pattern: re.Pattern[str] | None, site: Site) -> bool:
+  return pattern is not None and pattern.search(f"{site.path} {site.source} {site.op}") is not None
 
 
 def _frames(frame: Frame) -> Iterator[Frame]:

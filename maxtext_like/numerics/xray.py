@@ -28,6 +28,7 @@ def xray(
   while_history: int = 256,
   key_tensors_only: bool = False,
   key: str | None = None,
+  skipped: str | None = None,
   before_run: Callable[[Any], None] | None = None,
 ) -> "XRay":
   """Wrap a function so that calling it returns a Report instead of its outputs (they are in report.outputs).
@@ -47,6 +48,8 @@ def xray(
     key_tensors_only: measure only key tensors, which compiles in a fraction of the time. If there is a fault, a second program
       finds its origin (see ``MeasuredTensors``). The first cause is the same.
     key: with key_tensors_only, a regular expression like `only`: matching tensors are also measured in full.
+    skipped: with key_tensors_only, a regular expression like `only`: matching tensors are not measured by the first program. A
+      fault that starts in them is found if it reaches another tensor.
     before_run: called with each program (jax.stages.Compiled) before it runs, for instance to check its memory.
 
   Raises:
@@ -54,19 +57,21 @@ def xray(
   """
   if while_history < 2:
     raise ValueError(f"xray: while_history={while_history} must be at least 2 (one iteration and the rest)")
-  return XRay(fn, light, only, while_history, key_tensors_only, key, before_run)
+  return XRay(fn, light, only, while_history, key_tensors_only, key, skipped, before_run)
 
 
 class XRay:
   """The callable that xray() returns."""
 
-  def __init__(self, fn: Callable, light: bool, only: str | None, while_history: int, key_tensors_only: bool, key, before_run):
+  def __init__(
+    self, fn: Callable, light: bool, only: str | None, while_history: int, key_tensors_only: bool, key, skipped, before_run
+  ):
     self.fn, self.light, self.only, self.while_history = fn, light, only, while_history
     self._bound: tuple[Any, ...] = ()  # arguments that precede those of a call
     if (module := _nnx_module(fn)) is not None:
       # State that a call changes, such as BatchNorm's averages, may only change if the module is an argument.
       self.fn, self._bound = _call if module is fn else fn.__func__, (module,)
-    self.key_tensors_only, self.key, self.before_run = key_tensors_only, key, before_run
+    self.key_tensors_only, self.key, self.skipped, self.before_run = key_tensors_only, key, skipped, before_run
     self._programs: dict[Any, tuple] = {}
     self._constants: tuple[type, ...] = (bool, int)
 
@@ -128,7 +133,7 @@ class XRay:
     with_paths, out_tree = jax.tree_util.tree_flatten_with_path(shapes)
     output_names = ["output" + jax.tree_util.keystr(path) for path, _ in with_paths]
     plan = planning.build(closed, names, light=self.light, only=self.only)
-    measured = MeasuredTensors(plan, detail, self.key) if self.key_tensors_only else None
+    measured = MeasuredTensors(plan, detail, self.key, self.skipped) if self.key_tensors_only else None
     run = jax.jit(Interpreter(plan, self.while_history).program)
     return plan, run, out_tree, output_names, measured
 

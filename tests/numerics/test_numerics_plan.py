@@ -57,6 +57,36 @@ def test_the_cause_is_that_of_the_full_x_ray(fn, args):
   assert count(thin) < count(full)
 
 
+def by_norm(before, inside):
+  def scaled(x):
+    x = before(x)
+    with jax.named_scope("norms"):
+      norm = jnp.sum(jnp.abs(inside(x)))
+    return x / norm + 1
+
+  return scaled
+
+
+@pytest.mark.parametrize("faulty", ["before", "inside"])
+def test_the_cause_is_that_of_the_full_x_ray_before_and_in_a_skipped_part(faulty):
+  fn = by_norm(**{"before": jnp.sin, "inside": jnp.cos} | {faulty: lambda x: jnp.sqrt(x - 2)})
+  x = jnp.asarray([1.0, 3.0, 4.0])
+  full, thin = xray(fn)(x), xray(fn, key_tensors_only=True, skipped="^norms ")(x)
+  assert thin.first_cause is not None
+  assert str(thin.first_cause) == str(full.first_cause)
+  assert thin.finite == full.finite
+  paths = lambda report: {t.path.split("/")[0] for t in report.tensors}
+  assert "norms" in paths(full)
+  assert "norms" not in paths(thin)
+
+
+def test_an_equation_of_jax_has_the_source_of_its_caller():
+  jax.jit(jnp.where)(jnp.ones(2) > 0, jnp.ones(2), 0.0)
+  cause = xray(lambda x: jnp.where(x > 2, x, jnp.nan) * 2)(jnp.ones(2)).first_cause
+  assert cause is not None
+  assert cause.source.rsplit(":", 1)[0].endswith("test_numerics_plan.py")
+
+
 def test_intentional_infinities_are_clean_and_finite_programs_take_one_look():
   """Intentional infinities are not reported. A finite program is measured once, without a second program."""
   mask = jnp.tril(jnp.ones((4, 4), bool))
