@@ -135,8 +135,8 @@ def norm_of(sums: list[jax.Array]) -> float:
 
 
 def drawing(program: TrainProgram, seed: int) -> Draw:
-  """Returns a function that draws the initial values of a part of the model, from NumPy's bits: those of JAX take 8 times as long
-  on a CPU."""
+  """Returns a function that draws the initial values of a part of the model. The bits are NumPy's, because those of JAX take 8
+  times as long on a CPU."""
   decoder = program.objective.decoder
   outside = {name: p for name, p in decoder.params().items() if not name.startswith("stack_")}
 
