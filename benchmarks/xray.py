@@ -50,7 +50,7 @@ def of_a_model(model: str, *words: str, with_all: bool) -> None:
   config = load_config(model, words).config
   program = make_program(config)
   state = program.lower_init().compile()(np.uint32(0))
-  batch = first_batch(program, config.checkpoint, Path("none"))
+  program, batch = first_batch(program, config.checkpoint, Path("none"))
   with use_mesh(program.model.mesh):
     start = time.process_time()
     plain = jax.jit(program.step).lower(state, batch, DRAWN).compile()
