@@ -30,6 +30,10 @@ class Head:
 
   decoder: Any
 
+  @property
+  def cfg(self):
+    return self.decoder.cfg
+
   def hidden(self, p, batch, probes=None):
     return p["x"], {}
 

@@ -93,7 +93,7 @@ def indexer(length: int) -> Iterator[Row]:
       layer = Indexer(cfg, precision)
       everything = jnp.ones((1, length, length), bool)
       scores = layer.score(q, layer.head_weights({"weights": w}, x), k)
-      return missed(layer.select(scores, everything)[1], best)
+      return missed(layer.best(scores, everything), best)
 
     yield (
       f"indexer, {topk} of {length}: missed",
