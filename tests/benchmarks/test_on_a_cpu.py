@@ -1,4 +1,4 @@
-"""Every benchmark that needs no GPU, and that no other test runs, prints a table without a missing or non-finite number."""
+"""Benchmarks that a CPU runs in seconds, and that no other test runs, print tables without a missing or non-finite number."""
 
 import subprocess
 import sys
