@@ -334,8 +334,8 @@ class MeasuredTensors:
     plan: a full plan. It is changed into the thin plan.
     detail: orders of sites that are always measured in full. If there are any, key and tagged tensors are not.
     key: regular expression for more key tensors, searched in "path file:line op".
-    skipped: regular expression like ``key``, for tensors that are measured only in detail. What they are computed from is
-      measured even if they propagate it.
+    skipped: regular expression like ``key``, for tensors that are measured only in detail. Their operands are measured like
+      those of an equation that propagates nothing.
   """
 
   def __init__(self, plan: XrayPlan, detail: frozenset[int], key: str | None = None, skipped: str | None = None):

@@ -212,8 +212,7 @@ class Decoder:
     Returns:
       {stack: {layer: {name: [repeats, R, ..., C, X]}}}, or {stack: ({layer: {name: [R, ..., C, X]}}, ...)} with ``apart``.
     """
-    own = lambda s: s.empty_cache(self.layers, rows, capacity, apart=apart, int8=int8, spare=spare)
-    caches = {s.name: own(s) for s in self.stacks}
+    caches = {s.name: s.empty_cache(self.layers, rows, capacity, apart=apart, int8=int8, spare=spare) for s in self.stacks}
     return jax.tree.map(lambda x: split_over_mesh(x, self.cfg.rules, stacked=not apart), caches)
 
   def apart(self, p: dict) -> dict:

@@ -1,5 +1,6 @@
-"""Benchmarks that a CPU runs in seconds, and that no other test runs, print tables without a missing or non-finite number."""
+"""Benchmarks that a CPU runs in seconds, and that no other test runs, print their tables."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,10 @@ TINY = ["qwen3-tiny", "num_decoder_layers=1", "max_target_length=16"]
     slow("xray", TINY, 2),
   ],
 )
-def test_it_prints_its_rows(name, words, rows, tmp_path):
+def test_it_prints_its_rows(name, words, rows):
   command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *words]
-  done = subprocess.run(
-    [*command, *(["--folder", str(tmp_path)] if name == "loading" else [])], cwd=ROOT, capture_output=True, text=True
-  )
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == 0, done.stderr[-2000:]
   numbers = [line for line in done.stdout.splitlines() if any(c.isdigit() for c in line)]
   assert len(numbers) >= rows, done.stdout
-  assert "nan" not in done.stdout.split()
+  assert not re.search(r"\bnan\b", done.stdout)
