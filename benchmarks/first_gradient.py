@@ -3,10 +3,10 @@
   python benchmarks/first_gradient.py qwen3-8b init_scheme=maxtext max_target_length=256
   python benchmarks/first_gradient.py deepseek3-671b num_experts=8 n_routing_groups=1 topk_routing_group=1 vocab_size=16384
 
-The words are those of ``train``, and the layers and the loss are those of the train step. A layer's weights are drawn when they
-are needed, once in the forward pass and once in the backward pass, and only the norm of its gradient is kept. So memory does not
-grow with the depth, except for the input of each layer. The embedding and the head stay in memory. The weights have the
-same distribution as in ``train``, but are not the same numbers.
+The words are those of ``train``, and the layers and the loss are those of the train step. A layer's weights are drawn when
+they are needed, once in the forward pass and once in the backward pass, and only the norm of its gradient is kept. Memory
+therefore does not grow with the depth, except for the input of each layer. The embedding and the head stay in memory. The
+weights have the same distribution as in ``train``, but are not the same numbers.
 """
 
 import argparse
